@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 from torch import nn
 
 import fxquant as fxq
-
-
-class HzCalibration(OpRun):
-    """Round x / scale to even, clamp to the integers, multiply by the scale."""
-
-    op_domain = "horizon"
-
-    def _run(self, x: Any, qtype: str, scales: list[float], axis: int | None = None, **_: Any) -> tuple[Any]:
-        limit = 2 ** (int(qtype.removeprefix("int")) - 1)
-        scale = np.asarray(scales, np.float32)
-        scale = scale.reshape(()) if axis is None else scale.reshape([-1 if index == axis else 1 for index in range(x.ndim)])
-        return ((np.clip(np.rint(x / scale), -limit, limit - 1) * scale).astype(np.float32),)
-
+from benchmarks.horizon_programs.calibrated import computed
 
 CONFIGS = {
     "int8": None,
@@ -48,8 +32,7 @@ def test_a_file_computes_the_integers_of_the_model(kind: str, tmp_path: Path) ->
     assert len(nodes) >= 5
     assert "untried" in (folder / "README.txt").read_text().lower()
     assert "hb_compile" in (folder / "compile.sh").read_text()
-    (found,) = ReferenceEvaluator(file, new_ops=[HzCalibration]).run(None, {file.graph.input[0].name: batches[0].numpy()})
-    assert torch.equal(torch.from_numpy(found), result.integer(batches[0]))
+    assert torch.equal(computed(folder / "model.onnx", batches[0]), result.integer(batches[0]))
 
 
 def test_what_hb_mapper_does_not_compile_is_refused(tmp_path: Path) -> None:

@@ -325,8 +325,23 @@ ALLOWED: dict[str, set[str]] = {
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
     "fxquant.compat.mirror": {"errors", "compat.common"},
+    "fxquant.compat.tracing": {"", "arguments"},
+    "fxquant.compat.checkpoints": {"calibration", "graph", "ops", "prepared"},
     "fxquant.compat.torch_ao": BASE
-    | {"", "calibration", "cutting", "compat.common", "compat.mirror", "compat.torch_ao", "frontend", "prepared", "state", "unseen"},
+    | {
+        "",
+        "calibration",
+        "cutting",
+        "compat.checkpoints",
+        "compat.common",
+        "compat.mirror",
+        "compat.torch_ao",
+        "compat.tracing",
+        "frontend",
+        "prepared",
+        "state",
+        "unseen",
+    },
     "fxquant.compat.horizon": BASE
     | {
         "",
@@ -336,8 +351,11 @@ ALLOWED: dict[str, set[str]] = {
         "tuning",
         "calibration",
         "compat.horizon",
+        "compat.checkpoints",
         "compat.common",
         "compat.mirror",
+        "compat.tracing",
+        "frontend",
         "graph",
         "ops",
         "prepared",

@@ -163,3 +163,17 @@ def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, t
     report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
     assert report, str(report)
     assert report.elements > 0
+
+
+def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
+    class Beside(Two):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.a(torch.tanh(self.b(torch.relu(self.a(x)))))
+
+    result = fxq.quantize(
+        Beside().eval(), batches(), "bayes-e", fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None),
+        show_progress=False,
+    )  # fmt: skip
+    report = result.verify(fxq.compile_horizon(fxq.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
+    assert report, str(report)
+    assert report.tensors == 2

@@ -19,7 +19,7 @@ from fxquant.backends.horizon.camera import MEAN, check_camera
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
-from fxquant.backends.onnx.horizon import OPSET, fixed_shape
+from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, fact, operation, qparams, source
@@ -97,7 +97,7 @@ def export_horizon(
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
     beside = {
-        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode, camera),
+        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode, camera, float_nodes(integer, model)),
         SCRIPT: format.commands.format(name=name, output=OUTPUT),
         LAYERS: json.dumps(_layers(integer, name, target), indent=1, ensure_ascii=False) + "\n",
     }
@@ -123,7 +123,14 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
 
 
 def _configuration(
-    format: Format, name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str, camera: str | None
+    format: Format,
+    name: str,
+    march: str,
+    inputs: list[tuple[str, list[int]]],
+    level: str,
+    mode: str,
+    camera: str | None,
+    processor: list[str],
 ) -> str:
     def every(word: str) -> str:
         return ";".join(word for _ in inputs)
@@ -140,6 +147,7 @@ def _configuration(
         arrived=every("NCHW" if camera is None else "NHWC"),
         norms=every("no_preprocess" if camera is None else "data_mean"),
         mean="" if camera is None else MEAN,
+        processor=f"\n  run_on_cpu: '{';'.join(processor)}'" if processor else "",
         level=level,
         mode=mode,
     )

@@ -73,7 +73,7 @@ input_parameters:
   input_layout_train: '{layouts}'
   norm_type: '{norms}'{mean}
 calibration_parameters:
-  calibration_type: 'load'
+  calibration_type: 'load'{processor}
 compiler_parameters:
   compile_mode: '{mode}'
   optimize_level: '{level}'

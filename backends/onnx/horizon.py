@@ -27,6 +27,7 @@ from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
 from fxquant.ops import BY_NAME
 from fxquant.ops.convolution import conv1d
 from fxquant.ops.form import Call, channel_axis
+from fxquant.primitives import PRIMITIVES
 
 DOMAIN = "horizon"
 OPSET = 11
@@ -98,6 +99,15 @@ def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | No
     result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
     e.types[result] = torch.float32
     return result
+
+
+def float_nodes(integer: fx.GraphModule, model: onnx.ModelProto) -> list[str]:
+    """Return the names of the file's nodes that float operators are written as, to be run on the processor.
+
+    Between quantized tensors the tool makes integers of whatever it can where it is not told, a convolution above all.
+    """
+    floats = {node.name for node in integer.graph.nodes if node.op.startswith("call_") and node.target not in PRIMITIVES}
+    return [node.name for node in model.graph.node if node.input and node.name.partition("/")[0] in floats]
 
 
 def fixed_shape(info: onnx.ValueInfoProto) -> list[int]:

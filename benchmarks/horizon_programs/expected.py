@@ -15,6 +15,9 @@ class Expected:
     floats   paths of modules that stay in float
     sqnr     the least signal to noise ratio of the outputs, in dB, against the same model in float
     refused  words of the error that the program ends in; empty where it has to run
+    without  the same where the vendor's compiler is not installed
+    file     what the program leaves, which has to compute the integers of its integer model: an ONNX file, a .bin for the vendor's
+             simulator, or a folder for hb_compile, beside which a program that is refused leaves its integer model, quantized.bc
     """
 
     layers: Mapping[str, tuple[str | None, str | None, str | None]] = field(default_factory=dict)
@@ -22,6 +25,8 @@ class Expected:
     floats: tuple[str, ...] = ()
     sqnr: float = 20.0
     refused: str = ""
+    without: str = ""
+    file: str = ""
 
 
 NARROW, WIDE, SUM = ("int8", "int8", "int8"), ("int16", "int8", "int16"), ("int32", "int8", None)
@@ -32,7 +37,7 @@ def all_layers(one: tuple[str | None, str | None, str | None]) -> dict[str, tupl
     return {"stem.0": one, "deep": one, "head": one}
 
 
-CLOSED = "compiler"
+ABSENT = "is not installed"
 EXPECTED: dict[str, Expected] = {
     "v1_quick_start": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}, {"quant": 1 / 128}, sqnr=3),  # 1/128 clips what it is given
     "v1_default_stub": Expected(all_layers(NARROW), {"quant": 1 / 128}, sqnr=3),
@@ -51,7 +56,11 @@ EXPECTED: dict[str, Expected] = {
     "v1_adaround": Expected(all_layers(NARROW)),
     "v1_similarity": Expected(all_layers(NARROW)),
     "v1_fixed_scale_observer": Expected(all_layers(NARROW), {"head": 1 / 16}, sqnr=10),
-    "v1_perf_without_tool": Expected(refused=CLOSED),
+    "v1_perf_without_tool": Expected(refused="hb_compile"),
+    "v1_quick_start_compile": Expected(
+        {"stem.0": NARROW, "deep": NARROW, "head": SUM}, {"quant": 1 / 128}, sqnr=3, without=ABSENT, file="model.bin"
+    ),
+    "v1_hybrid_compile": Expected({"head": ("int8", "int8", None)}, floats=("deep",), without=ABSENT, file="model.bin"),
     "v1_optimizer_before_batch": Expected(refused="example_inputs"),
     "v1_old_calibration": Expected(refused="prepare_qat_fx"),
     "v1_old_qconfigs": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
@@ -75,8 +84,8 @@ EXPECTED: dict[str, Expected] = {
     "v2_auto_calibrate": Expected(refused="search_observers"),
     "v2_consistency": Expected(refused="nash-e-level1"),
     "v3_all_int8": Expected(all_layers(NARROW)),
-    "v3_s100": Expected(all_layers(NARROW)),
-    "v3_s100_compile": Expected(refused="closed"),
+    "v3_s100": Expected(all_layers(NARROW), file="quantized.onnx"),
+    "v3_s100_compile": Expected(refused="hb_compile", file="model"),
     "v3_int16_gemm_int8": Expected(all_layers(("int16", "int8", "int8"))),
     "v3_order": Expected({"stem.0": ("int8", "int16", "int8"), "deep": ("int16", "int16", "int8"), "head": ("int8", "int16", "int8")}),
     "v3_freeze_and_threshold": Expected({"stem.0": NARROW, "head": ("int16", "int8", "int8")}, {"quant": 4 / 128, "head": 8 / 32768}),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 class PointPillarsScatter(nn.Module):
     """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps (batch, C, H, W); 0 where there is no pillar.
 
+    Pillars of a negative coordinate are left out: these fill a number of pillars up that is the same for every cloud of points.
     From: Lang et al., PointPillars, 2019.
     """
 
@@ -22,8 +23,10 @@ class PointPillarsScatter(nn.Module):
         height, width = self.size
         places = coordinates.long()
         index = (places[:, 0] * height + places[:, 2]) * width + places[:, 3]
-        empty = torch.zeros(self.batch * height * width, features.shape[1], dtype=features.dtype, device=features.device)
-        maps = empty.index_copy(0, index, features)
+        nowhere = self.batch * height * width
+        index = torch.where((places < 0).any(1), nowhere, index)
+        empty = torch.zeros(nowhere + 1, features.shape[1], dtype=features.dtype, device=features.device)
+        maps = empty.index_copy(0, index, features)[:nowhere]
         return maps.reshape(self.batch, height, width, -1).permute(0, 3, 1, 2)
 
 

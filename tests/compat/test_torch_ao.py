@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao import quantization as ao
+from torch.ao.quantization import quantize_fx
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 import fxquant as fxq
@@ -19,7 +20,7 @@ from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.quantization.prepared import quantized_operators
 
-pytestmark = pytest.mark.filterwarnings("ignore:Please use quant_min")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -194,6 +195,126 @@ def test_an_eager_model_is_trained() -> None:
     prepared(BATCHES[0]).sum().backward()
     assert prepared.conv.weight.grad.abs().sum() > 0
     assert fxq.verify(prepared.eval(), torch_ao.convert(prepared), BATCHES[:1])
+
+
+# ---- checkpoints, branches of training, shapes ------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """A fused layer, a pool that keeps its grid, and two inputs, the second of which is read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.relu, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+        self.skip, self.head = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        y = self.skip(other)
+        x = self.relu(self.bn(self.conv(x))) * y
+        return self.head(self.pool(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
+def test_a_checkpoint_of_pytorch_s_graphs_loads(backend: str) -> None:
+    inputs = (BATCHES[0], 3 * BATCHES[1])
+    mapping = ao.get_default_qat_qconfig_mapping(backend)
+    theirs = quantize_fx.prepare_qat_fx(Pooled().train(), mapping, inputs)
+    for batch in BATCHES:
+        theirs(batch, 2 * batch)
+    mine = torch_ao.prepare_qat_fx(Pooled().train(), mapping, inputs, target=backend)
+    told = mine.load_state_dict(theirs.state_dict(), strict=False)
+    assert told.unexpected_keys == []
+    scales = {
+        str(node.args[0]): (float(getattr(theirs, str(node.target)).scale), int(getattr(theirs, str(node.target)).zero_point))
+        for node in theirs.graph.nodes
+        if node.op == "call_module" and str(node.target).startswith("activation_post_process")
+    }
+    found = fxq.qparams(mine)
+    names = {"x_quantize": "x", "other_quantize": "other", "skip": "skip", "conv": "conv", "mul": "mul", "mean": "mean", "head": "head"}
+    for name, theirs_name in names.items():
+        assert found[name] == scales[theirs_name], name
+    assert torch.equal(mine.bn.running_mean, theirs.conv.bn.running_mean)
+    assert torch.equal(mine.conv.weight, theirs.conv.weight)
+    fxq.set_state(mine.eval(), "validate")
+    assert fxq.verify(mine, torch_ao.convert_fx(mine), [inputs])
+
+
+def test_a_checkpoint_of_pytorch_s_eager_training_loads() -> None:
+    def fused() -> nn.Module:
+        model = Eager().train()
+        model.qconfig = ao.get_default_qat_qconfig("qnnpack")
+        return ao.fuse_modules_qat(model, [["conv", "bn", "relu"]])
+
+    theirs = ao.prepare_qat(fused())
+    for batch in BATCHES:
+        theirs(batch)
+    plain = Eager().train()
+    plain.qconfig = ao.get_default_qat_qconfig("qnnpack")
+    mine = torch_ao.prepare_qat(plain, example_inputs=(BATCHES[0],), target="qnnpack")
+    mine.load_state_dict(theirs.state_dict(), strict=False)
+    found = fxq.qparams(mine)
+    for name, module in {"conv": theirs.conv, "skip": theirs.skip, next(iter(found)): theirs.quant}.items():
+        assert found[name] == (float(module.activation_post_process.scale), int(module.activation_post_process.zero_point))
+    assert torch.equal(mine.bn.running_var, theirs.conv.bn.running_var)
+
+
+def test_a_checkpoint_of_another_graph_gives_no_scale() -> None:
+    mapping = ao.get_default_qat_qconfig_mapping("x86")
+    theirs = quantize_fx.prepare_qat_fx(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)).train(), mapping, (BATCHES[0],))
+    theirs(BATCHES[0])
+    mine = torch_ao.prepare_qat_fx(nn.Sequential(nn.Conv2d(3, 4, 1)).train(), mapping, (BATCHES[0],))
+    before = fxq.qparams(mine)
+    told = mine.load_state_dict(theirs.state_dict(), strict=False)
+    assert [key for key in told.unexpected_keys if key.startswith("activation_post_process")] == [
+        f"activation_post_process_{index}.scale" for index in range(3)
+    ]
+    assert str(fxq.qparams(mine)) == str(before)
+
+
+def test_zero_points_of_signed_integers_count_from_the_least() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1)).train()
+    mine = torch_ao.prepare_qat_fx(model, ao.get_default_qat_qconfig_mapping("x86"), (BATCHES[0],))
+    checkpoint = dict(model.state_dict())
+    for index, zero_point in enumerate((-5, 7)):
+        checkpoint[f"activation_post_process_{index}.scale"] = torch.tensor([0.25])
+        checkpoint[f"activation_post_process_{index}.zero_point"] = torch.tensor([zero_point], dtype=torch.int32)
+    mine.load_state_dict(checkpoint, strict=False)
+    assert list(fxq.qparams(mine).values()) == [(0.25, 123), (0.25, 135)]
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.aux = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.conv(x)
+        return (x, self.aux(x)) if self.training else x
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_forward_computes_only_in_train_mode_is_kept(eager: bool) -> None:
+    def prepared(**options: Any) -> Any:
+        model = Auxiliary().train()
+        model.qconfig = ao.get_default_qat_qconfig("x86")
+        if eager:
+            return torch_ao.prepare_qat(model, example_inputs=(BATCHES[0],), **options)
+        return torch_ao.prepare_qat_fx(model, ao.get_default_qat_qconfig_mapping("x86"), (BATCHES[0],), **options)
+
+    trained = prepared()
+    assert [tuple(each.shape) for each in trained(BATCHES[0])] == [(4, 4, 8, 8), (4, 2, 8, 8)]
+    assert isinstance(trained.eval()(BATCHES[0]), Tensor)
+    assert isinstance(prepared(training_branch=False)(BATCHES[0]), Tensor)
+
+
+def test_sizes_are_those_that_are_asked_for() -> None:
+    model, mapping = nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), ao.get_default_qconfig_mapping("x86")
+    fixed = calibrated(torch_ao.prepare_fx(model, mapping, (BATCHES[0],), dynamic_shapes={}))
+    with pytest.raises(fxq.FxQuantError):
+        fixed(BATCHES[0][:2])
+    free = calibrated(torch_ao.prepare_fx(model, mapping, (BATCHES[0],)))
+    assert free(BATCHES[0][:2]).shape == (2, 4, 8, 8)
 
 
 # ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from hbdk4.compiler import convert, save, statistics
+from hbdk4.compiler import convert, save, statistics, visualize
 from horizon_plugin_pytorch import set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QconfigSetter, QuantStub, get_qconfig, prepare, qint8, set_fake_quantize
 from horizon_plugin_pytorch.quantization.hbdk4 import export
@@ -54,4 +54,5 @@ save(quantized, "quantized.bc")
 func = quantized.functions[0]
 func.remove_io_op(op_types=["Dequantize", "Quantize"])
 assert "hbtl" not in str(statistics(quantized))
+visualize(quantized, "quantized.onnx")
 quantized_model = quantized.model

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from hbdk4.compiler import compile, convert
+from hbdk4.compiler import compile, convert, save
 from horizon_plugin_pytorch import set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QconfigSetter, QuantStub, get_qconfig, prepare, qint8, set_fake_quantize
 from horizon_plugin_pytorch.quantization.hbdk4 import export
@@ -48,4 +48,6 @@ with torch.no_grad():
         qat_model(batch)
 qat_model.eval()
 set_fake_quantize(qat_model, FakeQuantState.VALIDATION)
-compile(convert(export(qat_model, batches[0]), march), "model.hbm", march, opt=2, jobs=64, progress_bar=True)
+quantized = convert(export(qat_model, batches[0]), march)
+save(quantized, "quantized.bc")
+compile(quantized, "model.hbm", march, opt=2, jobs=64, progress_bar=True)

@@ -7,8 +7,10 @@ from fxquant.compat.mirror import Row, Tables, refuse, serve
 ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
 OWN = "its own observers and fake quantizes are fxquant's"
 NO_SCRIPT = "a TorchScript program holds no integer graph"
+HOST = "in float, on the host, one call of Python in a graph"
 
 MARCH = serve("march", "March set_march get_march", native='`target=` of `fxq.prepare`: "bayes-e", "nash-m", "x5" …')
+NASH = serve("march", "is_nash_series", "2.0")
 DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
 
 PREPARING = [
@@ -142,45 +144,48 @@ COLOURS = serve(
     centered_yuv2rgb centered_yuv2bgr""",
     native="modules of `fxq.nn`",
 )
-_NMS = refuse(
-    "nms batched_nms batched_nms_with_padding nms_rotated",
-    "boxes are chosen on the host",
-    "use torchvision.ops, or fxq.nn.DetectionPostProcess",
-)
-_POINTS = refuse(
-    "point_pillars_preprocess voxelization",
-    "points are put into cells on the host, before the model",
-    "write it in NumPy or PyTorch in front of the model",
-)
 NN_FUNCTIONAL = [
     *serve("functional", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
-    *_NMS,
-    *_POINTS,
+    Row("nms", "boxes:nms_of_scores", "1.0", "", HOST),
+    *serve("boxes", "batched_nms", note=HOST),
+    *serve("pillars", "point_pillars_preprocess voxelization", note=HOST),
+    *serve("functional", "rle", note=HOST),
+    *refuse("decode get_top_n filter_by_max_score", "they are steps of one module", "call horizon.nn.DetectionPostProcess"),
 ]
-FUNCTIONAL = [*COLOURS, *serve("functional", "sort stable_sort argmax", native="functions of `torch`"), *_NMS]
+FUNCTIONAL = [
+    *COLOURS,
+    *serve("functional", "sort stable_sort argmax", native="functions of `torch`"),
+    *serve("boxes", "nms batched_nms batched_nms_with_padding", note=HOST),
+    *refuse("nms_rotated", "overlaps of turned boxes are not computed here", "wrap a function that does: fxq.wrap(function)"),
+]
+FUNCTIONAL_IMPL = [Row("_voxelization", "pillars:voxelization", "1.0", "", HOST)]
 NN = [
     *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu
-           Sin Sinh Sqrt Tan Where Topk Sign Pow Norm SetItem""", native="functions of `torch`"),
+           Sin Sinh Sqrt Tan Where Topk Sign Matmul Pow Norm SetItem""", native="functions of `torch`"),
     *serve("modules", "Interpolate LayerNorm LayerNorm2d", native="`torch.nn`"),
     *serve("modules", "GridSample", native="`fxq.nn.Warp`"),
     Row("warp", "modules:GridSample", "1.0", "`fxq.nn.Warp`", "a module's class, called with mode and padding"),
     *serve("modules", "BaseGridGenerator", native="`torch.meshgrid`"),
-    *serve("modules", """BgrToYuv444 Correlation AnchorGenerator PointPillarsScatter DetectionPostProcess RoIAlign LookUpTable SegmentLUT
+    *serve("modules", """BgrToYuv444 Correlation AnchorGenerator PointPillarsScatter LookUpTable SegmentLUT
            MultiScaleDeformableAttention""", native="modules of `fxq.nn`",
            note="an argument that cannot be served raises ConfigurationError"),
+    *serve("regions", "RoIAlign MultiScaleRoIAlign", native="`fxq.nn.RoIAlign`",
+           note="an argument that cannot be served raises ConfigurationError"),
+    *serve("boxes", "DetectionPostProcess DetectionPostProcessV1", native="`fxq.nn.DetectionPostProcess`", note=HOST),
+    *serve("pillars", "BevPoolV2", "3.0", "`fxq.nn.BEVPool`", "in float: where points go is data"),
     *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
            TransformerEncoder TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
     Row("FloatFunctional", "stubs:FloatFunctional"),
-    *refuse("DetectionPostProcessV1", "its fixed-point boxes are one chip's alone", "use fxq.nn.DetectionPostProcess behind the model"),
-    *refuse("RcnnPostProcess", "boxes are chosen on the host", "use fxq.nn.DetectionPostProcess on the outputs of the model"),
-    *refuse("MultiScaleRoIAlign", "levels are chosen by the boxes' data", "use fxq.nn.MultiScaleRoIAlign, which reads every level"),
-    *refuse("BevPoolV2", "its ranks are constants of the model", "use fxq.nn.BEVPool(size, ranks_depth, ranks_feat, ranks_bev)", "3.0"),
+    *refuse("RcnnPostProcess", "which of its scores is the background, and how its boxes are rounded, is not public",
+            "call horizon.nn.DetectionPostProcess with background_class_idx"),
 ]  # fmt: skip
-WRAP = refuse(
-    "wrap Tracer replace_torch_op",
-    "functions and modules are kept whole by name",
-    "decorate a function with fxq.wrap, or pass leaf= to fxq.prepare",
-)
+WRAP = [
+    *serve("wrapping", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
+           note="what is wrapped is traced; with skip_compile=True it stays whole, in float, on the host"),
+    *serve("wrapping", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
+    *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),
+]  # fmt: skip
+CHECKED = serve("wrapping", "typechecked", note="checks nothing: arguments are checked where they are used")
 MODEL_HELPER = [
     *serve("debug", "get_module_called_count"),
     *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),
@@ -209,9 +214,16 @@ QUANTIZATION = [
     *PREPARING, *FLOW, *STUBS, *COMPILING, *QCONFIG, *FAKE, *OBSERVERS, *SETTERS, *TEMPLATES, *DTYPES, *OTHERS, *QTENSOR, *CONSISTENCY,
     Row("March", "march:March"),
 ]  # fmt: skip
+
+
+def _named(rows: list[Row], *names: str) -> list[Row]:
+    """The rows of these names."""
+    return [row for row in rows if row.name in names]
+
+
 MODULES: dict[str, list[Row]] = {
     "": [*MARCH, *QUANTIZATION, *DEBUG, *ONNX, *COLOURS, *FUNCTIONAL_MODULES, *VERSION],
-    "march": MARCH,
+    "march": [*MARCH, *NASH],
     "dtype": DTYPES,
     "qtensor": QTENSOR,
     "qat_mode": [*[row for row in PREPARING if "qat_mode" in row.name or row.name == "QATMode"], *CONSISTENCY],
@@ -238,14 +250,30 @@ MODULES: dict[str, list[Row]] = {
     "quantization.hbdk4": HBDK4_EXPORT,
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
-    "nn.quantized": [*FUNCTIONAL_MODULES, Row("QFunctional", "stubs:FloatFunctional"), Row("Quantize", "stubs:QuantStub")],
+    "nn.quantized": [
+        *FUNCTIONAL_MODULES,
+        Row("QFunctional", "stubs:FloatFunctional"),
+        Row("Quantize", "stubs:QuantStub"),
+        Row("DeQuantize", "stubs:DeQuantStub"),
+    ],
+    "nn.qat.stubs": STUBS,
     "nn.qat": [
         *FUNCTIONAL_MODULES,
         *STUBS,
+        *_named(NN, "SetItem", "SegmentLUT"),
+        *serve("torch_modules", "GELU", native="`torch.nn`"),
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
     "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
+    "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
+    "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
+    "nn.linear": _named(NN, "Identity"),
+    "nn.segment_lut": _named(NN, "SegmentLUT"),
+    "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "regions:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
+    "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
+    "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
+    "nn.bgr_to_yuv444": _named(NN, "BgrToYuv444"),
     "nn.grid_sample": [row for row in NN if row.name in ("GridSample", "warp")],
     "nn.interpolate": [row for row in NN if row.name == "Interpolate"],
     "functional": FUNCTIONAL,
@@ -253,22 +281,28 @@ MODULES: dict[str, list[Row]] = {
     "fx.fx_helper": WRAP,
     "fx.jit_scheme": WRAP,
     "jit": JIT,
-    "memory_opt": refuse("MemoryOptManager", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
+    "memory_opt": refuse("MemoryOptManager MemoryOptSwitch", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils": [],
     "utils.onnx_helper": ONNX,
     "utils.quant_profiler": DEBUG,
     "utils.fx_helper": WRAP,
+    "utils.typeguard": CHECKED,
+    "utils.quant_switch": [row for row in FAKE if row.name == "GlobalFakeQuantSwitch"],
     "utils.model_helper": MODEL_HELPER,
     "utils.serialization": SERIALIZATION,
     "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils.load_state_dict_helper": refuse("get_version replace_mod_name", "checkpoints are read by load_state_dict", "leave it out"),
     "profiler": DEBUG,
     "profiler.utils": [],
+    "profiler.utils.typeguard": CHECKED,
     "profiler.utils.model_helper": MODEL_HELPER,
     "profiler.bc_editor": [],
     "profiler.bc_editor.bc_editor": [row for row in DEBUG if row.name == "QatBcEditor"],
     "hbdk4": [],
     "hbdk4.compiler": HBDK4_COMPILER,
+    "hbdk4.compiler.hbm": refuse(
+        "Hbm Hbo", "the compiler's files and runtime are closed", "run fxq.export_onnx's file with onnxruntime", "2.0"
+    ),
 }
 
 TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", MODULES, ALIASES)

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.arguments import FLAG, checked
+from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.torch_ao.dynamic import dynamic_mapping
 from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
@@ -22,6 +23,7 @@ from fxquant.compat.torch_ao.switches import (
     get_observer_dict,
     update_bn_stats,
 )
+from fxquant.compat.tracing import BRANCH, traced
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
 from fxquant.quantization.state import State
@@ -82,7 +84,7 @@ ARGUMENTS = {
 }
 
 
-@checked()
+@checked(training_branch=BRANCH)
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: Any,
@@ -92,19 +94,23 @@ def prepare_fx(
     backend_config: Any = None,
     *,
     target: str | None = None,
+    dynamic_shapes: Any = None,
+    training_branch: bool | None = False,
 ) -> fx.GraphModule:
     """The model prepared for calibration, in state CALIBRATE: every batch that passes is observed. See `fxquant.prepare`.
 
     qconfig_mapping         PyTorch's QConfigMapping, a dict of it, a QConfig for everything, or a fxq.QConfigMapping
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
+    dynamic_shapes          as `fxquant.prepare` takes it
+    training_branch         whether what forward computes only in train mode is kept; None: if it can be traced
     target                  what to compile for: "x86", "qnnpack", or a march whose dtypes the mapping asks for; None: that of
                             torch.backends.quantized.engine
     """
     refuse_given("prepare_fx", {"_equalization_config": _equalization_config, "backend_config": backend_config}, {}, ARGUMENTS)
-    return _prepared("prepare_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target)
+    return _prepared("prepare_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch)
 
 
-@checked()
+@checked(training_branch=BRANCH)
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: Any,
@@ -113,13 +119,18 @@ def prepare_qat_fx(
     backend_config: Any = None,
     *,
     target: str | None = None,
+    dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:
     """The model prepared for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
-    Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`.
+    Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`, but that what
+    forward computes only in train mode is kept where it can be traced; a warning says where it cannot.
     """
     refuse_given("prepare_qat_fx", {"backend_config": backend_config}, {}, ARGUMENTS)
-    return _trained(_prepared("prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target))
+    return _trained(
+        _prepared("prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch)
+    )
 
 
 @checked(_remove_qconfig=FLAG, keep_original_weights=FLAG)
@@ -157,7 +168,7 @@ def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: An
 # ---- eager: the model says with stubs where integers begin and end, and with attributes `qconfig` what is quantized how ------------------
 
 
-@checked(inplace=FLAG)
+@checked(inplace=FLAG, training_branch=BRANCH)
 def prepare(
     model: nn.Module,
     inplace: bool = False,
@@ -167,10 +178,12 @@ def prepare(
     *,
     example_inputs: Any = None,
     target: str | None = None,
+    dynamic_shapes: Any = None,
+    training_branch: bool | None = False,
 ) -> fx.GraphModule:
     """A model with stubs, and with QConfigs on its modules, prepared for calibration; what has no QConfig around it stays in float.
 
-    example_inputs is needed: the model is traced.
+    example_inputs is needed: the model is traced. The last two arguments are those of `prepare_fx`.
     """
     given = {
         "inplace": inplace,
@@ -179,16 +192,24 @@ def prepare(
         "prepare_custom_config_dict": prepare_custom_config_dict,
     }
     refuse_given("prepare", given, {"inplace": False}, ARGUMENTS)
-    return _prepared("prepare", model, fxq.QConfigMapping(default=None), example_inputs, None, target)
+    return _prepared("prepare", model, fxq.QConfigMapping(default=None), example_inputs, None, target, dynamic_shapes, training_branch)
 
 
-@checked(inplace=FLAG)
+@checked(inplace=FLAG, training_branch=BRANCH)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str | None = None
+    model: nn.Module,
+    mapping: Any = None,
+    inplace: bool = False,
+    *,
+    example_inputs: Any = None,
+    target: str | None = None,
+    dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The same for training, in state TRAIN and in train mode."""
+    """The same for training, in state TRAIN and in train mode; what forward computes only there is kept where it can be traced."""
     refuse_given("prepare_qat", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    return _trained(_prepared("prepare_qat", model, fxq.QConfigMapping(default=None), example_inputs, None, target))
+    mapping_of_attributes = fxq.QConfigMapping(default=None)
+    return _trained(_prepared("prepare_qat", model, mapping_of_attributes, example_inputs, None, target, dynamic_shapes, training_branch))
 
 
 @checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
@@ -236,23 +257,34 @@ def quantize_dynamic(
     *,
     example_inputs: Any = None,
     target: str | None = None,
+    dynamic_shapes: Any = None,
 ) -> fx.GraphModule:
     """The integer graph of a model whose linear and recurrent layers are quantized at run time; everything else stays in float.
 
     qconfig_spec    module classes and names, or a dict from these to dynamic QConfigs; None: nn.Linear, and the recurrent layers and cells
     dtype           PyTorch's qint8, or None, which means it
-    example_inputs  is needed: the model is traced
+    example_inputs  is needed: the model is traced; dynamic_shapes, as `fxquant.prepare` takes it
 
     An LSTM becomes its steps: the sequence of the example is that of every input.
     """
     refuse_given("quantize_dynamic", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    return converted(_prepared("quantize_dynamic", model, dynamic_mapping(model, qconfig_spec, dtype), example_inputs, None, target))
+    rules = dynamic_mapping(model, qconfig_spec, dtype)
+    return converted(_prepared("quantize_dynamic", model, rules, example_inputs, None, target, dynamic_shapes, False))
 
 
 # ---- what these have in common ------------------------------------------------------------------------------------------
 
 
-def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any, custom: Any, target: str | None) -> fx.GraphModule:
+def _prepared(
+    called: str,
+    model: nn.Module,
+    qconfigs: Any,
+    example_inputs: Any,
+    custom: Any,
+    target: str | None,
+    dynamic_shapes: Any,
+    training_branch: bool | None,
+) -> fx.GraphModule:
     if example_inputs is None:
         raise ConfigurationError(
             f"{called} needs example_inputs",
@@ -278,8 +310,10 @@ def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any,
     kinds = (*whole["non_traceable_module_classes"], *whole["non_traceable_module_class"])
     own = with_own_qconfigs(model)
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
-    traced = fxq.trace(own, example_inputs, leaf=leaf)
-    return fxq.prepare(traced, example_inputs, target or engine_target(), mapping_of(qconfigs, traced))
+    graph = traced(called, own, example_inputs, dynamic_shapes, training_branch, leaf)
+    prepared = fxq.prepare(graph, example_inputs, target or engine_target(), mapping_of(qconfigs, graph))
+    take_checkpoints(prepared)
+    return prepared
 
 
 def _trained(prepared: fx.GraphModule) -> fx.GraphModule:

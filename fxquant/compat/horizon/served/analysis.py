@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from fxquant.files import write_file
 from fxquant.graph import is_deployed
 from fxquant.quantization.batches import first_batches
 
+logger = logging.getLogger("fxquant")
+
 TYPES = ("fake_quant", "pre_export", "export", "convert")
+
+
+def _left_out(called: str, options: Mapping[str, Any]) -> None:
+    """Log which options of a call have no effect; None asks for nothing."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        logger.info("QuantAnalysis%s: without effect here: %s", called, ", ".join(given))
 
 
 class QuantAnalysis:
@@ -27,7 +37,8 @@ class QuantAnalysis:
     analysis_model_type              "fake_quant", "pre_export", "export" or "convert"
     out_dir                          where files are written
 
-    Other arguments of Horizon's class (device_ids, post_process, …) have no effect: a line of the log names them.
+    device_ids, and options of the methods that this class does not name, have no effect: a line of the log names them. Raises
+    ConfigurationError for another type, and for post_process.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class QuantAnalysis:
                 because="outputs are compared as the models return them",
                 remedy="leave it out, or make it part of the model",
             )
+        _left_out("", {"device_ids": device_ids})
         self.baseline = getattr(baseline_model, "model", baseline_model) if not isinstance(baseline_model, nn.Module) else baseline_model
         self.analysis = getattr(analysis_model, "model", analysis_model) if not isinstance(analysis_model, nn.Module) else analysis_model
         self.out_dir = Path(accepted("QuantAnalysis", "out_dir", out_dir or "./horizon_quant_analysis", FOLDER))
@@ -54,6 +66,7 @@ class QuantAnalysis:
 
     def auto_find_bad_case(self, dataloader: Iterable[Any], num_steps: int | None = None, **options: Any) -> int:
         """Take the batch on which the outputs differ most, by the mean of squares; returns which."""
+        _left_out(".auto_find_bad_case", options)
         worst, found = -1.0, -1
         for index, batch in enumerate(first_batches(dataloader, num_steps)):
             difference = fxq.compare(self.baseline, self.analysis, [batch], show_progress=False)
@@ -89,10 +102,12 @@ class QuantAnalysis:
 
     def run(self, device_id: Any = None, **options: Any) -> None:
         """Compare the two models on the bad case."""
+        _left_out(".run", {"device_id": device_id, **options})
         self._comparison = fxq.compare(self.baseline, self.analysis, [self._case()], show_progress=False)
 
     def compare_per_layer(self, **options: Any) -> Any:
         """How far each layer is apart: a `fxquant.Comparison`, also written to compare_per_layer_out.txt."""
+        _left_out(".compare_per_layer", options)
         if self._comparison is None:
             self.run()
         write_file(self.out_dir / "compare_per_layer_out.txt", f"{self._comparison}\n")
@@ -103,6 +118,7 @@ class QuantAnalysis:
 
         Raises ConfigurationError where the analysis model is no prepared one.
         """
+        _left_out(".sensitivity", options)
         if is_deployed(self.analysis):
             raise ConfigurationError(
                 "sensitivities of an integer model cannot be had",

@@ -14,7 +14,7 @@ from torch import fx
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
-from fxquant.backends.horizon.formats import HB_MAPPER
+from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER
 from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
@@ -43,7 +43,18 @@ def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt:
             because=f"it was prepared for {own.name}, whose arithmetic is another",
             remedy=f"prepare it after set_march({wanted!r}), or leave march out",
         )
-    return integer, fxq.export_horizon(integer, folder, name or "model", optimize=LEVELS.get(opt, opt), mode=OPTIMIZE.get(opt, "latency"))
+    level = _level(LEVELS.get(opt, opt), own.name, called)
+    return integer, fxq.export_horizon(integer, folder, name or "model", optimize=level, mode=OPTIMIZE.get(opt, "latency"))
+
+
+def _level(level: str, target: str, called: str) -> str:
+    """Return a level that the target's compiler has: hb_compile ends at O2, where the plugin's default is O3."""
+    format = FORMATS.get(target)
+    if format is None or level in format.levels:
+        return level
+    highest = format.levels[-1]
+    logger.info("%s: %s is taken for %s, the highest level of %s", called, highest, level, format.compiler)
+    return highest
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
@@ -84,8 +95,9 @@ def compile_model(
     module    a prepared or integer model, or a trace of one that convert_fx returned
 
     Inputs are in memory ("ddr"), of float32, in PyTorch's order: a line of the log says so where another source or layout is asked for.
-    The other arguments have no effect.
-    Raises ConfigurationError where the tool is not installed, ExportError, and CompilationError with the layer and its source line.
+    The other arguments have no effect. For nash the folder that hb_compile takes is written, and compile.sh in it has to be run elsewhere.
+    Raises ConfigurationError for nash, and where the tool is not installed, ExportError, and CompilationError with the layer and its
+    source line.
     """
     path = Path(hbm)
     _say_inputs("compile_model", input_source, input_layout, output_layout)

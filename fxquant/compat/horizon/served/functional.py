@@ -147,6 +147,30 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
     return found
 
 
+@fxq.wrap
+def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Each item of a tensor (N, …) as [pairs, value, number, value, number, …], int64: runs of equal values, one after the other.
+
+    dtype   torch.int8: a run has at most 255 values; torch.int16: 65,535. Raises ConfigurationError for another.
+    """
+    longest = {torch.int8: 255, torch.int16: 65535}.get(dtype)
+    if longest is None:
+        raise ConfigurationError(
+            f"rle(dtype={dtype}) cannot be done", because="it is int8 or int16", remedy="pass torch.int8 or torch.int16"
+        )
+    found = []
+    for item in input.flatten(1):
+        values, counts = torch.unique_consecutive(item.long(), return_counts=True)
+        parts = [
+            (value, min(longest, count - start))
+            for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+            for start in range(0, count, longest)
+        ]
+        flat = [len(parts), *(number for part in parts for number in part)]
+        found.append(torch.tensor(flat, dtype=torch.int64, device=input.device))
+    return found
+
+
 def window_partition(x: Tensor, window_size: int) -> Tensor:
     """A map (N, H, W, C) as windows (N · windows, size, size, C), row by row."""
     height, width, channels = x.shape[1:]

@@ -5,22 +5,29 @@ A module of it is a prepared model ("qat.bc") or an integer one ("quantized.bc")
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FILE, PATH, checked
-from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.compat.horizon.served.compiling import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
+from fxquant.graph import fact, is_deployed, qparams
 from fxquant.quantization.calibration import require_prepared
+
+logger = logging.getLogger("fxquant")
+
+FLOAT, INTEGER = "float", "integer"  # what the ends of a module take and return, as `io` of `fxquant.export_onnx`
+NAME, IO = "hbdk4.name", "hbdk4.io"  # in the file of a module
+IO_OPS = frozenset({"quantize", "dequantize", "cast", "transpose", "reshape"})  # that may be named
 
 
 class Function:
@@ -36,12 +43,27 @@ class Function:
         return [str(node.target) for node in self._module.model.graph.nodes if node.op == "placeholder"]
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
-        """Have files written with integer inputs and outputs: what quantizes the first and dequantizes the last is left out of them."""
-        if op_names:
+        """Have the module take and return integers, and so its files: what quantizes inputs and dequantizes outputs is left out.
+
+        op_types  "Quantize" and "Dequantize"; None means both. Transposes, casts and reshapes at the ends may be named beside them, and
+                  have no effect: a graph has none that a user did not write
+
+        Raises ConfigurationError for one of the two alone, for other types, for names, and for a module of a prepared model.
+        """
+        named = {str(name).lower() for name in op_types or ("quantize", "dequantize")}
+        if op_names or not named >= {"quantize", "dequantize"} or named - IO_OPS:
             raise ConfigurationError(
-                "remove_io_op(op_names=…) cannot be done", because="quantize and dequantize are left out together", remedy="pass op_types"
+                f"remove_io_op({'op_names=…' if op_names else f'op_types={op_types!r}'}) cannot be done",
+                because="a file has real numbers at both ends, or integers at both",
+                remedy="pass op_types=['Quantize', 'Dequantize'], or leave it out",
             )
-        self._module.io = "integer"
+        if not is_deployed(self._module.model):
+            raise ConfigurationError(
+                "the ends of a prepared model cannot be left out",
+                because="it computes with real numbers on the integers' grids",
+                remedy="call convert(module, march) first",
+            )
+        self._module.io = INTEGER
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("insert_", "register_")):
@@ -54,10 +76,13 @@ class Function:
 
 
 class Module:
-    """A model between two steps of the compiler: prepared, or integer. Called, it computes what that does."""
+    """A model between two steps of the compiler: prepared, or integer. Called, it computes what that does.
 
-    def __init__(self, model: fx.GraphModule, name: str = "forward") -> None:
-        self.model, self.name, self.io = model, name, "float"
+    io   "float", or "integer" once `remove_io_op` was called: calls then take and return integers, and files as well
+    """
+
+    def __init__(self, model: fx.GraphModule, name: str = "forward", io: str = FLOAT) -> None:
+        self.model, self.name, self.io = model, name, io
 
     @property
     def functions(self) -> list[Function]:
@@ -68,7 +93,34 @@ class Module:
         return self.functions[index]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self.model(*args, **kwargs) if self.io == FLOAT else _on_integers(self.model, args)
+
+
+def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    """Return the integers behind the outputs of an integer model, given those of its inputs; real numbers stay what they are."""
+    inputs = model.graph.find_nodes(op="placeholder")
+    given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
+    (held,) = fxq.record(model, [given], ("quantized", "accumulators"))
+    (output,) = model.graph.find_nodes(op="output")
+    nodes, _ = pytree.tree_flatten(output.args[0])
+    values, form = pytree.tree_flatten(model(*given))
+    return pytree.tree_unflatten([_integers(node, value, held) for node, value in zip(nodes, values, strict=True)], form)
+
+
+def _real(node: fx.Node, value: Any) -> Any:
+    """Return what integers of an input stand for. Quantized, they come back: a product with the scale is off by a part of 2^24 at most."""
+    described = next((known for user in node.users if (known := qparams(user)) is not None), None)
+    if described is None or not isinstance(value, Tensor) or value.is_floating_point():
+        return value
+    return (value - described.zero_point) * described.scale
+
+
+def _integers(node: Any, value: Any, held: Any) -> Any:
+    """Return what an output was dequantized from, where it was."""
+    if not isinstance(node, fx.Node) or node.target is not fxq.primitives.dequantize:
+        return value
+    (made, *_) = node.all_input_nodes
+    return held[made.name].to(fact(made).dtype)
 
 
 @checked()
@@ -99,7 +151,7 @@ def convert(m: Any, march: Any = None, advice: Any = None, **options: Any) -> Mo
             because=f"it was prepared for {own.name}, whose arithmetic is another",
             remedy=f"prepare it after set_march({str(march)!r})",
         )
-    return Module(integer_of(made.model, "convert"), made.name)
+    return Module(integer_of(made.model, "convert"), made.name, made.io)
 
 
 def _march(march: Any) -> str:
@@ -120,14 +172,21 @@ def _module(given: Any, called: str) -> Module:
 
 @checked(path=FILE)
 def save(m: Any, path: Any) -> None:
-    """Write a module, whatever the ending: a file that `load` and `fxq.load` read."""
-    fxq.save(_module(m, "save").model, path)
+    """Write a module with its name and its ends, whatever the ending: a file that `load` and `fxq.load` read."""
+    made = _module(m, "save")
+    meta = made.model.meta
+    meta.update({NAME: made.name, IO: made.io})
+    try:
+        fxq.save(made.model, path)
+    finally:
+        del meta[NAME], meta[IO]
 
 
 @checked(path=PATH)
 def load(path: Any) -> Module:
     """What `save` wrote."""
-    return Module(fxq.load(path))
+    model = fxq.load(path)
+    return Module(model, model.meta.pop(NAME, "forward"), model.meta.pop(IO, FLOAT))
 
 
 def statistics(m: Any) -> dict[str, dict[str, int]]:
@@ -145,16 +204,12 @@ def statistics(m: Any) -> dict[str, dict[str, int]]:
 def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, progress_bar: bool = False, **options: Any) -> int:
     """Compile with the vendor's hb_mapper, for the marches that it compiles for; 0 when it is done.
 
-    Raises ConfigurationError for nash, whose compiler is not run here: the ONNX file of an integer model is what is verified.
+    For nash the folder that hb_compile takes is written at `path` without its ending, and ConfigurationError raised: it has to be compiled
+    where that tool is. A compiled program takes and returns real numbers after `remove_io_op` as well, which a line of the log says.
     """
     made = _module(m, "compile")
-    target = made.model.meta["target"]
-    if target.name not in HB_MAPPER.marches:
-        raise ConfigurationError(
-            f"a model for {target.name} cannot be compiled here",
-            because="the vendor's compiler for this march takes its own format alone, which is closed",
-            remedy="write fxq.export_onnx(integer, 'model.onnx'), and verify it with fxq.verify; fxq.estimate says what it costs",
-        )
+    if made.io == INTEGER:
+        logger.warning("compile: the program takes and returns real numbers; visualize writes an ONNX file of integers at both ends")
     return compile_model(
         made.model, None, os.fspath(path), _march(march) if march else None, opt=f"O{min(opt, 3)}", progressbar=progress_bar
     )
@@ -174,14 +229,17 @@ def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
 
 @checked()
 def visualize(m: Any, onnx_file: Any = None, use_netron: bool = False) -> Path:
-    """Write an integer module as ONNX, which Netron draws; returns the path."""
+    """Write an integer module as ONNX, which Netron draws and onnxruntime runs; returns the path.
+
+    After `remove_io_op` the file takes and returns integers.
+    """
     made = _module(m, "visualize")
-    return fxq.export_onnx(integer_of(made.model, "visualize"), onnx_file or "model.onnx")
+    return fxq.export_onnx(integer_of(made.model, "visualize"), onnx_file or "model.onnx", io=made.io)
 
 
 def get_hbir_input_flattener(m: Any) -> Any:
     """A function from a model's inputs to their tensors, in order."""
-    return lambda inputs: [leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return lambda inputs: [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def get_hbir_output_unflattener(m: Any) -> Any:

@@ -57,3 +57,8 @@ def required(called: str) -> str:
             remedy="call set_march(March.BAYES_E), or that of another processor, first",
         )
     return _march[0]
+
+
+def is_nash_series(march: Any) -> bool:
+    """Whether a march is one of nash."""
+    return str(getattr(march, "value", march)).startswith("nash")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh, "Div": torch.div, "Erf": torch.erf, "Exp": torch.exp,
     "Floor": torch.floor, "HardLog": torch.log, "Log": torch.log, "Reciprocal": torch.reciprocal, "Remainder": torch.remainder,
     "Rsqrt": torch.rsqrt, "Selu": F.selu, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan, "Where": torch.where,
-    "Topk": torch.topk, "Sign": torch.sign,
+    "Topk": torch.topk, "Sign": torch.sign, "Matmul": torch.matmul,
 }  # fmt: skip
 globals().update({name: _module(name, function) for name, function in FUNCTIONS.items()})
 
@@ -192,74 +191,6 @@ class PointPillarsScatter(nn.Module):
         if shape is None:
             raise _unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
         return functional.point_pillars_scatter(voxel_features, coords, shape)
-
-
-class DetectionPostProcess(nn.Module):
-    """Boxes, scores and deltas of a detector as (boxes, scores, labels), a tuple of tensors each, in float, on the host.
-
-    forward(boxes, scores, regressions): of each level anchors (A, 4), scores (N, A, classes) and deltas (N, A, 4).
-    Raises ConfigurationError for mode="yolo", levels of their own, and filters by size: `fxquant.nn.DetectionPostProcess` has none.
-    """
-
-    def __init__(
-        self, score_threshold: float = 0, regression_scale: Any = None, background_class_idx: int | None = None,
-        size_threshold: float | None = None, image_size: Any = None, pre_decode_top_n: int | None = None,
-        post_decode_top_n: int | None = None, iou_threshold: float | None = None, pre_nms_top_n: int | None = None,
-        post_nms_top_n: int | None = None, nms_on_each_level: bool = False, mode: str = "normal",
-    ) -> None:  # fmt: skip
-        super().__init__()
-        for name, value in (("size_threshold", size_threshold), ("nms_on_each_level", nms_on_each_level or None),
-                            ("pre_decode_top_n", pre_decode_top_n), ("mode", None if mode == "normal" else mode)):  # fmt: skip
-            if value is not None:
-                raise _unserved("DetectionPostProcess", name, "boxes of all levels are decoded, and chosen by score alone", "leave it out")
-        self.regression_scale, self.background, self.image_size = regression_scale, background_class_idx, image_size
-        keep = next((n for n in (post_nms_top_n, pre_nms_top_n, post_decode_top_n) if n is not None), 100)
-        self.process = fxq.nn.DetectionPostProcess(keep, score_threshold, 1.0 if iou_threshold is None else iou_threshold)
-
-    def forward(self, boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Any = None) -> Any:
-        scale = torch.tensor(
-            [1.0] * 4 if self.regression_scale is None else list(self.regression_scale), dtype=torch.float32, device=regressions[0].device
-        )
-        found = torch.cat(list(scores), 1)
-        if self.background is not None:
-            found = torch.cat(
-                (found[..., : self.background], torch.full_like(found[..., :1], -math.inf), found[..., self.background + 1 :]), -1
-            )
-        boxes_, best, labels = self.process(found, torch.cat(list(regressions), 1) * scale, torch.cat(list(boxes), 0))
-        if self.image_size is not None:
-            height, width = self.image_size
-            boxes_ = boxes_.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes_.dtype, device=boxes_.device))
-        kept = [labels[item] >= 0 for item in range(len(labels))]
-        return tuple(tuple(each[item][keep] for item, keep in enumerate(kept)) for each in (boxes_, best, labels))
-
-
-class RoIAlign(nn.Module):
-    """The features of boxes: forward(features (N, C, H, W), rois, a list of (K, 4) for each item, or (N, K, 4)).
-
-    Returns (N · K, C, h, w). Every item has the same number of boxes. Raises ConfigurationError for sampling_ratio -1: it depends on data.
-    """
-
-    def __init__(
-        self,
-        output_size: Any,
-        spatial_scale: float = 1.0,
-        sampling_ratio: int = 1,
-        aligned: bool | None = None,
-        interpolate_mode: str = "bilinear",
-    ) -> None:
-        super().__init__()
-        if sampling_ratio < 1:
-            raise _unserved("RoIAlign", "sampling_ratio", "how many points a cell has would depend on the boxes", "pass 1 or more")
-        if interpolate_mode != "bilinear":
-            raise _unserved("RoIAlign", "interpolate_mode", "features are read between pixels", "pass 'bilinear'")
-        if aligned is False:
-            raise _unserved("RoIAlign", "aligned", "boxes have half-pixel offsets", "leave it out")
-        self.align = fxq.nn.RoIAlign(output_size, spatial_scale, sampling_ratio)
-
-    def forward(self, features: Tensor, rois: Any) -> Tensor:
-        boxes = torch.stack(list(rois)) if isinstance(rois, list | tuple) else rois
-        found: Tensor = self.align(features, boxes)
-        return found.flatten(0, 1)
 
 
 class LookUpTable(fxq.nn.SegmentLUT):

@@ -16,13 +16,15 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FLAG, checked
+from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.horizon.served.checkpoints import take_checkpoints
 from fxquant.compat.horizon.served.deferred import Deferred, become, keep_shapes
 from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
 from fxquant.compat.horizon.served.rules import of_dict, of_setters, on_host
 from fxquant.compat.horizon.served.stubs import scale_of_stubs
+from fxquant.compat.horizon.served.wrapping import leaves
+from fxquant.compat.tracing import BRANCH, traced
 from fxquant.errors import ConfigurationError
 from fxquant.graph import stage_of
 from fxquant.quantization.state import State
@@ -60,7 +62,6 @@ class QATMode(enum.Enum):
 _qat_mode = [QATMode.FuseBN]
 PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions have made, for parts of them
 OLD_SCALE = 1.0 / 128.0
-BRANCH = FLAG.or_none("if it can be traced")
 
 
 @checked(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
@@ -166,16 +167,7 @@ class How:
         """The graph of a model, with what it computes only in train mode."""
         if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
             return fxq.trace(model, example_inputs)
-        if self.training_branch is False:
-            return fxq.trace(model, example_inputs, self.dynamic_shapes)
-        try:
-            return fxq.trace(model, example_inputs, self.dynamic_shapes, training_branch=True)
-        except fxq.TraceError as error:
-            if self.training_branch:
-                raise
-            traced = fxq.trace(model, example_inputs, self.dynamic_shapes)
-            logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", self.called, error)
-            return traced
+        return traced(self.called, model, example_inputs, self.dynamic_shapes, self.training_branch, leaves(model))
 
     def scale(self, march: str) -> tuple[float | None, str]:
         """What a QuantStub has that is given no scale, and why."""
@@ -195,11 +187,11 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
     inputs = tuple(example_inputs) if isinstance(example_inputs, list) else example_inputs
     scale, why = how.scale(march)
     with scale_of_stubs(model, scale, why), read_attributes(model):
-        traced = how.trace(model, inputs)
-    mapping, wide = of_setters(rules, traced, march)
+        graph = how.trace(model, inputs)
+    mapping, wide = of_setters(rules, graph, march)
     if wide:
-        mapping = fxq.high_precision_outputs(traced, inputs, march, mapping)
-    prepared = fxq.prepare(traced, inputs, march, mapping, batch_norm=batch_norm)
+        mapping = fxq.high_precision_outputs(graph, inputs, march, mapping)
+    prepared = fxq.prepare(graph, inputs, march, mapping, batch_norm=batch_norm)
     fxq.set_state(prepared, State.TRAIN)
     keep_shapes(prepared, inputs)
     take_checkpoints(prepared)

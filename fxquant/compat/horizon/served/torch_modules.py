@@ -1,6 +1,7 @@
 """PyTorch's modules under the names that Horizon's package has for them."""
 
 from torch.nn import (
+    GELU,
     GRU,
     LSTM,
     ChannelShuffle,
@@ -20,6 +21,7 @@ from torch.nn import (
 )
 
 __all__ = [
+    "GELU",
     "GRU",
     "LSTM",
     "ChannelShuffle",

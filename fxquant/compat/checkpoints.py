@@ -1,0 +1,175 @@
+"""Scales of a checkpoint of the plugin's, or of PyTorch's quantization, as those of a prepared model.
+
+key of the checkpoint                        what it becomes
+conv.activation_post_process.scale           the scale of the output of the last operator of module `conv`
+conv.activation_post_process.zero_point      its zero point, of an affine dtype; 0 otherwise
+quant.activation_post_process.scale          the scale of what QuantStub `quant` quantizes
+conv.weight_fake_quant.scale                 the scale of the weight, where that is learned; any other follows the weight itself
+activation_post_process_3.scale              of PyTorch's graphs: that of their fourth tensor, in the order they are computed; where the
+                                             numbers of tensors differ, as where a residual is fused here, none is taken
+conv.bn.weight, …                            of a fused layer: those of the batch norm behind module `conv`
+
+Zero points of signed integers, some of which are negative, count from -128, so that 128 is added to all of them. What else a fake quantize
+or an observer holds (counters, ranges, switches) has no meaning here, and is left out. `strict` is PyTorch's: keys of the checkpoint that
+belong to nothing are unexpected, and operators that get no scale are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.graph import resolve
+from fxquant.ops.boundary import QUANTIZE
+from fxquant.quantization.calibration import owned_quantizers
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+
+logger = logging.getLogger("fxquant")
+
+ACTIVATION, WEIGHT = "activation_post_process", "weight_fake_quant"
+NUMBERED = re.compile(rf"{ACTIVATION}_(\d+)\.(.*)")
+FUSED = ".bn."  # in the names of a batch norm that PyTorch fused into a layer
+
+
+def take_checkpoints(prepared: fx.GraphModule) -> None:
+    """Let `load_state_dict` of a prepared model take the plugin's and PyTorch's checkpoints as well as its own."""
+    prepared.register_load_state_dict_pre_hook(_take_keys)  # type: ignore[no-untyped-call]
+    prepared.register_load_state_dict_post_hook(_take_scales)  # type: ignore[no-untyped-call]
+
+
+def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take out of a checkpoint what fake quantizes hold; nothing of one that this model, or one like it, has saved."""
+    foreign = {key: value for key, value in state_dict.items() if _is_foreign(key.removeprefix(prefix))}
+    for key in foreign:
+        del state_dict[key]
+    norms = _norms(module) if foreign else {}
+    for key in [key for key in state_dict if FUSED in key.removeprefix(prefix)]:
+        layer, rest = key.removeprefix(prefix).split(FUSED, 1)
+        if layer in norms:
+            state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
+    if foreign:
+        module.__dict__["_fxquant_foreign"] = {key.removeprefix(prefix): value for key, value in foreign.items()}
+
+
+def _is_foreign(key: str) -> bool:
+    return f".{ACTIVATION}." in f".{key}" or f".{WEIGHT}." in f".{key}" or NUMBERED.fullmatch(key) is not None
+
+
+def _is_zero_point(key: str, value: Any) -> bool:
+    """Whether a value is the zero point of an activation."""
+    return key.endswith("zero_point") and f".{WEIGHT}." not in f".{key}" and isinstance(value, Tensor) and value.numel() == 1
+
+
+def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
+    """The calls of quantized operators, in the order they are computed; none of what is no graph."""
+    operators = {f"quantized.{name}": operator for name, operator in quantized_operators(module).items()}
+    nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    return [(node, operators[str(node.target)]) for node in nodes if node.op == "call_module" and str(node.target) in operators]
+
+
+def _norms(module: nn.Module) -> dict[str, str]:
+    """The batch norms that layers hold, by the layers' paths."""
+    found = {}
+    for node, operator in _called(module):
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr" and isinstance(resolve(module, str(operand.target)), nn.modules.batchnorm._BatchNorm):
+                found[operator.path] = str(operand.target)
+    return found
+
+
+def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
+    """The operators whose tensors PyTorch's graph numbers, in its order; none where it has another number of them."""
+    numbers = {int(match[1]) for key in foreign if (match := NUMBERED.fullmatch(key))}
+    known = [(node, operator) for node, operator in _called(module) if not operator.plain]
+    places: dict[fx.Node, float] = {node: place for place, (node, _) in enumerate(known)}
+    for node, operator in known:
+        if operator.operator is QUANTIZE:  # PyTorch numbers an input where it is read first
+            places[node] = min((places[user] for user in node.users if user in places), default=places[node]) - 0.5
+    known.sort(key=lambda pair: places[pair[0]])
+    operators = [operator for _, operator in known]
+    if numbers == set(range(len(operators))):
+        return operators
+    owners = [operator for operator in operators if operator.owns_output]  # PyTorch, too, shares grids
+    return owners if numbers == set(range(len(owners))) else []
+
+
+@torch.no_grad()
+def _take_scales(module: nn.Module, incompatible: Any) -> None:
+    foreign = module.__dict__.pop("_fxquant_foreign", None)
+    if foreign is None:
+        return
+    operators = quantized_operators(module)
+    taken: set[str] = set()
+    unused = []
+    numbered = _numbered(module, foreign)
+    zeros = {key.removesuffix("zero_point"): int(value.reshape(-1)[0]) for key, value in foreign.items() if _is_zero_point(key, value)}
+    lowest = -128 if min(zeros.values(), default=0) < 0 else 0
+    zeros = {key: value - lowest for key, value in zeros.items()}
+    for key, value in foreign.items():
+        match = NUMBERED.fullmatch(key)
+        if match is not None:
+            if match[2] == "scale" and numbered:
+                taken |= _assign(numbered[int(match[1])], value, zeros.get(key.removesuffix("scale")))
+            elif match[2] == "scale":
+                unused.append(key)
+            continue
+        path, _, kind = key.rpartition(f".{ACTIVATION}.") if f".{ACTIVATION}." in key else key.rpartition(f".{WEIGHT}.")
+        if kind != "scale":
+            continue
+        zero_point = zeros.get(key.removesuffix("scale"))
+        used = _activation(operators, path, value, zero_point) if f".{ACTIVATION}." in key else _weight(operators, path, value)
+        taken |= used or set()
+        if used is None:
+            unused.append(key)
+    own = {name: f"quantized.{name}." for name in operators}
+    known = {name for name in operators if name in taken or not _has_scale(operators[name])}
+    incompatible.missing_keys[:] = [
+        key for key in incompatible.missing_keys if not any(key.startswith(own[name]) for name in known) and "weight_quantizer" not in key
+    ]
+    incompatible.unexpected_keys.extend(unused)
+    scales = sum(1 for key in foreign if key.endswith(f"{ACTIVATION}.scale") or (key.endswith(".scale") and NUMBERED.fullmatch(key)))
+    logger.info(
+        "of %d scales of the checkpoint %d were taken, for %d of %d operators that have one; those of weights follow the weights",
+        scales,
+        scales - sum(ACTIVATION in key for key in unused),
+        len(taken),
+        sum(map(_has_scale, operators.values())),
+    )
+
+
+def _has_scale(operator: QuantizedOperator) -> bool:
+    return bool(owned_quantizers(operator)) and not operator.output.follows_sum and not operator.output.given
+
+
+def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tensor, zero_point: int | None) -> set[str] | None:
+    """Give the output of a module's last operator this scale; the operators that have it, or None where there is no such module."""
+    found = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
+    if not found or scale.numel() != 1:
+        return None
+    return _assign(found[-1], scale, zero_point)
+
+
+def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) -> set[str]:
+    """Give an operator's output this scale; its name, unless the scale is another's, a sum's, or was given."""
+    if not operator.owns_output or operator.output.follows_sum or operator.output.given:
+        return set()
+    operator.output.assign(scale.reshape(()).float(), zero_point if operator.output.dtype.affine else None)
+    if operator.output.range is not None:
+        operator.output.batches_used.copy_(operator.output.range.count)
+    return {operator.name}
+
+
+def _weight(operators: dict[str, QuantizedOperator], path: str, scale: Tensor) -> set[str] | None:
+    """Give the weight of a module's layer this scale, where it is learned; None where there is no such module."""
+    found = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
+    if not found:
+        return None
+    for operator in found:
+        learned = operator.weight_quantizer.learned
+        if learned is not None and learned.base_scale.numel() == scale.numel():
+            learned.assign(scale.reshape(learned.base_scale.shape).float())
+    return set()

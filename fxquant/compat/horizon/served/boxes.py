@@ -1,0 +1,315 @@
+"""Boxes of detectors as the plugin chooses them: suppression, and what becomes of a detector's outputs. In float, on the host.
+
+What chooses by data is kept whole in a model's graph, one call of Python behind its integers: the plugin calls these behind its
+DeQuantStubs, too. Boxes are x1 y1 x2 y2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+
+LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels of an anchor of 16, as torchvision has it
+YOLO = "yolo"
+PADDING = (None, "pad_zero", "rollover")
+
+
+def _overlaps(boxes: Tensor, border: float) -> Tensor:
+    """Return the intersection over union of every two boxes (N, 4); `border` is added to widths and heights."""
+    left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    common = (right - left + border).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2] + border).clamp(min=0).prod(-1)
+    union = area[:, None] + area[None, :] - common
+    return torch.where(union > 0, common / union, torch.zeros_like(common))
+
+
+def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, border: float = 0.0, margin: float = 0.0) -> Tensor:
+    """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
+    order = scores.argsort(descending=True, stable=True)
+    boxes, ranked = boxes[order], scores[order]
+    beats = _overlaps(boxes, border) > threshold
+    if labels is not None:
+        beats &= labels[order][:, None] == labels[order][None, :]
+    if margin > 0:
+        beats &= ranked[:, None] - ranked[None, :] > margin
+    stays = torch.ones(len(order), dtype=torch.bool, device=boxes.device)
+    for index in range(len(order)):
+        if stays[index]:
+            stays[index + 1 :] &= ~beats[index, index + 1 :]
+    return order[stays]
+
+
+@fxq.wrap
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Indices, int64, of the boxes (N, 4) that stay, the best first: a box goes whose overlap with a better one exceeds the threshold."""
+    return _kept(boxes, scores, iou_threshold, None)
+
+
+@fxq.wrap
+def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
+    """The same among boxes of one category, `idxs` (N,)."""
+    return _kept(boxes, scores, iou_threshold, idxs)
+
+
+@fxq.wrap
+def batched_nms_with_padding(
+    boxes: Tensor, scores: Tensor, class_idxs: Tensor | None, iou_threshold: float, pre_top_n: int, post_top_n: int, legacy_bbox: bool,
+    pad_mode: str = "pad_zero",
+) -> Tensor:  # fmt: skip
+    """The same for each item of boxes (N, B, 4) and scores (N, B), among the best `pre_top_n`: (N, post_top_n) indices, int64.
+
+    legacy_bbox  widths and heights are one pixel more
+    pad_mode     "pad_zero": places that are left over hold -1; "rollover": they hold the indices again
+
+    Raises ConfigurationError for another pad_mode.
+    """
+    if pad_mode not in PADDING[1:]:
+        raise ConfigurationError(f"pad_mode={pad_mode!r} is unknown", because="it is 'pad_zero' or 'rollover'", remedy="pass one of these")
+    found = torch.full((len(boxes), post_top_n), -1, dtype=torch.int64, device=boxes.device)
+    for item in range(len(boxes)):
+        best = scores[item].argsort(descending=True, stable=True)[:pre_top_n]
+        labels = None if class_idxs is None else class_idxs[item][best]
+        kept = best[_kept(boxes[item][best], scores[item][best], iou_threshold, labels, float(legacy_bbox))][:post_top_n]
+        if pad_mode == "rollover" and len(kept):
+            kept = kept.repeat(-(-post_top_n // len(kept)))[:post_top_n]
+        found[item, : len(kept)] = kept
+    return found
+
+
+@fxq.wrap
+def nms_of_scores(
+    boxes: Tensor, scores: Tensor, category_idxs: Tensor, iou_threshold: float, score_threshold: float | None = None,
+    pre_nms_top_n: int | None = None, output_num: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`nms` of the plugin's nn.functional: the boxes, scores and categories that stay, the best first, at most `output_num`.
+
+    Of boxes (N, 4) whose score (N,) is not below the threshold the best `pre_nms_top_n` are taken. None sets no limit.
+    """
+    return _suppressed(boxes, scores, category_idxs, iou_threshold, score_threshold, pre_nms_top_n, output_num)
+
+
+def _suppressed(
+    boxes: Tensor, scores: Tensor, labels: Tensor, iou: float, threshold: float | None, before: int | None, after: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    taken = scores.argsort(descending=True, stable=True)
+    if threshold is not None:
+        taken = taken[scores[taken] >= threshold]
+    taken = taken[:before]
+    taken = taken[_kept(boxes[taken], scores[taken], iou, labels[taken])][:after]
+    return boxes[taken], scores[taken], labels[taken]
+
+
+# ---- outputs of detectors -----------------------------------------------------------------------------------------------
+
+
+def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+    """Boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4); with `absolute` dx and dy are pixels."""
+    size = anchors[..., 2:] - anchors[..., :2]
+    moved = deltas[..., :2] if absolute else deltas[..., :2] * size
+    centre = anchors[..., :2] + size / 2 + moved
+    wide = deltas[..., 2:].clamp(max=LARGEST) if exp is torch.exp else deltas[..., 2:]
+    half = exp(wide) * size / 2
+    return torch.cat((centre - half, centre + half), -1)
+
+
+def _clipped(boxes: Tensor, size: Any) -> Tensor:
+    """Boxes cut off at the ends of an image of `size`, height and width."""
+    height, width = (float(length) for length in size)
+    ends = torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device)
+    return boxes.clamp(min=0).minimum(ends)
+
+
+def _rows(given: Tensor, count: int, batch: int) -> Tensor:
+    """Maps (N, anchors · count, H, W) as (N, H · W · anchors, count), pixel by pixel; (A, count) and (N, A, count) likewise."""
+    if given.dim() == 4:
+        return given.permute(0, 2, 3, 1).reshape(len(given), -1, count)
+    return given.expand(batch, -1, -1) if given.dim() == 2 else given
+
+
+@fxq.wrap
+def _detect(
+    boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Tensor | None, settings: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    yolo, batch, each = settings["mode"] == YOLO, len(scores[0]), settings["nms_on_each_level"]
+    found = []
+    for item in range(batch):
+        size = settings["image_size"] if image_shapes is None else image_shapes[item]
+        levels = []
+        for anchors, score, delta in zip(boxes, scores, regressions, strict=True):
+            count = anchors.shape[1] // 4 if anchors.dim() == 4 else 0
+            classes = score.shape[1] // count if count else score.shape[-1]
+            coded = delta.shape[1] // count if count else delta.shape[-1]
+            parts = [_rows(given, width, batch)[item] for given, width in ((anchors, 4), (score, classes), (delta, coded))]
+            level = _of_level(parts[0], parts[1], parts[2], size, settings, yolo)
+            levels.append(_best(level, settings) if each else level)
+        boxes_, best, labels = (torch.cat(parts) for parts in zip(*levels, strict=True))
+        found.append((boxes_, best, labels) if each else _best((boxes_, best, labels), settings))
+    return tuple(zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def _of_level(
+    anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any], yolo: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Boxes, scores and labels of a level: one box for each anchor and class."""
+    strength = scores[:, 0] if yolo else scores.amax(1)
+    taken = (strength >= settings["score_threshold"]).nonzero()[:, 0]
+    if settings["pre_decode_top_n"]:
+        taken = taken[scores[taken, 0].argsort(descending=True, stable=True)[: settings["pre_decode_top_n"]]]
+    anchors, scores, deltas = anchors[taken], scores[taken], deltas[taken]
+    if yolo:
+        scores = scores[:, 1:] * scores[:, :1]
+    classes = scores.shape[1]
+    if settings["regression_scale"] is not None:
+        scale = torch.tensor(settings["regression_scale"], dtype=deltas.dtype, device=deltas.device)
+        deltas = deltas * scale.repeat(deltas.shape[1] // 4)
+    own = deltas.reshape(len(deltas), -1, 4).expand(-1, classes, -1)
+    made = _decoded(own, anchors[:, None].expand(-1, classes, -1), yolo)
+    made = made if size is None else _clipped(made, size)
+    labels = torch.arange(classes, dtype=torch.int64, device=scores.device).expand(len(scores), -1)
+    stays = torch.ones_like(labels, dtype=torch.bool)
+    if settings["background_class_idx"] is not None:
+        stays &= labels != settings["background_class_idx"]
+    if settings["size_threshold"] is not None:
+        stays &= ((made[..., 2:] - made[..., :2]) >= settings["size_threshold"]).all(-1)
+    boxes, best, kinds = made[stays], scores[stays], labels[stays]
+    if settings["post_decode_top_n"]:
+        order = best.argsort(descending=True, stable=True)[: settings["post_decode_top_n"]]
+        boxes, best, kinds = boxes[order], best[order], kinds[order]
+    return boxes, best, kinds
+
+
+def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    if settings["iou_threshold"] is None:
+        return made
+    least = None if settings["mode"] == YOLO else settings["score_threshold"]
+    return _suppressed(*made, settings["iou_threshold"], least, settings["pre_nms_top_n"], settings["post_nms_top_n"])
+
+
+class DetectionPostProcess(nn.Module):
+    """Outputs of a detector as (boxes, scores, labels), a tuple of a tensor (M, 4) or (M,) for each item; labels are int64.
+
+    forward(boxes, scores, regressions, image_shapes=None), lists with an entry for each level: anchors (N, anchors · 4, H, W), scores
+    (N, anchors · classes, H, W), deltas (N, anchors · 4, H, W) or (N, anchors · classes · 4, H, W); or anchors (A, 4), scores
+    (N, A, classes) and deltas (N, A, 4). image_shapes (N, 2), height and width, goes before image_size. In this order:
+
+    score_threshold       anchors go whose largest score is below it; in mode "yolo" whose first one is
+    pre_decode_top_n      of each level, the best by their first score
+    regression_scale      four factors of the deltas; each class of an anchor is a box of its own
+    image_size            (height, width): boxes are cut off there
+    background_class_idx  this class is no box; size_threshold: neither is one that is less wide or high
+    post_decode_top_n     of each level, the best
+    iou_threshold         of boxes of one class that overlap more, the best stays; None: all stay, and what follows has no effect
+    pre_nms_top_n, post_nms_top_n, nms_on_each_level   the best before and behind that, of all levels or of each
+    mode                  "normal"; "yolo": dx and dy are pixels, and the first score is a factor of the others, which are the classes
+
+    Raises ConfigurationError for another mode.
+    """
+
+    def __init__(
+        self, score_threshold: float = 0, regression_scale: Any = None, background_class_idx: int | None = None,
+        size_threshold: float | None = None, image_size: Any = None, pre_decode_top_n: int | None = None,
+        post_decode_top_n: int | None = None, iou_threshold: float | None = None, pre_nms_top_n: int | None = None,
+        post_nms_top_n: int | None = None, nms_on_each_level: bool = False, mode: str = "normal",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if mode not in ("normal", YOLO):
+            raise ConfigurationError(f"mode={mode!r} is unknown", because="it is 'normal' or 'yolo'", remedy="pass one of these")
+        self.settings = {
+            "score_threshold": score_threshold, "background_class_idx": background_class_idx, "size_threshold": size_threshold,
+            "regression_scale": None if regression_scale is None else [float(factor) for factor in regression_scale],
+            "image_size": None if image_size is None else [int(length) for length in image_size], "iou_threshold": iou_threshold,
+            "pre_decode_top_n": pre_decode_top_n, "post_decode_top_n": post_decode_top_n, "pre_nms_top_n": pre_nms_top_n,
+            "post_nms_top_n": post_nms_top_n, "nms_on_each_level": bool(nms_on_each_level), "mode": mode,
+        }  # fmt: skip
+
+    def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
+        lists = [list(given) if isinstance(given, list | tuple) else [given] for given in (boxes, scores, regressions)]
+        return _detect(*lists, image_shapes, self.settings)
+
+
+@fxq.wrap
+def _choose(
+    data: list[Tensor], anchors: list[Tensor], image_sizes: Any, settings: dict[str, Any], exp: Any
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    width, batch = 4 + settings["num_classes"], len(data[0])
+    rows = torch.cat([_rows(given, width, batch) for given in data], 1)
+    boxes = _decoded(rows[..., :4], torch.cat([_rows(given, 4, batch) for given in anchors], 1).to(rows), exp=exp or torch.exp)
+    scores, labels = rows[..., 4:].max(-1)
+    offsets = [
+        torch.full((given.shape[1] // width * given.shape[2] * given.shape[3],), offset, dtype=labels.dtype, device=labels.device)
+        for given, offset in zip(data, settings["class_offsets"], strict=True)
+    ]
+    labels = labels + torch.cat(offsets)
+    return [_chosen(boxes[item], scores[item], labels[item], _size(image_sizes, item, settings), settings) for item in range(batch)]
+
+
+def _size(image_sizes: Any, item: int, settings: dict[str, Any]) -> Any:
+    if not settings["use_clippings"]:
+        return None
+    given = settings["image_size"] if image_sizes is None else image_sizes
+    return given[item] if isinstance(given, Tensor) and given.dim() == 2 and len(given) > 1 else torch.as_tensor(given).flatten()[:2]
+
+
+def _chosen(boxes: Tensor, scores: Tensor, labels: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    boxes = boxes if size is None else _clipped(boxes, size)
+    least = torch.tensor(settings["bbox_min_hw"][::-1], dtype=boxes.dtype, device=boxes.device)
+    order = scores.argsort(descending=True, stable=True)[: settings["pre_nms_top_k"]]
+    good = (scores[order] >= settings["box_filter_threshold"]) & (boxes[order, :2] < boxes[order, 2:] - least).all(-1)
+    order = order[good]
+    count = settings["post_nms_top_k"]
+    kept = order[_kept(boxes[order], scores[order], settings["nms_threshold"], labels[order], margin=settings["nms_margin"])][:count]
+    found = boxes[kept], scores[kept], labels[kept].to(scores.dtype)
+    if settings["nms_padding_mode"] is None or len(kept) == count:
+        return found
+    if settings["nms_padding_mode"] == "rollover" and len(kept):
+        again = torch.arange(count, dtype=torch.int64, device=boxes.device) % len(kept)
+        return found[0][again], found[1][again], found[2][again]
+    boxes_, best, kinds = (torch.cat((part, part.new_zeros(count - len(kept), *part.shape[1:]))) for part in found)
+    return boxes_, best, kinds
+
+
+class DetectionPostProcessV1(nn.Module):
+    """Outputs of a detector as [(boxes (M, 4), scores (M,), classes (M,))], one for each item: one box for each anchor.
+
+    forward(data, anchors, image_sizes=None), lists with an entry for each level: (N, anchors · (4 + num_classes), H, W), deltas before
+    scores for each anchor, and (N, anchors · 4, H, W). Deltas are in units of anchors. Scores and classes have data's dtype.
+
+    box_filter_threshold  boxes go whose largest score is below it; bbox_min_hw: those that are not wider and higher than this
+    class_offsets         for each level: what is added to its classes
+    use_clippings         boxes are cut off at image_size, (height, width), or at image_sizes (N, 2)
+    nms_threshold         of boxes of one class that overlap more, the best stays, where it is better by more than nms_margin
+    pre_nms_top_k         the best before that, post_nms_top_k: behind it
+    nms_padding_mode      None; "pad_zero" or "rollover": what fills post_nms_top_k places, zeros or the boxes again
+    exp_overwrite         a function in place of `torch.exp`, whose operand is at most log(1000 / 16)
+
+    The fixed-point steps of the operator on bernoulli2 are not computed: this is its float meaning, on the host. `use_stable_sort` and
+    `input_shift` have no effect: sorting is stable. Raises ConfigurationError for another padding.
+    """
+
+    def __init__(
+        self, num_classes: int, box_filter_threshold: float, class_offsets: Sequence[int], use_clippings: bool, image_size: Any,
+        nms_threshold: float, pre_nms_top_k: int, post_nms_top_k: int, nms_padding_mode: str | None = None, nms_margin: float = 0.0,
+        use_stable_sort: bool | None = None, bbox_min_hw: Sequence[float] = (0, 0), exp_overwrite: Any = torch.exp, input_shift: int = 4,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if nms_padding_mode not in PADDING:
+            raise ConfigurationError(
+                f"nms_padding_mode={nms_padding_mode!r} is unknown", because="it is None, 'pad_zero' or 'rollover'", remedy="pass one"
+            )
+        self.exp = None if exp_overwrite is torch.exp else exp_overwrite
+        self.settings = {
+            "num_classes": num_classes, "box_filter_threshold": box_filter_threshold, "class_offsets": list(class_offsets),
+            "use_clippings": bool(use_clippings), "image_size": None if image_size is None else list(image_size),
+            "nms_threshold": nms_threshold, "pre_nms_top_k": pre_nms_top_k, "post_nms_top_k": post_nms_top_k,
+            "nms_padding_mode": nms_padding_mode, "nms_margin": nms_margin, "bbox_min_hw": list(bbox_min_hw),
+        }  # fmt: skip
+
+    def forward(self, data: Any, anchors: Any, image_sizes: Any = None) -> Any:
+        return _choose(list(data), list(anchors), image_sizes, self.settings, self.exp)

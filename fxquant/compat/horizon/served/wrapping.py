@@ -1,0 +1,65 @@
+"""The plugin's marks for what its tracer does not read: here it is read, unless it is kept whole on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import default_leaf
+
+_WHOLE: set[type] = set()  # classes of modules that `wrap(skip_compile=True)` has marked
+
+
+def wrap(skip_compile: Any = False) -> Any:
+    """A decorator of a function, a method or a module's class.
+
+    skip_compile  False: what is decorated is traced as anything else, so that its operators become integers; True: it is kept whole, in
+                  float, on the host, as `fxquant.wrap` keeps a function, and `leaf=` of `fxquant.prepare` a module
+
+    Raises ConfigurationError for anything else that is decorated.
+    """
+    if not isinstance(skip_compile, bool):  # @wrap, without a call
+        return wrap()(skip_compile)
+
+    def mark(what: Any) -> Any:
+        if not callable(what) and not isinstance(what, str):
+            raise ConfigurationError(
+                f"a {type(what).__name__} cannot be wrapped",
+                because="wrap decorates functions, methods and classes of modules",
+                remedy="decorate one of these",
+            )
+        if not skip_compile:
+            return what
+        if isinstance(what, type) and issubclass(what, nn.Module):
+            _WHOLE.add(what)
+            return what
+        return fxq.wrap(what)
+
+    return mark
+
+
+def leaves(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
+    """Which modules of a model stay whole; None where no class of it was marked."""
+    if not any(type(module) in _WHOLE for module in model.modules()):
+        return None
+    return lambda module, path: type(module) in _WHOLE or default_leaf(module, path)
+
+
+class Tracer:
+    """The plugin's tracer, of which programs use one mark."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def dynamic_block(model: nn.Module, name: str) -> Iterator[None]:
+        """Mark a part of forward whose Python depends on data. It is traced as the rest is: what cannot be traced raises TraceError."""
+        yield
+
+
+def typechecked(function: Any) -> Any:
+    """The function as it is: arguments are checked where they are used."""
+    return function

@@ -1,0 +1,34 @@
+"""How the functions of other toolkits trace a model: with what it computes only in train mode, where that can be traced."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import fx, nn
+
+import fxquant as fxq
+from fxquant.arguments import FLAG
+
+logger = logging.getLogger("fxquant")
+
+BRANCH = FLAG.or_none("if it can be traced")
+
+
+def traced(
+    called: str, model: nn.Module, example_inputs: Any, dynamic_shapes: Any, training_branch: bool | None, leaf: Any = None
+) -> fx.GraphModule:
+    """The graph of a model.
+
+    training_branch  whether what forward computes only in train mode is kept; None: if it can be traced, which a warning says otherwise
+    """
+    if training_branch is False:
+        return fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf)
+    try:
+        return fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf, training_branch=True)
+    except fxq.TraceError as error:
+        if training_branch:
+            raise
+        without = fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf)
+        logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", called, error)
+        return without

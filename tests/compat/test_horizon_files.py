@@ -1,0 +1,192 @@
+"""What the plugin's and its compiler's names write, what is kept whole, and what a line of the log says of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from benchmarks.horizon_programs.calibrated import computed
+from fxquant.compat import horizon
+from fxquant.compat.horizon.served import march
+
+fx_helper, jit_scheme = horizon.fx.fx_helper, horizon.fx.jit_scheme
+compiler, hbdk4, QuantAnalysis = horizon.hbdk4.compiler, horizon.quantization.hbdk4, horizon.profiler.QuantAnalysis
+BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+NARROW = horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})])
+
+
+class Net(nn.Module):
+    """Two layers between stubs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quant, self.dequant = horizon.QuantStub(), horizon.DeQuantStub()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dequant(self.head(torch.relu(self.conv(self.quant(x)))))
+
+
+@pytest.fixture(autouse=True)
+def _nash() -> Iterator[None]:
+    horizon.set_march("nash-e")
+    yield
+    march._march.clear()
+
+
+def calibrated(model: nn.Module | None = None, setter: Any = NARROW) -> Any:
+    prepared = horizon.prepare(Net().eval() if model is None else model, BATCHES[0], setter)
+    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.CALIBRATION)
+    for batch in BATCHES:
+        prepared(batch)
+    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.VALIDATION)
+    return prepared
+
+
+# ---- modules of the compiler ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setter", [NARROW, horizon.default_calibration_qconfig_setter], ids=["int8", "int32"])
+def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: Any, tmp_path: Path) -> None:
+    made = compiler.convert(hbdk4.export(calibrated(setter=setter), BATCHES[0], name="net"), "nash-e")
+    assert torch.equal(made(BATCHES[0]), made.model(BATCHES[0]))
+    made.functions[0].remove_io_op(op_types=["Dequantize", "Quantize"])
+    compiler.save(made, tmp_path / "quantized.bc")
+    again = compiler.load(tmp_path / "quantized.bc")
+    assert (again.name, again.io) == ("net", "integer")
+    held = next(fxq.record(made.model, [BATCHES[0]], ("quantized", "accumulators")))
+    names = list(held)
+    given = held[names[0]].to(torch.int8)
+    file = compiler.visualize(again, tmp_path / "quantized.onnx")
+    session = onnxruntime.InferenceSession(str(file))
+    (expected,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
+    for module in (made, again):
+        found = module(given)
+        assert found.dtype is (torch.int8 if setter is NARROW else torch.int32)
+        assert torch.equal(found, torch.from_numpy(expected))
+        assert torch.equal(found.long(), held[names[-1]])
+
+
+WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
+    "one of two": lambda made: made[0].remove_io_op(op_types=["Dequantize"]),
+    "another operator": lambda made: made[0].remove_io_op(op_types=["Quantize", "Dequantize", "Softmax"]),
+    "a name": lambda made: made[0].remove_io_op(op_names=["conv"]),
+    "real numbers inside": lambda made: compiler.Module(calibrated())[0].remove_io_op(),
+    "an image in front": lambda made: made[0].insert_image_convert("nv12"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ENDS)
+def test_ends_that_cannot_be_changed(name: str) -> None:
+    made = compiler.convert(calibrated(), "nash-e")
+    with pytest.raises(fxq.ConfigurationError) as caught:
+        WRONG_ENDS[name](made)
+    assert caught.value.remedy
+    assert made.io == "float"
+
+
+def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    integer = horizon.convert_fx(calibrated())
+    with caplog.at_level("INFO", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here") as refused:
+        horizon.compile_model(integer, [BATCHES[0]], hbm=tmp_path / "model.hbm", opt="O3")
+    assert "hb_compile" in refused.value.remedy
+    assert any("O2 is taken for O3" in record.getMessage() for record in caplog.records)
+    assert "optimize_level: 'O2'" in (tmp_path / "model" / "model.yaml").read_text()
+    assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
+    made = compiler.convert(calibrated(), "nash-e")
+    made[0].remove_io_op()
+    with caplog.at_level("WARNING", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here"):
+        compiler.compile(made, tmp_path / "other.hbm", "nash-e")
+    assert any("real numbers" in record.getMessage() for record in caplog.records)
+
+
+def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:
+    horizon.set_march("bayes-e")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 1)).eval()
+    prepared = calibrated(model, horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})]))
+    folder = fxq.export_horizon(horizon.convert_fx(prepared), tmp_path / "whole")
+    assert "run_on_cpu" not in (folder / "model.yaml").read_text()
+    hybrid = horizon.prepare_qat_fx(
+        model, {"": horizon.default_calib_8bit_fake_quant_qconfig}, hybrid=True, hybrid_dict={"module_name": ["1", "2"]},
+        example_inputs=BATCHES[0],
+    )  # fmt: skip
+    fxq.calibrate(hybrid, BATCHES, show_progress=False)
+    folder = fxq.export_horizon(fxq.convert(hybrid), tmp_path / "hybrid")
+    (line,) = [line for line in (folder / "model.yaml").read_text().splitlines() if "run_on_cpu" in line]
+    named = line.split("'")[1].split(";")
+    assert [name.rpartition("/")[2] for name in named] == ["Conv", "Tanh"]
+
+
+# ---- wrapped --------------------------------------------------------------------------------------------------------------
+
+
+@fx_helper.wrap(skip_compile=True)
+def ranked(x: Tensor) -> Tensor:
+    return x * 2 if float(x.detach().sum()) > 0 else x * 3
+
+
+@fx_helper.wrap()
+def traced(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+@fx_helper.wrap(skip_compile=True)
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if float(x.detach().sum()) > 0 else x - 1
+
+
+@fx_helper.wrap
+class Read(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with jit_scheme.Tracer.dynamic_block(self, "read"):
+            return self.conv(x)
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.read, self.whole = nn.Conv2d(3, 8, 3), Read(), Whole()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(ranked(self.read(traced(self.first(x)))))
+
+
+def test_what_is_wrapped_is_traced_unless_it_is_not_to_be_compiled() -> None:
+    prepared = calibrated(Marked().eval())
+    layers = {layer.name: layer.integer for layer in fxq.layers(prepared) if not layer.boundary}
+    assert layers == {"first": True, "read_conv": True, "ranked": False, "whole": False}
+    integer = horizon.convert_fx(prepared)
+    held = next(fxq.record(integer, [BATCHES[0]], real=True))
+    assert torch.equal(integer(BATCHES[0]), Whole()(ranked(held["read_conv"])))
+    with pytest.raises(fxq.ConfigurationError, match="cannot be wrapped"):
+        fx_helper.wrap()(5)
+
+
+# ---- the log ----------------------------------------------------------------------------------------------------------------
+
+
+def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Net().eval()
+    with caplog.at_level("INFO", "fxquant"):
+        analysis = QuantAnalysis(copy.deepcopy(model), calibrated(model), "fake_quant", device_ids=[0], out_dir=tmp_path)
+        analysis.auto_find_bad_case(BATCHES, topk=3)
+        analysis.run(device_id=0)
+        analysis.compare_per_layer(prefixes=("conv",))
+        assert [row[0] for row in analysis.sensitivity(metric="L1")]
+    lines = [record.getMessage().split(": ")[-1] for record in caplog.records if "without effect here" in record.getMessage()]
+    assert lines == ["device_ids", "topk", "device_id", "prefixes", "metric"]

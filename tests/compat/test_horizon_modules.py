@@ -1,0 +1,480 @@
+"""The plugin's modules and functions, each against numbers that are computed here in another way.
+
+Operands are whole numbers and fractions of powers of two, so that every order of additions gives the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.compat import horizon
+
+functional, hnn, hF = horizon.functional, horizon.nn, horizon.nn.functional
+G = torch.Generator().manual_seed(0)
+
+
+def whole(*shape: int, low: int = -8, high: int = 8) -> Tensor:
+    return torch.randint(low, high, shape, generator=G, dtype=torch.int64).float()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    G.manual_seed(7)
+
+
+def boxes_of(count: int, side: int = 32) -> Tensor:
+    corner, size = whole(count, 2, low=0, high=side), whole(count, 2, low=1, high=side)
+    return torch.cat((corner, corner + size), 1)
+
+
+# ---- suppression --------------------------------------------------------------------------------------------------------
+
+
+def overlap(a: list[float], b: list[float], border: float = 0.0) -> float:
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]) + border)
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]) + border)
+    area = [(each[2] - each[0] + border) * (each[3] - each[1] + border) for each in (a, b)]
+    return width * height / (sum(area) - width * height)
+
+
+def greedy(boxes: Tensor, scores: Tensor, limit: float, labels: Tensor | None = None, border: float = 0.0) -> list[int]:
+    """Indices of the boxes that stay, one after the other."""
+    kept: list[int] = []
+    for index in sorted(range(len(boxes)), key=lambda index: -float(scores[index])):
+        alike = [other for other in kept if labels is None or labels[other] == labels[index]]
+        if all(overlap(boxes[other].tolist(), boxes[index].tolist(), border) <= limit for other in alike):
+            kept.append(index)
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_boxes_that_overlap_the_better_stays(seed: int) -> None:
+    G.manual_seed(seed)
+    boxes, scores, labels = boxes_of(40), torch.rand(40, generator=G), whole(40, low=0, high=3).long()
+    assert functional.nms(boxes, scores, 0.3).tolist() == greedy(boxes, scores, 0.3)
+    assert functional.batched_nms(boxes, scores, labels, 0.3).tolist() == greedy(boxes, scores, 0.3, labels)
+    expected = [index for index in greedy(boxes, scores, 0.3, labels) if scores[index] >= 0.25][:7]
+    found = hF.nms(boxes, scores, labels, 0.3, score_threshold=0.25, pre_nms_top_n=40, output_num=7)
+    assert all(torch.equal(part, given[expected]) for part, given in zip(found, (boxes, scores, labels), strict=True))
+
+
+def test_indices_of_a_batch_are_filled_up() -> None:
+    boxes = torch.tensor([[[0.0, 0, 9, 9], [1, 1, 10, 10], [20, 20, 29, 29]], [[0, 0, 3, 3], [2, 0, 5, 3], [50, 50, 59, 59]]])
+    scores = torch.tensor([[0.5, 0.75, 0.25], [0.5, 0.25, 0.75]])
+    kept = functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, True)
+    assert kept.tolist() == [[1, 2, -1, -1], [2, 0, -1, -1]]  # [1, 2] of the second: (1+1)·4 / (16+16-8) is 1/3
+    assert functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, False).tolist()[1] == [2, 0, 1, -1]  # 3 / 15
+    again = functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 5, True, "rollover")
+    assert again.tolist() == [[1, 2, 1, 2, 1], [2, 0, 2, 0, 2]]
+    classes = torch.tensor([[0, 1, 0], [0, 0, 0]])
+    assert functional.batched_nms_with_padding(boxes, scores, classes, 0.3, 2, 3, True).tolist() == [[1, 0, -1], [2, 0, -1]]
+    with pytest.raises(fxq.ConfigurationError, match="pad_mode"):
+        functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, True, "zero")
+
+
+# ---- detectors ----------------------------------------------------------------------------------------------------------
+
+
+def test_anchors_are_the_channels_of_a_map() -> None:
+    generator = hnn.AnchorGenerator(feat_strides=[4, 8], scales=[2, 4], ratios=[1, 4])
+    maps = generator([torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 2, 2)])
+    assert [tuple(each.shape) for each in maps] == [(2, 16, 3, 5), (2, 16, 2, 2)]
+    for found, stride in zip(maps, (4, 8), strict=True):
+        expected = torch.empty_like(found[0])
+        shapes = [(stride * scale, ratio) for ratio in (1, 4) for scale in (2, 4)]
+        for (anchor, (side, ratio)), row, column in itertools.product(enumerate(shapes), range(found.shape[2]), range(found.shape[3])):
+            half = side / math.sqrt(ratio) / 2, side * math.sqrt(ratio) / 2
+            middle = column * stride, row * stride
+            box = [middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]]
+            expected[4 * anchor : 4 * anchor + 4, row, column] = torch.tensor(box)
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def outputs(anchors: int, classes: int, sizes: tuple[tuple[int, int], ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Anchors, scores and deltas of levels; the deltas move boxes, and leave them their sizes."""
+    boxes, scores, deltas = [], [], []
+    for height, width in sizes:
+        corner = whole(2, anchors, 2, height, width, low=0, high=32)
+        boxes.append(torch.cat((corner, corner + 4 * whole(2, anchors, 2, height, width, low=1, high=6)), 2).flatten(1, 2))
+        scores.append(torch.rand(2, anchors * classes, height, width, generator=G))
+        moves = torch.cat((whole(2, anchors, 2, height, width, low=-2, high=2) / 4, torch.zeros(2, anchors, 2, height, width)), 2)
+        deltas.append(moves.flatten(1, 2))
+    return boxes, scores, deltas
+
+
+def rows_of(item: int, anchors: int, *levels: list[Tensor]) -> list[tuple[list[float], ...]]:
+    """What each anchor has of every list, pixel by pixel, level by level."""
+    found = []
+    for maps in zip(*levels, strict=True):
+        height, width = maps[0].shape[2:]
+        for row, column, anchor in itertools.product(range(height), range(width), range(anchors)):
+            parts = []
+            for each in maps:
+                count = each.shape[1] // anchors
+                parts.append(each[item, anchor * count : (anchor + 1) * count, row, column].tolist())
+            found.append(tuple(parts))
+    return found
+
+
+def moved(box: list[float], delta: list[float], size: tuple[int, int] | None = None, absolute: bool = False) -> list[float]:
+    width, height = box[2] - box[0], box[3] - box[1]
+    dx, dy = (delta[0], delta[1]) if absolute else (delta[0] * width, delta[1] * height)
+    made = [box[0] + dx, box[1] + dy, box[2] + dx, box[3] + dy]
+    limits = None if size is None else (size[1], size[0], size[1], size[0])
+    return made if limits is None else [min(max(each, 0.0), float(limit)) for each, limit in zip(made, limits, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["normal", "yolo"])
+def test_each_class_of_an_anchor_is_a_box(mode: str) -> None:
+    boxes, scores, deltas = outputs(2, 4, ((4, 5), (3, 2)))
+    process = hnn.DetectionPostProcess(
+        0.3, (2.0, 2.0, 1.0, 1.0), 1, 6.0, (40, 44), iou_threshold=0.4, pre_nms_top_n=30, post_nms_top_n=9, mode=mode
+    )
+    found = process(boxes, scores, deltas)
+    for item in range(2):
+        made: list[tuple[float, int, list[float]]] = []
+        for anchor, score, delta in rows_of(item, 2, boxes, scores, deltas):
+            if (score[0] if mode == "yolo" else max(score)) < 0.3:
+                continue
+            box = moved(anchor, [2 * each for each in delta], (40, 44), mode == "yolo")
+            strengths = [torch.tensor(each).mul(torch.tensor(score[0])).item() for each in score[1:]] if mode == "yolo" else score
+            if box[2] - box[0] >= 6 and box[3] - box[1] >= 6:
+                made += [(each, label, box) for label, each in enumerate(strengths) if label != 1]
+        made = sorted(((s, label, box) for s, label, box in made if mode == "yolo" or s >= 0.3), key=lambda each: -each[0])[:30]
+        assert len(made) > 6
+        columns = torch.tensor([box for _, _, box in made]), torch.tensor([s for s, _, _ in made]), torch.tensor([k for _, k, _ in made])
+        kept = greedy(columns[0], columns[1], 0.4, columns[2])[:9]
+        assert all(torch.equal(part[item], column[kept]) for part, column in zip(found, columns, strict=True))
+
+
+def test_levels_have_their_best_boxes() -> None:
+    boxes, scores, deltas = outputs(1, 2, ((3, 3), (2, 2)))
+    every = hnn.DetectionPostProcess(pre_decode_top_n=4, post_decode_top_n=3)(boxes, scores, deltas)
+    assert [len(each) for each in every[0]] == [6, 6]
+    for item in range(2):
+        for level, part in enumerate(every[1][item].split(3)):
+            rows = sorted(rows_of(item, 1, scores[level : level + 1]), key=lambda row: -row[0][0])[:4]
+            assert part.tolist() == sorted((each for (row,) in rows for each in row), reverse=True)[:3]
+    each = hnn.DetectionPostProcess(iou_threshold=0.0, nms_on_each_level=True, post_nms_top_n=1)(boxes, scores, deltas)
+    assert [len(kept) for kept in each[1]] == [2, 2]
+    assert [float(kept[0]) for kept in each[1]] == [float(scores[0][item].max()) for item in range(2)]
+    with pytest.raises(fxq.ConfigurationError, match="mode"):
+        hnn.DetectionPostProcess(mode="ssd")
+
+
+@pytest.mark.parametrize("padding", [None, "pad_zero", "rollover"])
+def test_an_anchor_is_one_box_of_its_best_class(padding: str | None) -> None:
+    boxes, scores, deltas = outputs(2, 3, ((2, 3), (2, 1)))
+    data = [
+        torch.cat((delta.unflatten(1, (2, 4)), score.unflatten(1, (2, 3))), 2).flatten(1, 2)
+        for delta, score in zip(deltas, scores, strict=True)
+    ]
+    process = hnn.DetectionPostProcessV1(3, 0.5, [10, 20], True, (30, 26), 0.2, 12, 8, padding, bbox_min_hw=(3, 5))
+    for item, found in enumerate(process(data, boxes)):
+        made = []
+        for level, offset in ((0, 10), (1, 20)):
+            for anchor, row in rows_of(item, 2, boxes[level : level + 1], data[level : level + 1]):
+                made.append((max(row[4:]), float(row[4:].index(max(row[4:])) + offset), moved(anchor, row[:4], (30, 26))))
+        made = sorted(made, key=lambda each: -each[0])[:12]
+        made = [(s, k, b) for s, k, b in made if s >= 0.5 and b[2] - b[0] > 5 and b[3] - b[1] > 3]
+        columns = torch.tensor([b for _, _, b in made]), torch.tensor([s for s, _, _ in made]), torch.tensor([k for _, k, _ in made])
+        kept = greedy(columns[0], columns[1], 0.2, columns[2])[:8]
+        assert 2 <= len(kept) < 8
+        expected = [column[kept] for column in columns]
+        if padding == "pad_zero":
+            expected = [torch.cat((part, part.new_zeros(8 - len(part), *part.shape[1:]))) for part in expected]
+        if padding == "rollover":
+            expected = [torch.stack([part[index % len(part)] for index in range(8)]) for part in expected]
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_margin_lets_boxes_of_like_scores_stay() -> None:
+    anchors = torch.tensor([0.0, 0, 8, 8, 1, 0, 9, 8]).reshape(1, 8, 1, 1)
+    data = torch.tensor([0.0, 0, 0, 0, 0.75, 0, 0, 0, 0, 0.5]).reshape(1, 10, 1, 1)
+    for margin, kept in ((0.0, 1), (0.2, 1), (0.25, 2)):
+        process = hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.5, 9, 9, nms_margin=margin)
+        assert len(process([data], [anchors])[0][0]) == kept
+    shrunk = hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.9, 9, 9, exp_overwrite=lambda x: x + 0.5)
+    assert shrunk([data], [anchors])[0][0].tolist() == [[2, 2, 6, 6], [3, 2, 7, 6]]
+    with pytest.raises(fxq.ConfigurationError, match="nms_padding_mode"):
+        hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.5, 9, 9, "zero")
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quant, self.dequant = horizon.QuantStub(), horizon.DeQuantStub()
+        self.conv, self.scores, self.deltas = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 8, 1)
+        self.anchors = hnn.AnchorGenerator([2], [2, 4], [1])
+        self.process = hnn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=5)
+
+    def raw(self, x: Tensor) -> Any:
+        x = self.conv(self.quant(x))
+        return self.anchors([x]), [self.dequant(self.scores(x))], [self.dequant(self.deltas(x))]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.process(*self.raw(x))
+
+
+def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
+    horizon.set_march("nash-e")
+    batch = torch.randn(2, 3, 16, 16, generator=G)
+    prepared = horizon.prepare(Detector().eval(), batch, horizon.QconfigSetter())
+    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.CALIBRATION)
+    prepared(batch)
+    horizon.set_fake_quantize(prepared, horizon.FakeQuantState.VALIDATION)
+    integer = horizon.convert_fx(prepared)
+    assert {layer.name for layer in fxq.layers(integer) if layer.integer} >= {"conv", "scores", "deltas"}
+    held = next(fxq.record(integer, [batch], real=True))
+    process = Detector().process
+    maps = Detector().anchors([torch.zeros(2, 8, 8, 8)])
+    expected = process(maps, [held["scores"]], [held["deltas"]])
+    assert sum(map(len, expected[0])) > 2
+    for found, wanted in zip(integer(batch), expected, strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
+# ---- regions ------------------------------------------------------------------------------------------------------------
+
+
+def between(plane: Tensor, y: float, x: float) -> float:
+    """The value of a map between its pixels; outside, that of its border."""
+    height, width = plane.shape
+    y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
+    top, left = min(int(y), height - 2), min(int(x), width - 2)
+    down, across = y - top, x - left
+    rows = [plane[top + step, left] * (1 - across) + plane[top + step, left + 1] * across for step in (0, 1)]
+    return float(rows[0] * (1 - down) + rows[1] * down)
+
+
+def aligned(plane: Tensor, box: list[float], size: int, scale: float, ratio: int, half: float) -> Tensor:
+    x1, y1, x2, y2 = (each * scale - half for each in box)
+    width, height = (x2 - x1, y2 - y1) if half else (max(x2 - x1, 1.0), max(y2 - y1, 1.0))
+    found = torch.zeros(size, size)
+    for row, column in itertools.product(range(size), range(size)):
+        points = [
+            between(plane, y1 + (row + (j + 0.5) / ratio) * height / size, x1 + (column + (i + 0.5) / ratio) * width / size)
+            for j, i in itertools.product(range(ratio), range(ratio))
+        ]
+        found[row, column] = sum(points) / len(points)
+    return found
+
+
+@pytest.mark.parametrize("half_pixel", [None, False, True])
+def test_features_of_boxes_are_read_between_pixels(half_pixel: bool | None) -> None:
+    features = whole(2, 2, 8, 16)
+    rois = [torch.tensor([[4.0, 4, 20, 12], [8, 2, 10, 30]]), torch.tensor([[0.0, 0, 16, 16], [6, 6, 7, 7]])]
+    found = hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, rois)
+    assert found.shape == (4, 2, 2, 2)
+    places = [(item, box) for item in range(2) for box in rois[item].tolist()]
+    for index, (item, box) in enumerate(places):
+        for channel in range(2):
+            expected = aligned(features[item, channel], box, 2, 0.5, 2, 0.5 if half_pixel else 0.0)
+            assert torch.equal(found[index, channel], expected)
+    torch.testing.assert_close(hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, torch.stack(rois)), found, rtol=0, atol=0)
+
+
+def test_a_box_is_read_from_the_level_of_its_size() -> None:
+    strides = [4, 8, 16]
+    pyramid = [whole(2, 1, 64 // stride, 64 // stride) for stride in strides]
+    align = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3)
+    boxes = [torch.tensor([[0.0, 0, 14, 14], [8, 8, 23, 23], [0, 4, 32, 32]]), torch.tensor([[0.0, 0, 31, 31], [2, 2, 4, 4]])]
+    levels = [0, 1, 1, 2, 0]  # by √((w + 1)(h + 1)) / 16: 15/16, 1, 1.9, 2 and 3/16
+    found = align(pyramid, boxes)
+    places = [(item, box) for item in range(2) for box in boxes[item].tolist()]
+    for index, ((item, box), level) in enumerate(zip(places, levels, strict=True)):
+        assert torch.equal(found[index, 0], aligned(pyramid[level][item, 0], box, 2, 1 / strides[level], 1, 0.0))
+    clipped = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3, box_clip_ratio=(0.25, 0.0, 0.25, 0.5))
+    narrower = [torch.tensor([[each[0] + (each[2] - each[0]) / 4, each[1], each[2] - (each[2] - each[0]) / 4, (each[1] + each[3]) / 2]
+                              for each in part.tolist()]) for part in boxes]  # fmt: skip
+    assert torch.equal(clipped(pyramid, boxes), align(pyramid, narrower))
+    detections = torch.cat((torch.stack([part[:2] for part in boxes]), torch.ones(2, 2, 2)), -1)
+    assert torch.equal(align(pyramid, detections), align(pyramid, [part[:2] for part in boxes]))
+
+
+# ---- points and maps ------------------------------------------------------------------------------------------------------
+
+
+def cells_of(points: Tensor, size: list[float], ends: list[float], most: int, each: int) -> dict[tuple[int, ...], list[list[float]]]:
+    found: dict[tuple[int, ...], list[list[float]]] = {}
+    for point in points.tolist():
+        place = tuple(math.floor((point[axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0))
+        grid = [round((ends[3 + axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0)]
+        if any(not 0 <= index < count for index, count in zip(place, grid, strict=True)) or (place not in found and len(found) == most):
+            continue
+        found.setdefault(place, [])
+        if len(found[place]) < each:
+            found[place].append(point)
+    return found
+
+
+@pytest.mark.parametrize("use_max", [False, True])
+def test_points_are_put_into_cells_in_their_order(use_max: bool) -> None:
+    clouds = [whole(50, 4, low=-6, high=10) / 2, whole(9, 4, low=-6, high=10) / 2]
+    size, ends, most, each = [1.0, 2.0, 4.0], [-2.0, -2, -2, 4, 4, 2], 12, 3
+    ranges = torch.tensor([-2.0, -2, -2, -4, 6, 6, 6, 12])
+    features, places = hF.point_pillars_preprocess(
+        clouds, torch.tensor(ends), torch.tensor(size), most, each, use_max, norm_range=ranges, norm_dims=torch.tensor([0, 1, 3])
+    )
+    expected, coordinates = [], []
+    for item, cloud in enumerate(clouds):
+        cells = cells_of(cloud, size, ends, most, each)
+        empty = most - len(cells) if use_max else 0
+        for place, points in cells.items():
+            coordinates.append([item, *place])
+            scaled = [[(p[0] + 2) / 8, (p[1] + 2) / 8, p[2], (p[3] + 4) / 16] for p in points]
+            expected.append(scaled + [[0.0] * 4] * (each - len(points)))
+        coordinates += [[item, -1, -1, -1]] * empty
+        expected += [[[0.0] * 4] * each] * empty
+    assert torch.equal(features, torch.tensor(expected).permute(2, 0, 1).unsqueeze(0))
+    assert places.dtype is torch.int32
+    assert places.tolist() == coordinates
+    assert any(len(points) == each for points in cells_of(clouds[0], size, ends, most, each).values())
+    maps = hnn.PointPillarsScatter()(features[0, 0, :, :1], places, (2, 1, 3, 6))
+    assert torch.equal(maps.sum(), features[0, 0, :, 0].sum())
+    plain = hF.point_pillars_preprocess(clouds, torch.tensor(ends), torch.tensor(size), most, each, use_max)[0]
+    assert torch.equal(plain[0, 1], (features[0, 1] * 8 / 6))
+
+
+def test_pixels_are_summed_in_the_cells_they_fall_into() -> None:
+    depth, features = whole(2, 3, 4, 2, 3), whole(2, 3, 5, 2, 3)
+    ranks_depth = torch.randint(0, depth.numel(), (40,), generator=G)
+    ranks_feat = torch.randint(0, 2 * 3 * 2 * 3, (40,), generator=G)
+    ranks_bev = torch.randint(0, 2 * 2 * 3 * 4, (40,), generator=G).sort()[0]
+    starts = torch.arange(40)
+    expected = torch.zeros(2 * 2 * 3 * 4, 5)
+    flat = features.permute(0, 1, 3, 4, 2).reshape(-1, 5)
+    for d, f, cell in zip(ranks_depth.tolist(), ranks_feat.tolist(), ranks_bev.tolist(), strict=True):
+        expected[cell] += depth.flatten()[d] * flat[f]
+    expected = expected.reshape(2, 2, 3, 4, 5).permute(0, 4, 1, 2, 3)
+    arguments = depth, features, ranks_depth, ranks_feat, ranks_bev, starts, torch.ones_like(starts)
+    for shape in ((2, 3, 4), (2, 2, 3, 4, 5)):
+        assert torch.equal(hnn.BevPoolV2(shape)(*arguments), expected)
+        assert torch.equal(hnn.BevPoolV2()(*arguments, bev_feat_shape=shape), expected)
+    with pytest.raises(fxq.ConfigurationError, match="bev_feat_shape"):
+        hnn.BevPoolV2()(*arguments)
+
+
+def test_displaced_maps_are_compared() -> None:
+    one, other = whole(2, 4, 5, 6), whole(2, 4, 5, 6)
+    for pad in (0, 2):
+        found = hnn.Correlation(max_displacement=2, stride2=2, pad_size=pad)(one, other)
+        cut = 2 - pad
+        assert found.shape == (2, 9, 5 - 2 * cut, 6 - 2 * cut)
+        for index, (dy, dx) in enumerate(itertools.product((-2, 0, 2), (-2, 0, 2))):
+            for row, column in itertools.product(range(found.shape[2]), range(found.shape[3])):
+                y, x = row + cut + dy, column + cut + dx
+                inside = 0 <= y < 5 and 0 <= x < 6
+                expected = (one[:, :, row + cut, column + cut] * other[:, :, y, x]).sum(1) / 4 if inside else torch.zeros(2)
+                assert torch.equal(found[:, index, row, column], expected)
+
+
+def test_deformable_attention_is_the_sum_at_its_points() -> None:
+    torch.manual_seed(0)
+    shapes = [(4, 4), (2, 2)]
+    layer = hnn.MultiScaleDeformableAttention(8, 2, 2, 2, dropout=0.0, batch_first=True).eval()
+    query, value, points = torch.randn(1, 3, 8), torch.randn(1, 20, 8), torch.rand(1, 3, 2, 2)
+    found = layer(query, value=value, reference_points=points, spatial_shapes=shapes)
+    offsets = layer.sampling_offsets(query).view(3, 2, 2, 2, 2)
+    weights = layer.attention_weights(query).view(3, 2, 4).softmax(-1).view(3, 2, 2, 2)
+    values = layer.value_proj(value).view(20, 2, 4).detach()
+    summed = torch.zeros(3, 2, 4)
+    for q, head, level, point in itertools.product(range(3), range(2), range(2), range(2)):
+        height, width = shapes[level]
+        x, y = (points[0, q, level] * torch.tensor([width, height]) + offsets[q, head, level, point] - 0.5).tolist()
+        for row, column in itertools.product(range(height), range(width)):
+            near = max(0.0, 1 - abs(y - row)) * max(0.0, 1 - abs(x - column))
+            summed[q, head] += weights[q, head, level, point] * near * values[(0, 16)[level] + row * width + column, head]
+    expected = layer.output_proj(summed.reshape(1, 3, 8)) + query
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # two orders of float additions
+
+
+# ---- the others -----------------------------------------------------------------------------------------------------------
+
+X = whole(2, 4, 6, 8)
+POSITIVE = X.abs() + 1
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "Pow": (lambda: hnn.Pow(2)(X), lambda: X * X),
+    "Pow of a call": (lambda: hnn.Pow()(X, 3), lambda: X * X * X),
+    "Exp": (lambda: hnn.Exp()(X), lambda: torch.exp(X)),
+    "HardLog": (lambda: hnn.HardLog()(POSITIVE), lambda: torch.log(POSITIVE)),
+    "Div": (lambda: hnn.Div()(X, POSITIVE), lambda: X / POSITIVE),
+    "Where": (lambda: hnn.Where()(X > 0, X, -X), lambda: X.abs()),
+    "Topk": (lambda: hnn.Topk()(X, 2, 1)[0], lambda: X.sort(1, descending=True)[0][:, :2]),
+    "Norm": (lambda: hnn.Norm(1, 1)(X), lambda: X.abs().sum(1)),
+    "SetItem": (
+        lambda: hnn.SetItem()(X, (slice(None), 1), 5.0),
+        lambda: torch.stack((X[:, 0], torch.full_like(X[:, 1], 5), X[:, 2], X[:, 3]), 1),
+    ),
+    "Interpolate": (lambda: hnn.Interpolate(scale_factor=2, mode="nearest")(X), lambda: X.repeat_interleave(2, 2).repeat_interleave(2, 3)),
+    "BaseGridGenerator": (
+        lambda: hnn.BaseGridGenerator((2, 3), with_third_channel=True)(),
+        lambda: torch.tensor([[[x, y, 1.0] for x in range(3)] for y in range(2)]),
+    ),
+    "GridSample": (lambda: hnn.GridSample()(X, torch.ones(2, 6, 8, 2)), lambda: F.pad(X[:, :, 1:, 1:], (0, 1, 0, 1))),
+    "warp": (lambda: hnn.warp(padding_mode="border")(X, torch.ones(2, 6, 8, 2)), lambda: F.pad(X[:, :, 1:, 1:], (0, 1, 0, 1), "replicate")),
+    "LayerNorm of the channels": (
+        lambda: hnn.LayerNorm([4, 1, 1], dim=1)(X),
+        lambda: F.layer_norm(X.permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2),
+    ),
+    "LayerNorm2d": (lambda: hnn.LayerNorm2d(4)(X), lambda: F.layer_norm(X.permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2)),
+    "LookUpTable": (lambda: hnn.LookUpTable(torch.sigmoid)(X), lambda: torch.sigmoid(X)),
+    "SegmentLUT": (lambda: hnn.SegmentLUT(torch.tanh, True, input_range=(-4, 4))(X), lambda: torch.tanh(X)),
+    "BgrToYuv444": (
+        lambda: hnn.BgrToYuv444()(torch.full((1, 3, 2, 2), 200.0)).round(),
+        lambda: torch.tensor([200.0, 128, 128]).reshape(1, 3, 1, 1).expand(1, 3, 2, 2),
+    ),
+    "BgrToYuv444 of RGB": (lambda: hnn.BgrToYuv444(True)(X[:, :3]), lambda: fxq.nn.RgbToYuv444()(X[:, :3])),
+    "windows": (lambda: hF.window_reverse(hF.window_partition(X, 2), 2, 4, 6), lambda: X),
+    "a window": (lambda: hF.window_partition(X, 2)[4], lambda: X[0, 2:4, 2:4]),
+    "filter": (lambda: hF.filter(X, threshold=5.0)[1][3], lambda: X[1].permute(1, 2, 0)[X[1].amax(0) > 5]),
+    "places of filter": (lambda: hF.filter(X, threshold=5.0)[0][2], lambda: (X[0].amax(0) > 5).nonzero()),
+    "rle": (
+        lambda: torch.cat(hF.rle(torch.tensor([[[3, 3], [3, -1]], [[0, 7], [7, 7]]]), torch.int8)),
+        lambda: torch.tensor([2, 3, 3, -1, 1, 2, 0, 1, 7, 3]),
+    ),
+    "rle of a long run": (lambda: hF.rle(torch.zeros(1, 600), torch.int8)[0], lambda: torch.tensor([3, 0, 255, 0, 255, 0, 90])),
+    "Matmul": (lambda: hnn.Matmul()(X, X.transpose(2, 3)), lambda: X @ X.transpose(2, 3)),
+    "argmax": (lambda: functional.argmax(X, 1), lambda: X.max(1)[1]),
+    "a stable sort": (lambda: functional.sort(X.flatten() * 0, 0)[1], lambda: torch.arange(X.numel())),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_module_computes(name: str) -> None:
+    found, expected = (make() for make in OTHERS[name])
+    assert torch.equal(found, expected)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "kernel_size": lambda: hnn.Correlation(kernel_size=3),
+    "stride1": lambda: hnn.Correlation(stride1=2),
+    "is_multiply": lambda: hnn.Correlation(is_multiply=False),
+    "pad_size": lambda: hnn.Correlation(max_displacement=2, pad_size=1),
+    "legacy_bbox": lambda: hnn.AnchorGenerator([4], [1], [1], legacy_bbox=True),
+    "align_corners": lambda: hnn.GridSample(align_corners=False),
+    "sampling_ratio": lambda: hnn.RoIAlign(2, sampling_ratio=-1),
+    "interpolate_mode": lambda: hnn.MultiScaleRoIAlign(2, [4], interpolate_mode="nearest"),
+    "box_clip_ratio": lambda: hnn.MultiScaleRoIAlign(2, [4], box_clip_ratio=(0.5, 0.0, 0.5, 0.0)),
+    "dtype": lambda: hF.rle(X, torch.int32),
+    "output_shape": lambda: hnn.PointPillarsScatter()(X, X),
+    "spatial_shapes": lambda: hnn.MultiScaleDeformableAttention(8)(X, spatial_shapes=torch.ones(1, 2)),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_an_argument_that_cannot_be_served_is_refused(argument: str) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=argument) as caught:
+        REFUSED[argument]()
+    assert caught.value.because
+    assert caught.value.remedy
