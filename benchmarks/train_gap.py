@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.accuracy.networks import Block
 from fxquant.demo.digits import load_digits_dataset
-from fxquant.demo.training import seeded
+from fxquant.seeding import seeded
 from fxquant.progress import progress
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.life import initialise_with_current_seed, make_alive
-from fxquant.demo.training import seeded
+from fxquant.seeding import seeded
 
 
 class ChainBlock(nn.Module):

@@ -21,7 +21,8 @@ from benchmarks.zoo.unet import UNet
 from benchmarks.zoo.volume import VolumeNetwork
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.demo.network import build_demo_network
-from fxquant.demo.training import seeded, train_float
+from fxquant.demo.training import train_float
+from fxquant.seeding import seeded
 
 Batches = list[Tensor]
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.api import calibrate, convert, prepare
 from fxquant.conformance.rows import SIZE, Row
-from fxquant.demo.training import seeded
+from fxquant.seeding import seeded
 from fxquant.graph import resolve
 from fxquant.primitives.boundary import dequantize
 from fxquant.quantization.mapping import QConfigMapping

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fxquant.seeding import seeded
 
 BATCH_SIZE = 64
 FLOAT_LEARNING_RATE = 0.01
@@ -64,14 +65,6 @@ def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, 
         if network is not None:
             network.train()
     return right / len(labels)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, PyTorch's global CPU generator starts from `seed`; afterwards it stands where it stood before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 def _train(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, learning_rate: float, on_batch: OnBatch | None) -> None:
