@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from functools import reduce
 from importlib import import_module
 
-from fxquant.arguments import shown
 from fxquant.errors import ConfigurationError, UnknownTarget
 from fxquant.kernels.record import Kernel
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
+from fxquant.support.arguments import shown
 from fxquant.target import Target
 
 # A family of targets is a folder here that says TARGETS; there is no list to keep.

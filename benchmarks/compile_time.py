@@ -24,7 +24,7 @@ from torch import nn
 
 import fxquant as fxq
 from benchmarks.zoo import residual_chain
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 SIZES = (400, 800, 1_600, 10_000, 100_000)
 LARGEST_FOR_TORCH_AO = 1_600  # 3,200 nodes do not finish in six minutes

@@ -22,7 +22,7 @@ from torch.ao import quantization as ao
 import fxquant as fxq
 from benchmarks.accuracy.floats import sqnr
 from benchmarks.accuracy.tasks import TASKS
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 DYNAMIC = fxq.QConfig(dynamic=True)
 SIZE = 64

@@ -24,7 +24,7 @@ from benchmarks.zoo.any_life import enliven
 from benchmarks.zoo.hugging_face import ENTRIES
 from benchmarks.zoo.resnet import ResNet50
 from fxquant.analysis.layers import layers, left_in_float
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 
 class Case(NamedTuple):

@@ -21,7 +21,7 @@ from torch import nn
 
 import fxquant as fxq
 from benchmarks.integer_speed import NETWORKS, live
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 TARGETS = ("bayes-e", "nash-e", "x86")
 SIZE, IMAGES = 224, 8

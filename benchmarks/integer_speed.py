@@ -29,7 +29,7 @@ import fxquant as fxq
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18, ResNet50
 from fxquant.backends.cpu import native
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"ResNet-18": ResNet18, "MobileNetV2": MobileNetV2, "ResNet-50": ResNet50}
 TARGETS = ("bayes-e", "nash-e", "x86")

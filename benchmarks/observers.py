@@ -26,7 +26,7 @@ from benchmarks.accuracy.floats import CACHE, Checkpoint, checkpoint, outputs_of
 from benchmarks.accuracy.methods import outer_layers
 from benchmarks.accuracy.settings import SETTINGS, Setting
 from benchmarks.accuracy.tasks import CALIBRATION_BATCH, CALIBRATION_SAMPLES
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 OBSERVERS: Mapping[str, object] = {
     "default": fxq.HistogramObserver,

@@ -29,7 +29,7 @@ import fxquant as fxq
 from benchmarks.zoo import zoo
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 STYLES = ("exact", "fast", "qdq")
 

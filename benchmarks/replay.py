@@ -24,7 +24,7 @@ import torch
 import fxquant as fxq
 from benchmarks.zoo import zoo
 from fxquant import backends
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")
 DTYPES = ("int8", "int16")

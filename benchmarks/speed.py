@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 WRITTEN = Path(__file__).with_name("RESULTS.md")
 PACKAGES = ("torch", "onnxruntime", "onnx", "torchao", "transformers")

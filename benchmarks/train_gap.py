@@ -26,9 +26,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.accuracy.networks import Block
 from fxquant.demo.digits import load_digits_dataset
-from fxquant.seeding import seeded
-from fxquant.progress import progress
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.support.progress import progress
+from fxquant.support.seeding import seeded
 
 BATCH = 16
 MEASURED = (0, 1, 4, 16)  # steps behind which the gap is measured

@@ -38,8 +38,8 @@ from benchmarks.integer_speed import live
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18, ResNet50
 from benchmarks.zoo.unet import UNet
-from fxquant.progress import progress
-from fxquant.sweeps import unfused
+from fxquant.support.progress import progress
+from fxquant.training.fused_layers import unfused
 
 Step = Callable[[], Any]
 

@@ -16,7 +16,7 @@ import fxquant as fxq
 from benchmarks.accuracy.floats import CACHE, checkpoint, outputs_of, sqnr
 from benchmarks.accuracy.methods import exact_outputs, outer_layers
 from benchmarks.accuracy.settings import SETTINGS
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 NETWORKS = ("digits-resnet", "denoising-unet", "digits-vit")
 STEPS = 200

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from fxquant.backends.horizon.program import CompiledCost
     from fxquant.backends.onnx.metadata import onnx_metadata
     from fxquant.backends.onnx.segments import export_segments, run_segments
+    from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
+    from fxquant.calibration.observations import Observations, observations
     from fxquant.conformance.kit import conformance_kit
     from fxquant.conformance.results import Conformance, ProbeResult, check_conformance
     from fxquant.conformance.simulation import simulate_conformance
@@ -55,12 +57,11 @@ if TYPE_CHECKING:
         UnknownTarget,
         UnsupportedOperator,
     )
-    from fxquant.forms import record, verify
     from fxquant.frontend import trace, wrap
-    from fxquant.ops.custom import operator, unary
-    from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
+    from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
+    from fxquant.ops.core.custom import operator, unary
+    from fxquant.prepared.stage import Stage
     from fxquant.quantization.mapping import QConfigMapping
-    from fxquant.quantization.observations import Observations, observations
     from fxquant.quantization.observers import (
         ClipObserver,
         ClipStdObserver,
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
         Observer,
         PercentileObserver,
     )
-    from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
     from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
     from fxquant.quantization.state import State
     from fxquant.reporting import checks
@@ -85,17 +85,17 @@ if TYPE_CHECKING:
     from fxquant.reporting.diff import GraphDifference, diff
     from fxquant.reporting.draw import draw
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
+    from fxquant.reporting.forms import record, verify
     from fxquant.reporting.page import report
+    from fxquant.search.budget import Budget, Speed
+    from fxquant.search.mixed_precision import MixedPrecision, mixed_precision
+    from fxquant.search.observer_search import ObserverSearch, ObserverTrial, search_observers
+    from fxquant.search.outputs import high_precision_outputs
+    from fxquant.search.sensitivity import Sensitivity, TensorSensitivity, sensitivity
+    from fxquant.search.tune import Tuned, TuneStep, tune
     from fxquant.serialization.qconfig import load_qconfig, save_qconfig
-    from fxquant.stage import Stage
     from fxquant.target import Roofline, Target
     from fxquant.tuning import equalize
-    from fxquant.tuning.budget import Budget, Speed
-    from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
-    from fxquant.tuning.observer_search import ObserverSearch, ObserverTrial, search_observers
-    from fxquant.tuning.outputs import high_precision_outputs
-    from fxquant.tuning.sensitivity import Sensitivity, TensorSensitivity, sensitivity
-    from fxquant.tuning.tune import Tuned, TuneStep, tune
 
 __all__ = [
     "AccumulatorOverflow",
@@ -238,15 +238,15 @@ _FROM = {
     "fxquant.conformance.simulation": "simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
-    "fxquant.forms": "record verify",
+    "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
-    "fxquant.ops.custom": "operator unary",
-    "fxquant.quantization.calibration": "freeze qparams set_qparams set_state",
+    "fxquant.ops.core.custom": "operator unary",
+    "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",
     "fxquant.quantization.mapping": "QConfigMapping",
-    "fxquant.quantization.observations": "Observations observations",
+    "fxquant.calibration.observations": "Observations observations",
     "fxquant.quantization.observers": "ClipObserver ClipStdObserver FixedScaleObserver HistogramObserver KLObserver LpObserver "
     "MinMaxObserver MixObserver MovingAverageMinMaxObserver MSEObserver Observer PercentileObserver",
-    "fxquant.quantization.rounding": "AdaptiveRounding Nearest Rounding",
+    "fxquant.numerics.rounding": "AdaptiveRounding Nearest Rounding",
     "fxquant.quantization.spec": "ActivationConfig QConfig WeightConfig",
     "fxquant.quantization.state": "State",
     "fxquant.reporting": "checks",
@@ -258,15 +258,15 @@ _FROM = {
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
     "fxquant.reporting.page": "report",
     "fxquant.serialization.qconfig": "load_qconfig save_qconfig",
-    "fxquant.stage": "Stage",
+    "fxquant.prepared.stage": "Stage",
     "fxquant.target": "Roofline Target",
     "fxquant.tuning": "equalize",
-    "fxquant.tuning.budget": "Budget Speed",
-    "fxquant.tuning.mixed_precision": "MixedPrecision mixed_precision",
-    "fxquant.tuning.observer_search": "ObserverSearch ObserverTrial search_observers",
-    "fxquant.tuning.outputs": "high_precision_outputs",
-    "fxquant.tuning.sensitivity": "Sensitivity TensorSensitivity sensitivity",
-    "fxquant.tuning.tune": "Tuned TuneStep tune",
+    "fxquant.search.budget": "Budget Speed",
+    "fxquant.search.mixed_precision": "MixedPrecision mixed_precision",
+    "fxquant.search.observer_search": "ObserverSearch ObserverTrial search_observers",
+    "fxquant.search.outputs": "high_precision_outputs",
+    "fxquant.search.sensitivity": "Sensitivity TensorSensitivity sensitivity",
+    "fxquant.search.tune": "Tuned TuneStep tune",
 }
 _WHERE = {name: module for module, names in _FROM.items() for name in names.split()}
 

@@ -14,42 +14,42 @@ import torch
 from torch import fx, nn
 
 from fxquant import backends
-from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.check import Findings, broken_limits, findings
 from fxquant.analysis.explain import explain, summary
 from fxquant.analysis.layers import layers
 from fxquant.analysis.report import Report
 from fxquant.analysis.text import text
-from fxquant.arguments import FOLDER, PATH, POSITIVE, checked, instance
 from fxquant.backends.onnx.layouts import LAYOUTS
-from fxquant.copying import copy_parameters
+from fxquant.calibration import calibration
+from fxquant.calibration.left_out import leaving_out
+from fxquant.calibration.lost_inputs import warn_of_lost_inputs
+from fxquant.calibration.observations import Observations, restore
+from fxquant.calibration.unseen import follow_unseen
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
-from fxquant.files import write_files
-from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, moved_by_forward, trace
 from fxquant.frontend.fixed_batch import with_fixed_batch
-from fxquant.graph import fact, is_deployed, set_channel_exponents, stage_of
-from fxquant.hooks import attach_hooks
+from fxquant.ir.copying import copy_parameters
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_deployed, set_channel_exponents, stage_of
+from fxquant.ir.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.kernels.runner import Runner
-from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.passes import CONVERT, PREPARE
+from fxquant.passes.matching import attributes
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
-from fxquant.progress import working
-from fxquant.quantization import calibration
-from fxquant.quantization.batches import as_batches, no_batches
-from fxquant.quantization.batches import example_inputs as batch_inputs
-from fxquant.quantization.left_out import leaving_out
-from fxquant.quantization.lost_inputs import warn_of_lost_inputs
+from fxquant.prepared.batches import as_batches, no_batches
+from fxquant.prepared.batches import example_inputs as batch_inputs
+from fxquant.prepared.channels import tensor_exponents
+from fxquant.prepared.hooks import attach_hooks
+from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
-from fxquant.quantization.observations import Observations, restore
-from fxquant.quantization.prepared import quantized_operators
-from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
-from fxquant.quantization.unseen import follow_unseen
+from fxquant.reporting.forms import Batches, verify
 from fxquant.serialization import load_file, save_model, save_observations
-from fxquant.stage import Stage
+from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked, instance
+from fxquant.support.files import write_files
+from fxquant.support.progress import working
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples

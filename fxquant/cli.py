@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxquant.arguments import Kind, checked, words
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.support.arguments import Kind, checked, words
 
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
@@ -196,7 +196,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from fxquant.analysis.inspection import describe, read
+    from fxquant.reporting.inspection import describe, read
 
     contents = read(options.file)
     print(contents.text.rstrip("\n") if options.graph else describe(contents))
@@ -204,7 +204,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from fxquant.analysis.inspection import difference, read
+    from fxquant.reporting.inspection import difference, read
 
     found = difference(read(options.a), read(options.b))
     print(found or "equal: the same graph, scales and tensors")
@@ -213,8 +213,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.inspection import saved_model
     from fxquant.analysis.sample import batches_from, random_batches
+    from fxquant.reporting.inspection import saved_model
 
     model = saved_model(options.file)
     reference = None if options.reference is None else saved_model(options.reference)
@@ -232,7 +232,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _segments(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.inspection import saved_model
+    from fxquant.reporting.inspection import saved_model
 
     integer = saved_model(options.file)
     manifest = fxq.export_segments(integer, options.folder, cut=options.cut)
@@ -244,7 +244,7 @@ def _segments(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.inspection import saved_model
+    from fxquant.reporting.inspection import saved_model
 
     writers: dict[str, Callable[..., Path]] = {
         "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size),
@@ -300,8 +300,8 @@ def _conformance(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.inspection import saved_model
     from fxquant.analysis.sample import batches_from, random_batches
+    from fxquant.reporting.inspection import saved_model
 
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)

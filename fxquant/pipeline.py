@@ -19,13 +19,13 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.text import text
-from fxquant.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.files import write_file
-from fxquant.progress import progress
+from fxquant.prepared.stage import Stage, verify_stage
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
-from fxquant.stage import Stage, verify_stage
+from fxquant.support.arguments import FOLDER, KINDS, accepted, shown
+from fxquant.support.files import write_file
+from fxquant.support.progress import progress
 from fxquant.target import Target
 
 logger = logging.getLogger("fxquant")

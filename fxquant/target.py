@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from fxquant.arguments import FLAG, NUMBER, TEXT, checked_class
-from fxquant.arithmetic import Arithmetic
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.support.arguments import FLAG, NUMBER, TEXT, checked_class
 
 RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
 FORMER = "former"  # names, behind a march, the arithmetic that fxquant had for it before its compiler was measured

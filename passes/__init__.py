@@ -30,7 +30,7 @@ from fxquant.passes import (
     stubs,
 )
 from fxquant.pipeline import Pass
-from fxquant.stage import Stage
+from fxquant.prepared.stage import Stage
 
 PIPELINE = (
     Pass(gradients.mark, Stage.TRACED),  # first: stops that every reader shares must not keep spellings and fusions apart

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import absorb
+from fxquant.ir.graph import absorb
 from fxquant.ops import operator_of
-from fxquant.ops.activation import both, clamp
-from fxquant.ops.dropout import SCALING, dropout
+from fxquant.ops.elementwise.activation import both, clamp
+from fxquant.ops.elementwise.dropout import SCALING, dropout
+from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
-from fxquant.rewriting import Fusion
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:

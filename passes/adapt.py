@@ -16,12 +16,12 @@ from torch import fx
 
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.graph import HOST_SINCE, annotate, annotation, made_by, part
+from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by, part
 from fxquant.ops import operand_nodes, operator_of, shares
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer
 from fxquant.remedies import REMEDIES, Rewriting
-from fxquant.rewriting import eliminate_dead
-from fxquant.stage import is_integer
 
 MOST_STEPS = 12  # remedies one behind another for one operator; each makes what is left smaller
 OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run: no operator is another for them

@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from fxquant.graph import absorb, attach, inherit, is_parameter, module_path, parameter_value, resolve, set_batch_norm_path, shape_of
-from fxquant.model import free_name
+from fxquant.ir.graph import absorb, attach, inherit, is_parameter, module_path, parameter_value, resolve, set_batch_norm_path, shape_of
+from fxquant.ir.model import free_name
 from fxquant.ops import operator_of
-from fxquant.ops.normalization import batch_norm
+from fxquant.ops.normalization.channels import batch_norm
+from fxquant.passes.rewriting import Fusion, eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.rewriting import Fusion, eliminate_dead
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
-from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
+from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
-from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
-from fxquant.ops.record import Operator
+from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.record import Operator
+from fxquant.passes.matching import decide
 from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer, is_quantized
 from fxquant.quantization.mapping import DEFAULT
-from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.stage import is_integer, is_quantized
 
 # The boundary nodes of a value, by config and by which of it matters. A config of None: the one for readers that ask for nothing,
 # which no rule asked for in particular.

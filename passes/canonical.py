@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import (
     absorb,
     attach,
     fact,
@@ -30,19 +30,19 @@ from fxquant.graph import (
     spell,
     state_demand,
 )
+from fxquant.ir.stubs import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
-from fxquant.ops.boundary import QUANTIZE
-from fxquant.ops.composite import Builder
-from fxquant.ops.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
-from fxquant.ops.places import is_arange
-from fxquant.ops.promotion import promoted
-from fxquant.ops.shape import expand, is_cast, is_power
-from fxquant.ops.sizes import settle
-from fxquant.ops.unary import SHIFTED, with_offset
-from fxquant.ops.unbatched import give_batch
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.core.places import is_arange
+from fxquant.ops.core.promotion import promoted
+from fxquant.ops.core.sizes import settle
+from fxquant.ops.core.unbatched import give_batch
+from fxquant.ops.elementwise.unary import SHIFTED, with_offset
+from fxquant.ops.movement.shape import expand, is_cast, is_power
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.rewriting import eliminate_dead
-from fxquant.stubs import dequant_stub, mark_stub, outside, quant_stub
 
 PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import is_parameter, matched_rules, part, refusal, refuse, set_matched_rules, set_part, state_demand, stated_demand
+from fxquant.ir.graph import is_parameter, matched_rules, part, refusal, refuse, set_matched_rules, set_part, state_demand, stated_demand
 from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
-from fxquant.ops.composite import Builder
-from fxquant.ops.dynamic import may_be_dynamic
-from fxquant.ops.floating import needed_in_float, reads_no_activation
-from fxquant.ops.shape import MANY_SIZES, ManySizes
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.floating import needed_in_float, reads_no_activation
+from fxquant.ops.layers.dynamic import may_be_dynamic
+from fxquant.ops.movement.shape import MANY_SIZES, ManySizes
+from fxquant.passes.matching import decide
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
-from fxquant.rewriting import eliminate_dead
 
 
 def expand(gm: fx.GraphModule, context: Context) -> int:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import inherit, mark_parameter, refusal, refuse, set_fact
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import inherit, mark_parameter, refusal, refuse, set_fact
 from fxquant.ops import operator_of
-from fxquant.ops.dynamic import dynamic_linear, may_be_dynamic, why_not_dynamic
-from fxquant.ops.linear import matmul
-from fxquant.ops.shape import permute
-from fxquant.ops.weighted import shape_of
+from fxquant.ops.core.weighted import shape_of
+from fxquant.ops.layers.dynamic import dynamic_linear, may_be_dynamic, why_not_dynamic
+from fxquant.ops.layers.linear import matmul
+from fxquant.ops.movement.shape import permute
+from fxquant.passes.matching import decide
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
 
 
 def choose(gm: fx.GraphModule, context: Context) -> int:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.functional import stopped
-from fxquant.gradient import GradientRule
-from fxquant.graph import (
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.functional import stopped
+from fxquant.ir.graph import (
     change_gradient,
     detach,
     fact,
@@ -33,11 +32,12 @@ from fxquant.graph import (
     resolve,
     set_fact,
 )
+from fxquant.numerics.gradient import GradientRule
 from fxquant.ops import operator_of
-from fxquant.ops.activation import clamp
-from fxquant.ops.shape import identity
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.movement.shape import identity
 from fxquant.pipeline import Context
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.prepared.operators import QuantizedOperator
 
 STOP = ""  # in place of the path of a rule: there is no gradient
 OPERANDS = "it is what a custom backward reads, while training only"

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.arithmetic import Arithmetic
-from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
-from fxquant.facts import TensorFact
-from fxquant.functional import stopped
-from fxquant.gradient import GradientRule
-from fxquant.graph import (
+from fxquant.ir.copying import own_copies
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.functional import stopped
+from fxquant.ir.graph import (
     Constant,
     Operation,
     QParams,
@@ -44,18 +42,20 @@ from fxquant.graph import (
     trains_only,
     zero_point,
 )
-from fxquant.lowering import Lowering, Place, Quantized, plainly
-from fxquant.model import CARRIED, free_name, replace_graph
-from fxquant.numerics import WEIGHT_INT8, Grid
+from fxquant.ir.model import CARRIED, free_name, replace_graph
+from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
+from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
-from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
-from fxquant.proof import Shapes
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.primitives.proof import Shapes
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.rewriting import eliminate_dead
 
 CONTAINER = "integer"  # where the constants stand in the integer model
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 import networkx as nx
 from torch import fx
 
-from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, part, reads_shape_only
+from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, part, reads_shape_only
 from fxquant.ops import operand_nodes, operator_of, shares
+from fxquant.passes.matching import decide
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
-from fxquant.stage import is_integer
+from fxquant.prepared.stage import is_integer
 
 
 def sink(gm: fx.GraphModule, context: Context) -> int:

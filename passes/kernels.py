@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import set_kernel
+from fxquant.ir.graph import set_kernel
 from fxquant.pipeline import Context
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import (
     absorb,
     detach_arguments,
     fact,
@@ -32,11 +32,11 @@ from fxquant.graph import (
     ties,
 )
 from fxquant.ops import Trait, operator_of
-from fxquant.ops.arithmetic import mul
-from fxquant.ops.parameters import multiplied_bias, multiplied_weight
-from fxquant.ops.shape import permute
+from fxquant.ops.core.parameters import multiplied_bias, multiplied_weight
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.movement.shape import permute
+from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
-from fxquant.rewriting import Fusion
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import Operator, Trait, operator_of
-from fxquant.ops.arithmetic import add, sub
-from fxquant.ops.composite import Builder
-from fxquant.ops.division import div
-from fxquant.ops.floating import given
-from fxquant.ops.hiding import ABSORBING, Hiding, far_below, level_of
-from fxquant.ops.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
-from fxquant.ops.selection import where
-from fxquant.ops.shape import identity, permute
-from fxquant.ops.softmax import softmax
+from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
+from fxquant.ops.attention.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
+from fxquant.ops.attention.softmax import softmax
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.floating import given
+from fxquant.ops.elementwise.arithmetic import add, sub
+from fxquant.ops.elementwise.division import div
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.movement.shape import identity, permute
+from fxquant.passes.matching import decide
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
-from fxquant.rewriting import eliminate_dead
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:

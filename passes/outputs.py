@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
+from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
 from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
+from fxquant.passes.matching import decide, is_named, result_config
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide, is_named, result_config
-from fxquant.stage import is_integer, is_quantized
+from fxquant.prepared.stage import is_integer, is_quantized
 
 
 def separate(gm: fx.GraphModule, context: Context) -> int:

@@ -18,17 +18,17 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact, inherit, is_parameter, set_fact, shape_of
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.ops import operator_of
-from fxquant.ops.assignment import setitem
-from fxquant.ops.index import WHOLE, getitem
-from fxquant.ops.join import cat, stack
-from fxquant.ops.shape import permute, reshape
-from fxquant.ops.views import reach, write
+from fxquant.ops.indexing.assignment import setitem
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.shape import permute, reshape
+from fxquant.ops.movement.views import reach, write
+from fxquant.passes.matching import is_named
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import is_named
-from fxquant.rewriting import eliminate_dead
 
 
 def pick(gm: fx.GraphModule, context: Context) -> int:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter, refusal, resolve
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import absorb, fact, is_parameter, refusal, resolve
 from fxquant.ops import Trait, operator_of
-from fxquant.ops.curve import INPUT, Steps, curve, is_pointwise, written
-from fxquant.ops.unary import steep
+from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, written
+from fxquant.ops.elementwise.unary import steep
+from fxquant.passes.matching import apart, decide
+from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart, decide
-from fxquant.rewriting import eliminate_dead
 
 MOST = 64  # parts of a function
 

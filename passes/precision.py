@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import refusal, state_demand, stated_demand
+from fxquant.ir.graph import refusal, state_demand, stated_demand
 from fxquant.ops import WIDE, Own, Trait, demand, operator_of, shares, traits_of
-from fxquant.ops.arithmetic import mul, sub
-from fxquant.ops.boundary import quantize
-from fxquant.ops.division import true_divide
-from fxquant.ops.linear import matmul
-from fxquant.ops.pool import mean
-from fxquant.ops.unary import steep
+from fxquant.ops.core.boundary import quantize
+from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.elementwise.division import true_divide
+from fxquant.ops.elementwise.unary import steep
+from fxquant.ops.layers.linear import matmul
+from fxquant.ops.pooling.pool import mean
+from fxquant.passes.matching import decide
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import (
     Annotation,
     annotation,
     attach,
@@ -27,22 +27,22 @@ from fxquant.graph import (
     shape_of,
     source,
 )
-from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
-from fxquant.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
-from fxquant.numerics import EVERYTHING
+from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
+from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
+from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
-from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.owners import link_owners
+from fxquant.prepared.stage import is_integer, is_plain
 from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import METHODS
-from fxquant.quantization.owners import link_owners
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import ActivationConfig, WeightConfig
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
-from fxquant.stage import is_integer, is_plain
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.graph import Annotation, Part, annotate, annotation, fact, inherit, part, set_fact, set_part
-from fxquant.numerics import PLAIN_TYPES
+from fxquant.ir.graph import Annotation, Part, annotate, annotation, fact, inherit, part, set_fact, set_part
+from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import operand_nodes, operator_of, shares, sharing_operands
-from fxquant.ops.boundary import QUANTIZE, REQUANTIZE
+from fxquant.ops.core.boundary import QUANTIZE, REQUANTIZE
+from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.stage import is_integer
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter, stated_demand, ties
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import absorb, fact, is_parameter, stated_demand, ties
 from fxquant.ops import operator_of
-from fxquant.ops.arithmetic import add
-from fxquant.ops.floating import in_front_of_softmax, masks
+from fxquant.ops.core.floating import in_front_of_softmax, masks
+from fxquant.ops.elementwise.arithmetic import add
+from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
-from fxquant.rewriting import Fusion
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
-from fxquant.ops.dynamic import NOT_DYNAMIC, may_be_dynamic
-from fxquant.ops.spellings import is_meant
+from fxquant.ir.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
+from fxquant.ops.core.spellings import is_meant
+from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
+from fxquant.passes.matching import attributes, covering
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, Rule, is_dynamic
-from fxquant.quantization.rules import attributes, covering
 
 
 def _check_target(gm: fx.GraphModule, context: Context) -> None:

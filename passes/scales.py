@@ -14,13 +14,13 @@ import networkx as nx
 from torch import fx
 
 from fxquant.errors import ScaleConflict
-from fxquant.graph import annotate, annotation, observed, set_observed, ties
-from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
+from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops import matters, operator_of, shares, sharing_operands
-from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide, result_config
-from fxquant.stage import is_integer, is_quantized
+from fxquant.prepared.stage import is_integer, is_quantized
 
 Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and the scale and zero point if they are fixed
 

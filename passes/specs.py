@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import (
     Annotation,
     annotation,
     computes_tensor,
@@ -23,15 +23,15 @@ from fxquant.graph import (
     stated_demand,
     ties,
 )
-from fxquant.graph import annotate as set_annotation
-from fxquant.numerics import PLAIN_TYPES
+from fxquant.ir.graph import annotate as set_annotation
+from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, shares
-from fxquant.ops.boundary import QUANTIZE
-from fxquant.ops.casting import IN_DTYPE
-from fxquant.ops.floating import needed_in_float, reads_no_activation, reason_of
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.casting import IN_DTYPE
+from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
+from fxquant.passes.matching import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.rules import Decision, decide
 from fxquant.quantization.spec import QConfig
 
 AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is a real number"

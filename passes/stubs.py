@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.graph import matched_rules, module_path, pass_on, set_matched_rules, state_demand, stated_demand
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.graph import matched_rules, module_path, pass_on, set_matched_rules, state_demand, stated_demand
+from fxquant.ir.stubs import is_stub
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.passes.matching import decide, is_named
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import Chosen
-from fxquant.quantization.rules import decide, is_named
-from fxquant.stubs import is_stub
 
 
 def settle(gm: fx.GraphModule, context: Context) -> int:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant import graph
 from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import left_in_float
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES
-from fxquant.graph import qparams
+from fxquant.ir import graph
+from fxquant.ir.graph import qparams
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
-from fxquant.quantization.prepared import quantized_operators
 
 VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
 needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate, and such kernels are refused")

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx
 
 import fxquant as fxq
-from fxquant.graph import qparams, shape_of
+from fxquant.ir.graph import qparams, shape_of
 
 PROGRAMS = ("hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim", "hbdk-perf", "python")
 SCRIPT = """#!{python}

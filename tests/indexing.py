@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant import functional
+from fxquant.ir import functional
 
 Forward = Callable[[Any, Tensor, Tensor], Any]
 

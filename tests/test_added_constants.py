@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.graph import qparams
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.graph import qparams
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract, oracle
 from tests.contract import compiled, graph_values

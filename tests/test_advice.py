@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from tests.test_comparison import Digits, broken, network, quantized, residuals
 from tests.test_comparison import batches as digits
 

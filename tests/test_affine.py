@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.arithmetic import FixedArithmetic, RealArithmetic
-from fxquant.eager import EagerLowering
-from fxquant.graph import qparams
-from fxquant.lowering import Quantized
-from fxquant.numerics import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
+from fxquant.ir.graph import qparams
+from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.lowering import Quantized
+from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
+from fxquant.numerics.rescaling import FixedWidths
 from fxquant.ops import OPERATORS
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import boundary, elementwise, requantize, shape
+from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.rescaling import FixedWidths
 from fxquant.serialization.archive import pack, unpack
 from fxquant.target import Target
 from tests import contract, oracle

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.backends.bpu import CHIP, REAL, WIDTHS
-from fxquant.numerics import IntType
+from fxquant.numerics.grids import IntType
+from fxquant.numerics.rescaling import Ratio
+from fxquant.primitives.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.primitives.elementwise import align_fixed, align_real
+from fxquant.primitives.proof import unproved
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
-from fxquant.proof import unproved
-from fxquant.rescaling import Ratio
 from fxquant.target import Target
 from tests import contract
 

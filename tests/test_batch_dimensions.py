@@ -16,7 +16,7 @@ from torch.export import Dim
 import fxquant as fxq
 from fxquant.analysis.sample import batches_from
 from fxquant.errors import ConfigurationError
-from fxquant.graph import fact
+from fxquant.ir.graph import fact
 from fxquant.tuning.first_samples import FirstSamples
 from tests import contract, test_reference_c
 

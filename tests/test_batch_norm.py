@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from tests import contract
 from tests.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
 

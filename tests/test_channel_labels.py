@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.channels import Channels, channels, multiply
-from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.prepared.channels import Channels, channels, multiply
 from tests import contract
 
 Body = Callable[[nn.Module, Tensor], Tensor]

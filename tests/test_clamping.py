@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant import sweeps
-from fxquant.clamping import clamped
-from fxquant.numerics import INT4, Grid
-from fxquant.ops.record import operator_named
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import INT4, Grid
+from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.ops.core.record import operator_named
+from fxquant.prepared.operators import take_integers
 from fxquant.primitives import boundary, elementwise, product, requantize
 from fxquant.primitives.record import PRIMITIVES
-from fxquant.quantization.prepared import take_integers
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import AdaptiveRounding
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
+from fxquant.training import fused_layers
 
 LOW, HIGH = -0.5, 1.25
 
@@ -132,7 +132,7 @@ def test_what_has_limits_has_it(name: str) -> None:
 def test_integers_of_a_real_tensor_have_it(fused: bool) -> None:
     """Half a step wider, so that what was rounded to a limit is within, however its quotient was rounded."""
     quantizer = Quantizer(INT4, None, scale=0.5)
-    with sweeps.unfused() if not fused else torch.enable_grad():
+    with fused_layers.unfused() if not fused else torch.enable_grad():
         found = slope(lambda x: take_integers(x, quantizer).value, STEPS / 2)
     assert torch.equal(found, ((STEPS >= -8.5) & (STEPS <= 7.5)) * 2.0)
 
@@ -153,5 +153,5 @@ def test_gradients_of_a_model_with_elements_on_its_limits_are_exact(target: str,
     fxq.set_state(prepared, fxq.State.TRAIN)
     wanted = ((x >= -1.0) & (x <= 1.0)) * 2.0
     for fused in (True, False):
-        with torch.enable_grad() if fused else sweeps.unfused():
+        with torch.enable_grad() if fused else fused_layers.unfused():
             assert torch.equal(slope(prepared, x), wanted)

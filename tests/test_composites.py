@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import annotation, part, qparams
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import annotation, part, qparams
+from fxquant.prepared.operators import quantized_operators
 from tests import contract
 from tests.contract import compiled, needs_vnni
 

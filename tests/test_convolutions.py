@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import is_parameter
+from fxquant.ir.graph import is_parameter
 from tests import contract
 from tests.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
 

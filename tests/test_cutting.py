@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat import torch_ao
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 
 
 class Network(nn.Module):

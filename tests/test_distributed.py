@@ -371,7 +371,7 @@ def test_histograms_of_one_reach_are_joined_exactly() -> None:
 
 
 def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxquant.quantization import distributed
+    from fxquant.calibration import distributed
 
     class Own(MinMaxObserver):
         merge = Observer.merge

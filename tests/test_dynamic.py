@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant import primitives
+from fxquant.search.observer_search import with_observer
 from fxquant.tuning.choices import Choices
-from fxquant.tuning.observer_search import with_observer
 from tests import oracle
 from tests.contract import (
     all_equal,

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.channels import channels, exponents, multiply
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.channels import channels, exponents, multiply
+from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning.noise import LayerNoise
 
 

@@ -20,8 +20,8 @@ from torch import nn
 import fxquant as fxq
 from fxquant.backends.onnx import files as onnx_files
 from fxquant.compat import horizon
-from fxquant.files import write_file, write_files
 from fxquant.serialization.qconfig import written
+from fxquant.support.files import write_file, write_files
 from tests.test_layers import library
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def calls_that_write(source: str) -> Iterator[str]:
 def test_one_module_opens_files_for_writing() -> None:
     found = {name: list(calls_that_write(source)) for name, source in library().items()}
     others = {name: calls for name, calls in found.items() if calls and name not in (COMPILER, CACHE, PROGRAM, BOARD)}
-    assert others == {"fxquant.files": ["path.open('xb')"]}
+    assert others == {"fxquant.support.files": ["path.open('xb')"]}
     assert not [call for call in found[COMPILER] if "open" in call or "write" in call]
     assert sorted(found[CACHE]) == LIBRARIES
     assert all("work / " in call for call in found[PROGRAM])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import bias, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from fxquant.tuning.result import TunedLayer

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant import sweeps
 from fxquant.backends.cpu import native
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.training import fused_layers
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
 IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="there is no C compiler")
@@ -57,7 +57,7 @@ def prepared_on(target: str, qconfig: fxq.QConfig | None = None) -> fx.GraphModu
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    with mock.patch.object(sweeps.OFFERS, "known", []), mock.patch.object(counting.OFFERS, "known", []):
+    with mock.patch.object(fused_layers.OFFERS, "known", []), mock.patch.object(counting.OFFERS, "known", []):
         yield
 
 
@@ -92,7 +92,7 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool, in_c: bool) -
     for x in (images(0), images(1).contiguous(memory_format=torch.channels_last)):  # the second finds what the first has moved
         with nullcontext() if in_c else without_c():
             found, gradients = step(own, x)
-        with sweeps.unfused():
+        with fused_layers.unfused():
             wanted, expected = step(reference, x)
         assert torch.equal(found, wanted)
         assert_alike(gradients, expected)
@@ -118,7 +118,7 @@ def test_a_batch_norm_may_have_one_channel(convolution: bool, target: str, in_c:
 
     with nullcontext() if in_c else without_c():
         found, gradients = trained(own)
-    with sweeps.unfused():
+    with fused_layers.unfused():
         wanted, expected = trained(reference)
     assert torch.equal(found, wanted)
     assert_alike(gradients, expected)
@@ -128,13 +128,13 @@ def test_a_batch_norm_may_have_one_channel(convolution: bool, target: str, in_c:
 def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     sums = torch.randint(-1000, 1000, (4, 32, 40, 40)).float()
-    form = sweeps.form_of(sums, 2)
-    how = sweeps.Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
+    form = fused_layers.form_of(sums, 2)
+    how = fused_layers.Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            passes = sweeps.OFFERS.known[0]
+            passes = fused_layers.OFFERS.known[0]
             found.append(passes.finish_back(sums, form, None, sums, torch.ones(32), torch.full((32,), 0.005), how, sums, None))
     finally:
         torch.set_num_threads(before)
@@ -144,10 +144,10 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
 @IN_C
 def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
     sums = torch.arange(-64.0, 4032.0).reshape(1, 1, 64, 64)
-    how = sweeps.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
-    form, ratio = sweeps.form_of(sums, 2), torch.full((1,), 0.005)
+    how = fused_layers.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
+    form, ratio = fused_layers.form_of(sums, 2), torch.full((1,), 0.005)
     given = sums, form, None, None, None, ratio, how, torch.ones_like(sums), None
-    found, wanted = sweeps.OFFERS.known[0].finish_back(*given)[0], sweeps.Passes().finish_back(*given)[0]
+    found, wanted = fused_layers.OFFERS.known[0].finish_back(*given)[0], fused_layers.Passes().finish_back(*given)[0]
     assert torch.equal(found, wanted)
     assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
 
@@ -158,8 +158,8 @@ def test_statistics_of_a_batch_are_exact(largest: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sums = torch.randint(-largest, largest, (3, 4, 30, 20), generator=generator).double() + 0.0
     sums = sums.float() if largest < 2**24 else sums
-    form = sweeps.form_of(sums, 2)
-    found = sweeps.collected(sums, form)
+    form = fused_layers.form_of(sums, 2)
+    found = fused_layers.collected(sums, form)
     for channel in range(4):
         values = [int(value) for value in sums[:, channel].flatten().tolist()]
         mean = Fraction(sum(values), len(values))
@@ -168,7 +168,7 @@ def test_statistics_of_a_batch_are_exact(largest: int) -> None:
         assert float(found.variance[channel]) == pytest.approx(float(variance), rel=2**-23)
         assert found.ends[:, channel].tolist() == [min(values), max(values)]
     with without_c():
-        again = sweeps.collected(sums, form)
+        again = fused_layers.collected(sums, form)
     assert torch.equal(found.mean, again.mean)
     assert torch.equal(found.variance, again.variance)
 
@@ -223,7 +223,7 @@ def test_gradients_can_be_differentiated() -> None:
         return list(torch.autograd.grad(gradient.square().sum(), parameters, allow_unused=True))
 
     found = penalty()
-    with sweeps.unfused():
+    with fused_layers.unfused():
         wanted = penalty()
     assert [each is None for each in found] == [each is None for each in wanted]
     assert_alike([each for each in found if each is not None], [each for each in wanted if each is not None])
@@ -243,7 +243,7 @@ def test_wide_sums_are_formed_once() -> None:
         fxq.freeze(prepared)
         reference = copy.deepcopy(prepared)
         results: list[tuple[Tensor, Tensor]] = []
-        for form, context in ((prepared, nullcontext()), (reference, sweeps.unfused())):
+        for form, context in ((prepared, nullcontext()), (reference, fused_layers.unfused())):
             with context:
                 output = form(x)
                 output.sum().backward()

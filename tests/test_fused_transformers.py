@@ -14,16 +14,17 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import curves, joining, marks, rescaling, sweeps
-from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import CHIP, REAL, SHIFT
 from fxquant.backends.cpu import native
-from fxquant.numerics import ACTIVATION_TYPES, INT8, INT16, Grid, table
-from fxquant.ops.unary import _made, _plain
+from fxquant.numerics import rescaling
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, Grid, table
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.elementwise.unary import _made, _plain
 from fxquant.primitives import elementwise, pool, product
+from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.rescaling import Ratio
+from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saturation_masks
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="there is no C compiler")
 
@@ -78,7 +79,7 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool) -> None:
     reference = copy.deepcopy(own)
     for batch in (x, 1.5 * x):  # the second saturates
         found, gradients = step(own, batch)
-        with sweeps.unfused():
+        with fused_layers.unfused():
             wanted, expected = step(reference, batch)
         assert torch.equal(found, wanted)
         largest = max(float(each.abs().max()) for each in expected)
@@ -90,7 +91,7 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool) -> None:
     fxq.set_state(own, "validate")
     with torch.no_grad():
         validated = own(x)
-        with sweeps.unfused():
+        with fused_layers.unfused():
             assert torch.equal(validated, own(x))
 
 
@@ -125,14 +126,14 @@ def aligned(arithmetic: Arithmetic, value: Tensor, ratio: float, wide: bool, def
 
 class Deferring(Calling):
     def call(self, primitive: Any, *arguments: Any) -> Any:
-        return joining.Deferred(primitive, arguments)
+        return fused_elementwise.Deferred(primitive, arguments)
 
 
 def accumulators(arithmetic: Arithmetic, deferred: bool) -> Iterator[tuple[str, Any, list[Tensor], Tensor]]:
     """Accumulators of every form, the tensors they are of, and what one of their steps is worth."""
 
     def call(primitive: Any, *arguments: Any) -> Any:
-        return joining.Deferred(primitive, arguments) if deferred else primitive(*arguments)
+        return fused_elementwise.Deferred(primitive, arguments) if deferred else primitive(*arguments)
 
     a, b = whole((3, 7, 40), 2**15, 1), whole((3, 7, 40), 2**15, 2)
     row, small = whole((3, 7, 1), 2**15, 3), whole((3, 7, 40), 2**7, 4)
@@ -174,27 +175,27 @@ def test_a_join_is_its_primitives(arithmetic: Arithmetic, clamp: tuple[float, fl
     forms = list(accumulators(arithmetic, True))
     torch.manual_seed(0)
     for (name, deferred, tensors, step), (_, plain, references, _) in zip(forms, accumulators(arithmetic, False), strict=True):
-        join = joining.join_of(deferred)
+        join = fused_elementwise.join_of(deferred)
         assert join is not None, name
         with torch.no_grad():
             exact = arithmetic.requantize(Calling(), plain, Ratio((step.float(),), (grid.scale,)), low, high, grid)
-            constants = sweeps.Constants()
+            constants = fused_layers.Constants()
             arithmetic.requantize(constants, None, Ratio((step.float(),), (grid.scale,)), low, high, grid)
         limits = (-math.inf, math.inf) if clamp is None else clamp
         how = constants.rounded(grid.bounds, limits, grid.scale)
-        integers, real = joining.joined(join, how, step.float().double())
+        integers, real = fused_elementwise.joined(join, how, step.float().double())
         assert torch.equal(integers, exact), name
         assert torch.equal(real, grid.dequantize(exact)), name
         assert not bool((torch.signbit(real) & (real == 0)).any())
         with torch.no_grad():
-            assert torch.equal(joining.joined(join, how, step.float().double())[0], exact), name
+            assert torch.equal(fused_elementwise.joined(join, how, step.float().double())[0], exact), name
             dims = (0, 1) if step.numel() > 1 else tuple(range(plain.dim()))
             wanted = torch.stack((plain.double().amin(dims), plain.double().amax(dims))).view(2, -1)
-            assert torch.equal(joining.ends(join), wanted), name
+            assert torch.equal(fused_elementwise.ends(join), wanted), name
 
         value = surrogate(name, arithmetic, references) * step.float().double()
         value = value.to(plain.dtype) if clamp is None else value.to(plain.dtype).clamp(*clamp)
-        expected = sweeps.on_grid(value, exact, grid.scale, grid.bounds)
+        expected = fused_layers.on_grid(value, exact, grid.scale, grid.bounds)
         weights = torch.randn(exact.shape, generator=torch.Generator().manual_seed(13))
         wanted_gradients = torch.autograd.grad((expected * weights).sum(), references)
         differentiable = torch.autograd.grad((integers * weights).sum(), tensors, create_graph=True)
@@ -232,15 +233,15 @@ def surrogate(name: str, arithmetic: Arithmetic, tensors: list[Tensor]) -> Tenso
 def test_what_has_no_pass_is_composed() -> None:
     a, row = whole((4, 8, 16), 100, 0), whole((1, 1, 16), 100, 1)
     small = whole((2, 3), 100, 0)
-    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, row, False))) is None  # a gradient over rows
-    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, row.detach(), False))) is not None
-    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, whole((1, 8, 1), 100, 1), False))) is None
-    assert joining.join_of(small) is None
-    assert joining.join_of(torch.empty(0, 3)) is None
-    assert joining.join_of(joining.Deferred(elementwise.multiply, (a[:, :0], a[:, :0], False))) is None
-    assert joining.join_of(a.double()) is None
-    with sweeps.unfused():
-        assert joining.join_of(a) is None
+    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, row, False))) is None  # a gradient over rows
+    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, row.detach(), False))) is not None
+    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, whole((1, 8, 1), 100, 1), False))) is None
+    assert fused_elementwise.join_of(small) is None
+    assert fused_elementwise.join_of(torch.empty(0, 3)) is None
+    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a[:, :0], a[:, :0], False))) is None
+    assert fused_elementwise.join_of(a.double()) is None
+    with fused_layers.unfused():
+        assert fused_elementwise.join_of(a) is None
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
@@ -253,22 +254,22 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
     output = Grid(INT8, torch.tensor(0.02))
     value = torch.cat((torch.arange(input.low, input.high + 1), torch.randint(input.low, input.high, (70000,)))).float().requires_grad_()
     entries = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False)
-    points = curves.integers_of(value, input)
+    points = fused_lookup.integers_of(value, input)
     assert torch.equal(points, torch.arange(input.low, input.high + 1).double())
-    curve = curves.curve_of(function, input, True, points)
-    integers, real = curves.looked_up(value, input, curve, entries, output)
+    curve = fused_lookup.curve_of(function, input, True, points)
+    integers, real = fused_lookup.looked_up(value, input, curve, entries, output)
     exact = elementwise.lookup(value.detach(), entries, input.low)
     assert torch.equal(integers, exact)
     assert torch.equal(real, output.dequantize(exact))
-    assert torch.equal(curves.occurring(value[:1000], points), torch.isin(points, value[:1000].double()))
+    assert torch.equal(fused_lookup.occurring(value[:1000], points), torch.isin(points, value[:1000].double()))
     if type == "int16":
         part = value.detach()[30000:40000]  # none of the random ones
-        points = curves.integers_of(part, input)
+        points = fused_lookup.integers_of(part, input)
         assert float(points[0]) == float(part.min()) > input.low
         table = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False, points)
-        again, _ = curves.looked_up(part, input, curves.curve_of(function, input, False, points), table, output)
+        again, _ = fused_lookup.looked_up(part, input, fused_lookup.curve_of(function, input, False, points), table, output)
         assert torch.equal(again, exact[30000:40000])
-    expected = sweeps.on_grid(function(input.dequantize(value)), exact, output.scale, output.bounds)
+    expected = fused_layers.on_grid(function(input.dequantize(value)), exact, output.scale, output.bounds)
     weights = torch.randn(value.shape)
     (wanted,) = torch.autograd.grad((expected * weights).sum(), value)
     (again,) = torch.autograd.grad((integers * weights).sum(), value, create_graph=True)
@@ -281,7 +282,7 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
 
 @pytest.mark.parametrize(("name", "offset"), [("rsqrt", 1e-5), ("log", 0.0), ("sqrt", -0.01)])
 def test_where_a_function_has_no_value_it_is_not_asked(name: str, offset: float) -> None:
-    from fxquant.ops.unary import UNARY, WITHOUT_NEGATIVE
+    from fxquant.ops.elementwise.unary import UNARY, WITHOUT_NEGATIVE
 
     input, output = Grid(INT16, torch.tensor(3e-5)), Grid(INT16, torch.tensor(1e-3))
     function, exact = UNARY[name]
@@ -308,14 +309,14 @@ def test_marks_come_back(without: int) -> None:
     inside = torch.ones(1013, dtype=torch.uint8)
     inside[torch.randperm(1013)[:without]] = 0
     inside = inside.as_strided((1013, 1), (1, 1013))
-    kept = marks.kept(inside, without)
+    kept = saturation_masks.kept(inside, without)
     assert kept is None if not without else kept is not None and kept.dtype == (torch.int32 if without < 32 else torch.uint8)
-    opened = marks.opened(kept, torch.empty_like(inside, device="meta"))
+    opened = saturation_masks.opened(kept, torch.empty_like(inside, device="meta"))
     assert opened is None if not without else opened is not None and torch.equal(opened, inside)
-    with mock.patch.object(marks.OFFERS, "known", []):
-        plain = marks.kept(inside, without)
+    with mock.patch.object(saturation_masks.OFFERS, "known", []):
+        plain = saturation_masks.kept(inside, without)
         assert plain is None if kept is None else torch.equal(plain, kept)  # type: ignore[arg-type]
-        again = marks.opened(plain, torch.empty_like(inside, device="meta"))
+        again = saturation_masks.opened(plain, torch.empty_like(inside, device="meta"))
         assert again is None if not without else again is not None and torch.equal(again, inside)
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.bpu import FORMER, REAL
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.numerics.rescaling import Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
-from fxquant.rescaling import Ratio, fixed_requantization, real_multiplier
 from tests import oracle
 
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ HEAVY = ("onnx", "onnxruntime", "onnxscript", "networkx", "rich", "scipy", "matp
 STEPS = {
     "import fxquant as fxq": (*HEAVY, "fxquant.api", "fxquant.ops", "fxquant.backends", "fxquant.tuning", "fxquant.reporting"),
     "fxq.prepare": ("onnx", "onnxruntime", "onnxscript", "scipy", "matplotlib", "plotly", "sklearn", "PIL", "fxquant.backends.onnx.export"),
-    "fxq.QConfigMapping, fxq.State, fxq.Target": ("onnx", "onnxruntime", "fxquant.tuning.tune"),
+    "fxq.QConfigMapping, fxq.State, fxq.Target": ("onnx", "onnxruntime", "fxquant.search.tune"),
 }
 
 

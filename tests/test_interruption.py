@@ -16,10 +16,11 @@ from rich.progress import Progress
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant import progress as shown
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.reporting.checks import value_ranges
-from fxquant.tuning import bias, mixed_precision, observer_search, samples, second_moment
+from fxquant.search import mixed_precision, observer_search
+from fxquant.support import progress as shown
+from fxquant.tuning import bias, samples, second_moment
 
 
 class Network(nn.Module):
@@ -114,7 +115,7 @@ def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(r
 
 def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = result.export(tmp_path / "model.onnx")
-    monkeypatch.setattr("fxquant.forms.progress", lambda items, *_: cut_short(items, 5))
+    monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 5))
     with pytest.raises(fxq.Interrupted, match="behind 5 of") as stop:
         fxq.verify(result.integer, path, BATCHES)
     assert stop.value.result.mismatches == 0
@@ -124,7 +125,7 @@ def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: py
 
 def test_measuring_a_qdq_file_reports_the_runtimes_before(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = result.export(tmp_path / "model.onnx", style="qdq")
-    monkeypatch.setattr("fxquant.forms.progress", lambda items, *_: cut_short(items, 1))
+    monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 1))
     with pytest.raises(fxq.Interrupted, match="behind 1 of") as stop:
         fxq.verify(result.integer, path, BATCHES)
     assert len(stop.value.result.outputs) == len(stop.value.result.pairs) == 1

@@ -25,15 +25,15 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.cpu import compiled as in_c
 from fxquant.backends.cpu import native, tensors
-from fxquant.graph import kernel, resolve
+from fxquant.ir.graph import kernel, resolve
+from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
 from fxquant.kernels.constants import EACH_CALL
 from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Program
 from fxquant.kernels.record import Kernel, Refused
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
-from fxquant.model import RUNNER
-from fxquant.stage import Stage
+from fxquant.prepared.stage import Stage
 from tests.contract import all_equal, compiled, flat
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
@@ -705,7 +705,7 @@ def compiles():
 
 LOCKS = {
     "runner.lock": "runs",
-    "fxquant.model._Collection.lock": "compiles",
+    "fxquant.ir.model._Collection.lock": "compiles",
     "fxquant.frontend.environment._OwnRandomNumbers._lock": "compiles",
     "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
 }
@@ -713,7 +713,7 @@ LOCKS = {
 
 COLLECTION = """
 import gc
-from fxquant.model import collection_paused
+from fxquant.ir.model import collection_paused
 leave, thread = held(collection_paused())
 def collects():
     assert gc.isenabled()  # the compilation of the other thread does not go on in the child
@@ -731,6 +731,6 @@ print(gc.isenabled())
 
 def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
     cases = [f"leave, thread = held({lock})\nprint(forked({action}))\nleave.set()\nthread.join()\nruns()" for lock, action in LOCKS.items()]
-    code = "\n".join([FORKS, "import fxquant.model, fxquant.frontend.environment, fxquant.primitives.record", *cases, COLLECTION])
+    code = "\n".join([FORKS, "import fxquant.ir.model, fxquant.frontend.environment, fxquant.primitives.record", *cases, COLLECTION])
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split() == ["True"] * (len(LOCKS) + 4)

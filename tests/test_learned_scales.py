@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.numerics import INT4, UINT8, IntType
+from fxquant.numerics.grids import INT4, UINT8, IntType
 from fxquant.quantization.learning import LSQ, METHODS, TQT, TrainableScale, learned_step
 from fxquant.quantization.quantizer import Quantizer
 from tests import contract

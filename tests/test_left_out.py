@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from tests.contract import same_bytes
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.errors import ExportError
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from tests import contract
 from tests.contract import compiled
 

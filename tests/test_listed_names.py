@@ -20,12 +20,12 @@ APART = ("fxquant.ops", "fxquant.primitives", "fxquant.backends.bpu", "fxquant.c
 # Words that are names of something else, too, by where they stand and the first of them.
 WORDS = {
     ("fxquant", "AccumulatorOverflow"),  # what `fxq` offers
-    ("fxquant.arithmetic", "requantize_fixed"),  # an arithmetic's own primitives
-    ("fxquant.arithmetic", "requantize_real"),
+    ("fxquant.primitives.arithmetic", "requantize_fixed"),  # an arithmetic's own primitives
+    ("fxquant.primitives.arithmetic", "requantize_real"),
     ("fxquant.backends.c.values", "eq"),  # the relations of `compare`
     ("fxquant.backends.cpu.native", "convolution"),  # functions in C
     ("fxquant.backends.onnx.direct", "view"),  # methods of tensors
-    ("fxquant.functional", "__getitem__"),
+    ("fxquant.ir.functional", "__getitem__"),
 }
 
 

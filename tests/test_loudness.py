@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.numerics import UINT8
+from fxquant.numerics.grids import UINT8
 from fxquant.quantization.observers import HistogramObserver, loudness
 from fxquant.quantization.observers.loudness import BINS, OCTAVES
 from tests.contract import Compiled, compiled

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxquant as fxq
-from fxquant import joining, marks
-from fxquant.addresses import address, point, readable
 from fxquant.backends.cpu.counting import NativeCounting
 from fxquant.backends.cpu.joining import NativeMarks
 from fxquant.backends.cpu.native import Count
 from fxquant.backends.cpu.training import NativePasses
 from fxquant.primitives.dynamic import dynamic_linear
-from fxquant.tensor_passes import Form, Passes
+from fxquant.support.addresses import address, point, readable
+from fxquant.training import fused_elementwise, saturation_masks
+from fxquant.training.reference_kernels import Form, Passes
 from tests.contract import all_equal, compiled
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def test_every_pass_reads_values(marked: Callable[[Tensor], Tensor]) -> None:
     assert all_equal(counting.ends(value.view(4, -1)), counting.ends(SUMS.view(4, -1)))
     assert all_equal(counting.magnitudes(value.flatten(), None, 64, 500.0), counting.magnitudes(SUMS.flatten(), None, 64, 500.0))
     assert torch.equal(*(counting.signed(each.view(4, -1), [0, 2], 1, 64, 500.0) for each in (value, SUMS)))
-    join = joining.offered(SUMS)
+    join = fused_elementwise.offered(SUMS)
     assert join is not None
     assert torch.equal(join.occurs(value, -500, 500), join.occurs(SUMS, -500, 500))
     assert torch.equal(join.to_bytes(marked(SUMS % 100)), join.to_bytes(SUMS % 100))  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_marks_of_expanded_tensors() -> None:
     assert torch.equal(
         NativeMarks().places(flags.repeat(2)[::1], int((flags == 0).sum()) * 2), torch.nonzero(flags.repeat(2) == 0).flatten().int()
     )
-    assert marks.kept(flags, 0) is None
+    assert saturation_masks.kept(flags, 0) is None
 
 
 def test_a_layer_that_is_quantized_at_run_time() -> None:
@@ -240,4 +240,4 @@ def test_one_module_takes_addresses() -> None:
         if ".data_ptr" in path.read_text(encoding="utf-8")
     }
     # The others give C nothing: one counts bytes, one compares inputs.
-    assert found == {"fxquant/addresses.py", "fxquant/tuning/walk.py", "fxquant/recomputation.py"}
+    assert found == {"fxquant/support/addresses.py", "fxquant/tuning/walk.py", "fxquant/ir/recomputation.py"}

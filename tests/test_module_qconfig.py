@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.graph import annotation
+from fxquant.ir.graph import annotation
 from tests.contract import assert_validate_is_integer
 
 

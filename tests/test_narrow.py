@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxquant import narrow, sweeps
+from fxquant.numerics.rounding import straight_through
 from fxquant.primitives.accumulate import linear
 from fxquant.primitives.product import matrix_product
-from fxquant.quantization.rounding import straight_through
+from fxquant.training import fused_layers, saved_activations
 
 
 def whole(*shape: int, low: int = -128, high: int = 127, seed: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
         given = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]
         arguments = (*given, None) if function is linear else tuple(given)
         if narrowed:
-            with narrow.kept_narrow(function, arguments):
+            with saved_activations.kept_narrow(function, arguments):
                 result = function(*arguments)
         else:
             result = function(*arguments)
@@ -35,7 +35,7 @@ def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
     for found, wanted in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(found, wanted)
         assert float(wanted.detach().abs().max()) > 0
-    return [narrow._narrow(operand) for operand in operands]
+    return [saved_activations._narrow(operand) for operand in operands]
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_operands_lie_as_they_did() -> None:
         assert kept.stride() == value.stride()
         assert torch.equal(kept.float(), value)
     repeated = whole(1, 64, 128).expand(3, 64, 128)
-    assert torch.equal(narrow._wide(narrow._narrow(repeated)), repeated)
+    assert torch.equal(saved_activations._wide(saved_activations._narrow(repeated)), repeated)
 
 
 def test_little_is_kept_as_it_is() -> None:
     x = whole(8, 64)
-    assert narrow._narrow(x) is x
+    assert saved_activations._narrow(x) is x
 
 
 @pytest.mark.parametrize("reach", [0.9, 1.5, float("nan")])
@@ -72,7 +72,7 @@ def test_gradients_end_where_the_grid_does(reach: float) -> None:
     value, scale, bounds = value * (0.9 if reach != reach else reach) * 128, torch.tensor(1.0), (-128.0, 127.0)
     integers = value.nan_to_num().round().clamp(*bounds)
     one, other = (value.clone().requires_grad_() for _ in range(2))
-    found, wanted = sweeps.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
+    found, wanted = fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
     assert torch.equal(found, integers)
     weights = torch.cos(value.nan_to_num())
     assert torch.equal(torch.autograd.grad((found * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])

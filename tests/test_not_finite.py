@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ops.resize import _nearest, _neighbours
-from fxquant.rescaling import Ratio, real_multiplier
+from fxquant.numerics.rescaling import Ratio, real_multiplier
+from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.contract import assert_train_is_validate, assert_validate_is_integer, compiled
 
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxquant import numerics, rescaling
-from fxquant.arithmetic import _without_last_bits
 from fxquant.backends import bpu
 from fxquant.backends.bpu import MEASURED, WIDTHS
-from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, round_up_to_power_of_two
-from fxquant.ops.pool import _windows, window_divisor
-from fxquant.rescaling import Ratio
+from fxquant.numerics import grids, rescaling
+from fxquant.numerics.grids import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, round_up_to_power_of_two
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.pooling.pool import _windows, window_divisor
+from fxquant.primitives.arithmetic import _without_last_bits
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=100)
@@ -68,8 +68,8 @@ def test_observed_scale_is_the_correctly_rounded_quotient(ranges: list[tuple[Fra
     low, high = stack(-low for low, _ in ranges), stack(high for _, high in ranges)
     divisor = Fraction(dtype.high - dtype.low, 2)
     expected = stack(oracle.scale_from_range(-low, high, divisor) for low, high in ranges)
-    assert torch.equal(numerics.scale_from_range(low, high, dtype), expected)
-    scalars = torch.stack([numerics.scale_from_range(a, b, dtype) for a, b in zip(low, high, strict=True)])
+    assert torch.equal(grids.scale_from_range(low, high, dtype), expected)
+    scalars = torch.stack([grids.scale_from_range(a, b, dtype) for a, b in zip(low, high, strict=True)])
     assert torch.equal(scalars, expected)  # one by one as together
 
 
@@ -77,10 +77,10 @@ def test_scale_conventions() -> None:
     assert [dtype.divisor for dtype in (INT8, INT16, INT4, WEIGHT_INT8, WEIGHT_INT16, WEIGHT_INT4)] == [127.5, 32767.5, 7.5, 127, 32767, 7]
     assert [dtype.magnitude for dtype in (INT8, INT16, WEIGHT_INT8)] == [128, 32768, 127]
     zero = torch.zeros(())
-    assert numerics.scale_from_range(zero, zero, INT8).item() == numerics.FLOAT32_EPSILON == 2**-23
-    assert numerics.scale_from_threshold(4.0, INT8) == 4 / 128
-    assert numerics.scale_from_threshold(1.1, INT16) == 1.1 / 32768
-    example = numerics.scale_from_range(torch.tensor(-2.5), torch.tensor(3.1), INT8)
+    assert grids.scale_from_range(zero, zero, INT8).item() == grids.FLOAT32_EPSILON == 2**-23
+    assert grids.scale_from_threshold(4.0, INT8) == 4 / 128
+    assert grids.scale_from_threshold(1.1, INT16) == 1.1 / 32768
+    example = grids.scale_from_range(torch.tensor(-2.5), torch.tensor(3.1), INT8)
     assert Fraction(example.item()) == Fraction(3263333, 2**27)
 
 
@@ -92,24 +92,24 @@ def test_power_of_two_scale_is_the_smallest_that_is_not_below(scale: Fraction) -
 
 def test_power_of_two_is_exact() -> None:
     exponent = torch.arange(-1022, 1024)
-    assert numerics.power_of_two(exponent).tolist() == [math.ldexp(1.0, e) for e in exponent.tolist()]
-    assert numerics.power_of_two(exponent.int()).dtype == torch.float64
+    assert grids.power_of_two(exponent).tolist() == [math.ldexp(1.0, e) for e in exponent.tolist()]
+    assert grids.power_of_two(exponent.int()).dtype == torch.float64
 
 
 @EXACT
 @given(st.one_of(st.floats(-1e4, 1e4), st.integers(-300, 300).map(lambda n: n / 2)), scales, st.sampled_from([INT8, INT16]))
 def test_clamp_bound(value: float, scale: Fraction, dtype: IntType) -> None:
     expected = oracle.clamp_bound(value, float(scale), 99, dtype.low, dtype.high)
-    assert numerics.clamp_bound(value, float(scale), 99, dtype) == expected
+    assert grids.clamp_bound(value, float(scale), 99, dtype) == expected
 
 
 def test_clamp_bound_of_nothing_and_of_ties() -> None:
-    assert numerics.clamp_bound(None, 0.1, 127, INT8) == 127
-    assert numerics.clamp_bound(math.inf, 0.1, 127, INT8) == 127
-    assert numerics.clamp_bound(-math.inf, 0.1, -128, INT8) == -128
-    assert [numerics.clamp_bound(v, 2.0, 0, INT8) for v in (1.0, 3.0, -1.0, -3.0, 5.0)] == [1, 2, 0, -1, 3]
-    assert [numerics.clamp_bound(v, 1.0, 0, INT8) for v in (1e9, -1e9, 0.0)] == [127, -128, 0]
-    assert numerics.clamp_bound(6.0, float(float32(Fraction(59, 1000))), 127, INT8) == 102
+    assert grids.clamp_bound(None, 0.1, 127, INT8) == 127
+    assert grids.clamp_bound(math.inf, 0.1, 127, INT8) == 127
+    assert grids.clamp_bound(-math.inf, 0.1, -128, INT8) == -128
+    assert [grids.clamp_bound(v, 2.0, 0, INT8) for v in (1.0, 3.0, -1.0, -3.0, 5.0)] == [1, 2, 0, -1, 3]
+    assert [grids.clamp_bound(v, 1.0, 0, INT8) for v in (1e9, -1e9, 0.0)] == [127, -128, 0]
+    assert grids.clamp_bound(6.0, float(float32(Fraction(59, 1000))), 127, INT8) == 102
 
 
 # ---- ratios ---------------------------------------------------------------------------------------------------------
@@ -325,10 +325,10 @@ weight_types = st.sampled_from([WEIGHT_INT8, WEIGHT_INT16, WEIGHT_INT4])
 def test_weight_scale(rows: list[list[Fraction]], dtype: IntType) -> None:
     weight = torch.tensor([[float(v) * (-1) ** i for i, v in enumerate(row)] for row in rows], dtype=torch.float32)
     expected = [max(oracle.float32(max(row) / dtype.high), oracle.SMALLEST_SCALE) for row in rows]
-    assert torch.equal(numerics.weight_scale(weight, 0, dtype), stack(expected))
-    assert torch.equal(numerics.weight_scale(weight.t().reshape(3, -1, 1), 1, dtype), stack(expected))
-    assert torch.equal(numerics.weight_scale(weight, None, dtype), stack([max(expected)]))
-    scale = numerics.weight_scale(weight, 0, dtype)
+    assert torch.equal(grids.weight_scale(weight, 0, dtype), stack(expected))
+    assert torch.equal(grids.weight_scale(weight.t().reshape(3, -1, 1), 1, dtype), stack(expected))
+    assert torch.equal(grids.weight_scale(weight, None, dtype), stack([max(expected)]))
+    scale = grids.weight_scale(weight, 0, dtype)
     integers = torch.round(weight / scale.reshape(-1, 1))
     exact = [[oracle.weight_integer(Fraction(v), Fraction(s)) for v in row] for row, s in zip(weight.tolist(), scale.tolist(), strict=True)]
     assert integers.tolist() == exact
@@ -342,9 +342,9 @@ biases = st.one_of(any_mantissa, short_mantissa).map(float).flatmap(lambda b: st
 @given(st.lists(st.tuples(biases, scales), min_size=1, max_size=12), scales)
 def test_bias_integers_and_the_scale_they_need(rows: list[tuple[float, Fraction]], input_scale: Fraction) -> None:
     bias, scale = torch.tensor([b for b, _ in rows], dtype=torch.float32), stack(s for _, s in rows)
-    raised = torch.maximum(scale, numerics.least_scale_for_bias(bias, float32(input_scale)))
+    raised = torch.maximum(scale, grids.least_scale_for_bias(bias, float32(input_scale)))
     assert [Fraction(value) for value in raised.tolist()] == [oracle.raised_scale(s, b, float(input_scale)) for b, s in rows]
-    integers = numerics.bias_integers(bias, float32(input_scale), raised)
+    integers = grids.bias_integers(bias, float32(input_scale), raised)
     assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), s) for (b, _), s in zip(rows, raised.tolist(), strict=True)]
     assert float(integers.abs().max()) < 2**23
     kept = (bias.double() / (float(input_scale) * scale.double())).abs() < 2**23 - 3
@@ -356,7 +356,7 @@ def test_bias_integers_and_the_scale_they_need(rows: list[tuple[float, Fraction]
 def test_bias_integers_next_to_ties(rows: list[tuple[int, Fraction]], input_scale: Fraction) -> None:
     """Biases that are the float32 numbers nearest to n + ½ steps."""
     bias = [float(oracle.float32((n + oracle.HALF) * s * input_scale)) for n, s in rows]
-    integers = numerics.bias_integers(torch.tensor(bias), float32(input_scale), stack(s for _, s in rows))
+    integers = grids.bias_integers(torch.tensor(bias), float32(input_scale), stack(s for _, s in rows))
     assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), float(s)) for b, (_, s) in zip(bias, rows, strict=True)]
 
 
@@ -388,7 +388,7 @@ def test_biases_of_16_bits_lose_their_last_ones_towards_zero() -> None:
 
 def test_bias_ties_go_to_even() -> None:
     bias = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 4194304.5])
-    assert numerics.bias_integers(bias * 0.25, torch.tensor(0.5), torch.full((7,), 0.5)).tolist() == [0, 2, 2, 0, -2, -2, 4194304]
+    assert grids.bias_integers(bias * 0.25, torch.tensor(0.5), torch.full((7,), 0.5)).tolist() == [0, 2, 2, 0, -2, -2, 4194304]
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def _broken(x: float) -> float:
 @given(input_scale=scales, output_scale=scales)
 def test_table(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
     scales = float(input_scale), float(output_scale)
-    result = numerics.table(function, *(Grid(INT8, torch.tensor(scale)) for scale in scales))
+    result = grids.table(function, *(Grid(INT8, torch.tensor(scale)) for scale in scales))
     assert result.dtype == torch.int8
     assert result.tolist() == oracle.table(function, *scales, range(-128, 128), -128, 127)
 
@@ -417,21 +417,21 @@ def test_table(function: Callable[[float], float], input_scale: Fraction, output
 @given(input_scale=scales, output_scale=scales)
 def test_table_in_float32(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
     from_, to = (Grid(INT8, float32(scale)) for scale in (input_scale, output_scale))
-    result = numerics.table(function, from_, to, in_float32=True)
+    result = grids.table(function, from_, to, in_float32=True)
     assert result.dtype == torch.int8
     expected = oracle.measured_table(function, input_scale, oracle.Grid(output_scale, -128, 127, 8), range(-128, 128))
     assert result.tolist() == expected
 
 
 def test_table_in_float32_rounds_halves_away_from_zero() -> None:
-    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=True).tolist() == [
+    assert grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=True).tolist() == [
         *(-4, -4, -3, -3, -2, -2, -1, -1),
         *(0, 1, 1, 2, 2, 3, 3, 4),
     ]
 
 
 def test_table_rounds_half_up_and_saturates() -> None:
-    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [
+    assert grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [
         -4,
         -3,
         -3,
@@ -449,8 +449,8 @@ def test_table_rounds_half_up_and_saturates() -> None:
         3,
         4,
     ]
-    assert numerics.table(lambda x: x * 100, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
-    wide = numerics.table(math.exp, Grid(INT16, ONE), Grid(INT16, ONE))  # overflows float64 at the far end
+    assert grids.table(lambda x: x * 100, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
+    wide = grids.table(math.exp, Grid(INT16, ONE), Grid(INT16, ONE))  # overflows float64 at the far end
     assert wide.dtype == torch.int16
     assert wide.shape == (65536,)
     assert wide[-1] == 32767
@@ -469,15 +469,15 @@ def test_accumulator_bound(seed: int, magnitude: int) -> None:
     for axis in (0, 1):
         channels = weight.movedim(axis, 0).flatten(1).tolist()
         sums = [magnitude * sum(map(abs, row)) for row in channels]
-        assert numerics.accumulator_bound(weight.float(), None, axis, magnitude).tolist() == sums
+        assert grids.accumulator_bound(weight.float(), None, axis, magnitude).tolist() == sums
     expected = [magnitude * sum(map(abs, row)) + abs(b) for row, b in zip(weight.flatten(1).tolist(), bias.tolist(), strict=True)]
-    assert numerics.accumulator_bound(weight.float(), bias.float(), 0, magnitude).tolist() == expected
+    assert grids.accumulator_bound(weight.float(), bias.float(), 0, magnitude).tolist() == expected
 
 
 def test_bits_of() -> None:
     for bits in range(2, 40):
-        assert numerics.bits_of(2 ** (bits - 1) - 1) == bits
-        assert numerics.bits_of(2 ** (bits - 1)) == bits + 1
+        assert grids.bits_of(2 ** (bits - 1) - 1) == bits
+        assert grids.bits_of(2 ** (bits - 1)) == bits + 1
 
 
 # ---- windows of pools --------------------------------------------------------------------------------------------------------
@@ -512,4 +512,4 @@ def test_window_divisor(first: tuple[int, ...], second: tuple[int, ...], ceil_mo
 def test_the_largest_numbers_have_a_scale_on_which_every_integer_is_finite() -> None:
     largest = torch.tensor(torch.finfo(torch.float32).max)
     for dtype in (INT8, INT16):
-        assert bool(torch.isfinite(numerics.scale_from_range(-largest, largest, dtype) * dtype.low))
+        assert bool(torch.isfinite(grids.scale_from_range(-largest, largest, dtype) * dtype.low))

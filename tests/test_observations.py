@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.quantization.prepared import quantized_operators
-from fxquant.quantization.rounding import AdaptiveRounding
+from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.prepared.operators import quantized_operators
 from fxquant.serialization.archive import pack, unpack
 from tests.contract import assert_train_is_validate, assert_validate_is_integer, same_bytes
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.numerics import INT4, INT8, INT16, UINT8, IntType, round_up_to_power_of_two
+from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, round_up_to_power_of_two
 from fxquant.quantization.observers import (
     ClipObserver,
     ClipStdObserver,

@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.inspection import read
 from fxquant.backends.onnx import fast, files, functions, kernels
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
-from fxquant.graph import is_inner, operation, qparams
+from fxquant.ir.graph import is_inner, operation, qparams
 from fxquant.ops import BY_NAME, OPERATORS
 from fxquant.primitives import elementwise
+from fxquant.reporting.inspection import read
 from tests.contract import VNNI, assert_alive, compiled, graph_values, needs_vnni
 from tests.test_operators import RECURRENT, SAMPLES, WIDE_INSIDE, Pack, Sample, covering, inputs_of
 

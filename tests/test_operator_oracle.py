@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.arithmetic import FixedArithmetic
 from fxquant.backends.bpu import WIDTHS
-from fxquant.graph import qparams
+from fxquant.ir.graph import qparams
+from fxquant.primitives.arithmetic import FixedArithmetic
 from fxquant.primitives.boundary import dequantize
 from fxquant.target import Target
 from tests import oracle

@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import graph
-from fxquant.graph import annotation, qparams, resolve
+from fxquant.ir import graph
+from fxquant.ir.graph import annotation, qparams, resolve
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
-from fxquant.ops.deformable import deform_conv2d
-from fxquant.ops.sampling import warp
+from fxquant.ops.layers.deformable import deform_conv2d
+from fxquant.ops.sampling.grid import warp
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.ops import operator_of
-from fxquant.ops.arithmetic import add, mul, sub
-from fxquant.ops.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
 

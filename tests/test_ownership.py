@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.copying import copy_parameters
+from fxquant.ir.copying import copy_parameters
 from tests.contract import all_equal
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import spelling
+from fxquant.ir.graph import spelling
 from tests.contract import compiled
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.ops import operator_of
-from fxquant.ops.curve import curve
+from fxquant.ops.elementwise.curve import curve
 
 
 class Net(nn.Module):

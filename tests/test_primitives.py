@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import CHIP, CHIP_8, FORMER, MEASURED, REAL, WIDTHS
-from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
-from fxquant.lowering import Quantized
-from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
-from fxquant.ops.join import _lower_cat
-from fxquant.ops.linear import PRODUCT
-from fxquant.ops.pool import _lower_avg_pool2d
-from fxquant.ops.resize import _lower_linear, _stepped_neighbours
-from fxquant.ops.sums import lower_add
-from fxquant.ops.weighted import lower_weighted
+from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.lowering import Quantized
+from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
+from fxquant.numerics.rescaling import FixedRequantization, Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics.rounding import straight_through
+from fxquant.ops.core.sums import lower_add
+from fxquant.ops.core.weighted import lower_weighted
+from fxquant.ops.layers.linear import PRODUCT
+from fxquant.ops.movement.join import _lower_cat
+from fxquant.ops.pooling.pool import _lower_avg_pool2d
+from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.rescaling import FixedRequantization, Ratio, fixed_requantization, real_multiplier
 from tests import oracle
 
 pytestmark = pytest.mark.quick

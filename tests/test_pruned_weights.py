@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.quantization.rounding import AdaptiveRounding
+from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.tuning.moments import flipped, flipped_together
 
 Method = Callable[[fx.GraphModule, list[Tensor]], Any]

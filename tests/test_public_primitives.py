@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fxquant as fxq
 from fxquant import primitives
-from fxquant.numerics import INT8
+from fxquant.numerics.grids import INT8
+from fxquant.numerics.rescaling import Ratio, real_multiplier
 from fxquant.primitives import PRIMITIVES
-from fxquant.rescaling import Ratio, real_multiplier
 
 
 def i8(*values: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.numerics import FLOAT32_EXACT, INT8
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.primitives import accumulate
 from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.requantize import HALF_STEPS, NEAREST_HALF_STEP, _rounded_floor, _rounded_half_step, half_step, requantize_fixed

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
-from fxquant.ops.unary import UNARY
+from fxquant.ops.elementwise.unary import UNARY
 
 ROOT = Path(__file__).parents[1]
 CODE = ("fxquant", "passes", "backends", "tests", "pyproject.toml")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.prepared import quantized_operators
 from tests.contract import all_equal, compiled, graph_values, operator_outputs, quantized_names
 
 

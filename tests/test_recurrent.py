@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.graph import part, qparams, step_of
+from fxquant.ir.graph import part, qparams, step_of
 from tests import contract
 from tests.contract import compiled
 

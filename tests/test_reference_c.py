@@ -18,8 +18,8 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.c import export  # noqa: F401 - it fills the table of forms
 from fxquant.backends.c.program import FORMS
-from fxquant.facts import TensorFact
-from fxquant.graph import set_fact
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.c_cases import Case, cases
 from tests.contract import same_bytes

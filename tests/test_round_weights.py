@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import output_effect, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import ALONE, FLOOR, output_effects

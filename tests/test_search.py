@@ -18,14 +18,15 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
+from fxquant.search import observer_search
+from fxquant.search import tune as tuner
+from fxquant.search.budget import costs, fits
+from fxquant.search.mixed_precision import work_of
+from fxquant.search.program import optimum
+from fxquant.search.remedies import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
-from fxquant.tuning import observer_search, samples
-from fxquant.tuning import tune as tuner
-from fxquant.tuning.budget import costs, fits
+from fxquant.tuning import samples
 from fxquant.tuning.choices import Choices
-from fxquant.tuning.mixed_precision import work_of
-from fxquant.tuning.program import optimum
-from fxquant.tuning.remedies import REMEDIES, Recipe, State
 
 
 class Network(nn.Module):

@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.files.mutations import mutated_archive
-from fxquant import backends, graph
+from fxquant import backends
+from fxquant.ir import graph
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
-from fxquant.proof import unproved
+from fxquant.primitives.proof import unproved
 from fxquant.serialization import names
 from fxquant.serialization.archive import as_text, pack, unpack
 from fxquant.serialization.document import write_model

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import annotation
+from fxquant.ir.graph import annotation
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.boundary import quantize
-from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 from tests.contract import compiled
 

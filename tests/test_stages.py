@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
-from fxquant.facts import TensorFact
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact, set_kernel
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, set_fact, set_kernel
 from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
+from fxquant.prepared.stage import SPECS, Stage, verify_stage, violations
 from fxquant.quantization.mapping import QConfigMapping
-from fxquant.stage import SPECS, Stage, verify_stage, violations
 from tests.conftest import Golden
 from tests.contract import compiled
 

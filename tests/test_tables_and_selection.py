@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import functional, graph
-from fxquant.graph import annotation
+from fxquant.ir import functional, graph
+from fxquant.ir.graph import annotation
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
-from fxquant.ops.unary import UNARY
+from fxquant.ops.elementwise.unary import UNARY
 from tests import contract, spellings_of_pairs
 from tests.contract import compiled
 from tests.indexing import ALSO_SPELLED, SPELLED

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.numerics import INT4, INT8, WEIGHT_INT4, WEIGHT_INT8, IntType, least_error_scale, weight_scale
+from fxquant.numerics.grids import INT4, INT8, WEIGHT_INT4, WEIGHT_INT8, IntType, least_error_scale, weight_scale
 from fxquant.quantization.learning import LSQ, TrainableScale, learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale

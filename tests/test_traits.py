@@ -15,8 +15,8 @@ from torch import Tensor
 from fxquant import primitives
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.ops import BY_NAME, OPERATORS, Operator, Trait
-from fxquant.ops.curve import INPUT
-from fxquant.ops.unary import UNARY
+from fxquant.ops.elementwise.curve import INPUT
+from fxquant.ops.elementwise.unary import UNARY
 from fxquant.primitives import POINTWISE, PRIMITIVES, Primitive, Role, ZeroPoint
 
 pytestmark = pytest.mark.quick

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import course, distillation
 from fxquant.tuning.blocks import block_units
 from fxquant.tuning.units import layer_units

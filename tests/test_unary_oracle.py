@@ -10,8 +10,8 @@ import pytest
 import torch
 from mpmath import mp, mpf
 
-from fxquant.numerics import ACTIVATION_TYPES, Grid, table
-from fxquant.ops.unary import UNARY
+from fxquant.numerics.grids import ACTIVATION_TYPES, Grid, table
+from fxquant.ops.elementwise.unary import UNARY
 
 mp.dps = 40
 NAN = mpf("nan")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.reporting.verdict import GOOD, VISIBLE
 from tests.test_comparison import batches, compiled, network, quantized

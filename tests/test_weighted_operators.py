@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import annotation
+from fxquant.ir.graph import annotation
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.transposed import swap_channels
 from fxquant.quantization.observers import MinMaxObserver
-from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 
 Parameter = nn.Parameter

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.numerics import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType
-from fxquant.quantization.prepared import quantized_operators
-from fxquant.quantization.rounding import straight_through
+from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType
+from fxquant.numerics.rounding import straight_through
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests import contract, oracle
 

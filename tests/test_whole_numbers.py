@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.graph import annotation
+from fxquant.ir.graph import annotation
 from fxquant.ops import OPERATORS
 from tests import contract
 from tests.contract import all_equal, compiled

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import notes, qparams, resolve
-from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
-from fxquant.ops import unary, weighted
+from fxquant.ir.graph import notes, qparams, resolve
+from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
+from fxquant.ops.core import weighted
+from fxquant.ops.elementwise import unary
 from fxquant.primitives import accumulate, elementwise, product, requantize, transposed
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract

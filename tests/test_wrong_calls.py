@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.inspection import saved_model
 from fxquant.cli import main
+from fxquant.reporting.inspection import saved_model
 
 
 class Network(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import sweeps
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.training import fused_layers
 
 IMAGES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 ROWS = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -144,7 +144,7 @@ def test_a_small_term_of_a_sum_has_its_gradient(start: float, dtype: str, fused:
     if fused:
         loss(prepared, IMAGES[0]).backward()
     else:
-        with sweeps.unfused():
+        with fused_layers.unfused():
             loss(prepared, IMAGES[0]).backward()
     loss(model, IMAGES[0]).backward()
     torch.testing.assert_close(prepared.gate.grad, model.gate.grad, rtol=0.03, atol=0.003)

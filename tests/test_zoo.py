@@ -22,10 +22,10 @@ from benchmarks import calibration_memory, exactness, zoo
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_class
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import accuracy, train_float, train_quantized
-from fxquant.seeding import seeded
 from fxquant.errors import ConfigurationError
-from fxquant.graph import notes
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import notes
+from fxquant.prepared.operators import quantized_operators
+from fxquant.support.seeding import seeded
 
 NAMES = tuple(zoo.zoo())
 # The whole zoo, on every target, is benchmarks.exactness.

@@ -16,14 +16,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.analysis.sample import random_batches
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.files import write_file
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.graph import fact, is_deployed, is_python
-from fxquant.model import default_device_cpu
-from fxquant.progress import working
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, is_deployed, is_python
+from fxquant.ir.model import default_device_cpu
+from fxquant.support.arguments import checked
+from fxquant.support.files import write_file
+from fxquant.support.progress import working
 
 LARGEST_BATCH = 2**31 - 1
 OTHERS = "export it as ONNX with fxq.export_onnx, or keep it with fxq.save"

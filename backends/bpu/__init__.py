@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from fxquant.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
 from fxquant.backends.bpu.rooflines import with_rooflines
-from fxquant.rescaling import FixedWidths, MeasuredWidths
+from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
+from fxquant.primitives.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.target import Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from fxquant.arguments import checked
 from fxquant.backends.c import places, sums, values
 from fxquant.backends.c.program import WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.backends.c.templates import C_TYPES, FOLDER
 from fxquant.errors import ConfigurationError
-from fxquant.files import Content, write_files
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.graph import is_deployed
-from fxquant.progress import working
+from fxquant.ir.graph import is_deployed
+from fxquant.support.arguments import checked
+from fxquant.support.files import Content, write_files
+from fxquant.support.progress import working
 from fxquant.version import __version__
 
 __all__ = ["export_c", "places", "sums", "values"]  # the three declare the forms

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from fxquant.analysis.segments import returned
 from fxquant.backends.c.templates import C_TYPES, Functions
-from fxquant.copied import Step, steps_of
 from fxquant.errors import ExportError
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import annotation, argument_name, fact, resolve, source
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import annotation, argument_name, fact, resolve, source
+from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 
 WIDTH = 140  # of a line of numbers

@@ -1,8 +1,8 @@
 """Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it."""
 
-from fxquant.arithmetic import RealArithmetic
 from fxquant.backends.cpu import counting, joining, training, watching  # noqa: F401  # they offer their passes
 from fxquant.backends.cpu.kernels import KERNELS
+from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target
 
 __all__ = ["KERNELS", "TARGETS"]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.addresses import address, point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
-from fxquant.graph import qparams
+from fxquant.ir.graph import qparams
 from fxquant.kernels.layer import Layer, enumerated
 from fxquant.kernels.record import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
-from fxquant.numerics import INT32_MAX
+from fxquant.numerics.grids import INT32_MAX
 from fxquant.primitives import Role, requantize, role_of
+from fxquant.support.addresses import address, point
 
 LANES = 16  # output channels that are summed side by side
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.addresses import address, point, readable
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import Count
 from fxquant.quantization.observers import counting
+from fxquant.support.addresses import address, point, readable
 
 
 class NativeCounting:

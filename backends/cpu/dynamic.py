@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.addresses import address, point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.compiled import loaded_library, packed
 from fxquant.kernels.record import ALIGNMENT, Bound, Built, Refused, Site
-from fxquant.numerics import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
+from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
 from fxquant.primitives.dynamic import MAGNITUDE, centred
+from fxquant.support.addresses import address, point
 
 
 class NativeDynamic:

@@ -1,5 +1,5 @@
 /* What training computes of two float tensors whose elements are whole numbers, element by element, and its requantization: in one
-   pass over memory each, without the accumulators. The words are those of fxquant/joining.py, which says what each function gives.
+   pass over memory each, without the accumulators. The words are those of fxquant/training/fused_elementwise.py, which says what each function gives.
 
    The accumulator of an element is a product, a * b, or a sum, of terms that are brought to a common scale; and a constant. It is a
    whole number below 2^53, in float64. The elements are rows of columns; what is smaller than `a` is read again in other rows, or

@@ -1,4 +1,4 @@
-"""The passes of `fxquant.joining` that joining.c has, for float32 tensors in memory that processors read."""
+"""The passes of `fxquant.training.fused_elementwise` that joining.c has, for float32 tensors in memory that processors read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fxquant import joining, marks
-from fxquant.addresses import point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
-from fxquant.joining import Join
-from fxquant.tensor_passes import Rounded
+from fxquant.support.addresses import point
+from fxquant.training import fused_elementwise, saturation_masks
+from fxquant.training.fused_elementwise import Join
+from fxquant.training.reference_kernels import Rounded
 
 PRODUCT, DOWN, NEAREST = 0, 1, 2
 
@@ -123,8 +123,8 @@ class NativeMarks:
         return found
 
 
-marks.OFFERS.add(NativeMarks())
-joining.OFFERS.add(NativeJoining())
+saturation_masks.OFFERS.add(NativeMarks())
+fused_elementwise.OFFERS.add(NativeJoining())
 
 
 def _made(join: Join) -> _Join:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fxquant.kernels.layer import Layer, enumerated, residual_factor
 from fxquant.kernels.record import Bound, Built, Held, Refused, Site
-from fxquant.numerics import FLOAT32_EXACT, power_of_two
+from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
 
 CACHED = 2**20  # bytes of float32 sums that are made at a time

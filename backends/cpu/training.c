@@ -2,7 +2,7 @@
 
    A tensor is (outer, channels, inner): an image that lies contiguously, or, with inner = 1, rows or an image channels last. Sums of
    whole numbers are exact. Sums of gradients are formed in BLOCKS parts and joined in order, so that the number of threads changes
-   nothing. The words are those of fxquant/sweeps.py, which says what each function gives. */
+   nothing. The words are those of fxquant/training/fused_layers.py, which says what each function gives. */
 
 #include <math.h>
 #include <stdint.h>

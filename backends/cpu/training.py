@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant import sweeps
-from fxquant.addresses import point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Pass
-from fxquant.sweeps import Form, Rounded
+from fxquant.support.addresses import point
+from fxquant.training import fused_layers
+from fxquant.training.fused_layers import Form, Rounded
 
 
-class NativePasses(sweeps.Passes):
+class NativePasses(fused_layers.Passes):
     """`Passes` with the same bits, gradients aside, whose sums are formed in another order."""
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -158,7 +158,7 @@ class NativePasses(sweeps.Passes):
 
 
 SMALLEST = 2**12  # elements of a tensor
-sweeps.OFFERS.add(NativePasses())
+fused_layers.OFFERS.add(NativePasses())
 
 
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:

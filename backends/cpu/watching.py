@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from fxquant.addresses import address
 from fxquant.backends.cpu import native
 from fxquant.kernels import constants
 from fxquant.kernels.constants import Span
+from fxquant.support.addresses import address
 
 
 class NativeWatch:

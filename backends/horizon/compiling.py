@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxquant.arguments import FOLDER, checked
 from fxquant.backends.horizon.export import LAYERS, SCRIPT
 from fxquant.backends.horizon.formats import HB_MAPPER, OUTPUT
 from fxquant.backends.horizon.log import STEPS, failure, step_of
 from fxquant.backends.horizon.tool import Running, Tool
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.progress import progress
+from fxquant.support.arguments import FOLDER, checked
+from fxquant.support.files import write_file
+from fxquant.support.progress import progress
 
 LOG = "hb_mapper.log"
 

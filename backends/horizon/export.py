@@ -14,20 +14,20 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.segments import returned
-from fxquant.arguments import FOLDER, TEXT, checked, choice, such
 from fxquant.backends.horizon.camera import MEAN, check_camera
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.facts import TensorFact
-from fxquant.graph import Operation, fact, operation, qparams, source
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import Operation, fact, operation, qparams, source
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
-from fxquant.ops.activation import clamp
+from fxquant.ops.elementwise.activation import clamp
 from fxquant.primitives import PRIMITIVES
-from fxquant.progress import working
+from fxquant.support.arguments import FOLDER, TEXT, checked, choice, such
+from fxquant.support.progress import working
 
 logger = logging.getLogger("fxquant")
 

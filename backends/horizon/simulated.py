@@ -16,8 +16,8 @@ from fxquant.backends.horizon.program import Binary, Feature, inner_values
 from fxquant.backends.onnx.connections import Connections, Place
 from fxquant.backends.onnx.horizon import horizon_values
 from fxquant.errors import CompilationError, ExportError
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import fact, qparams
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, qparams
 
 logger = logging.getLogger("fxquant")
 

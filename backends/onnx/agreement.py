@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
-from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 
 LARGEST = 1e-3  # of the largest number of an output: float32 sums in another order differ by some millionths of it
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fxquant.backends.onnx.horizon import BITS, DOMAIN, HorizonCall, HorizonWriter
 from fxquant.errors import ExportError
-from fxquant.graph import QParams
-from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops.form import channel_axis
+from fxquant.ir.graph import QParams
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.ops.core.form import channel_axis
 
 OPSET = 19  # the largest that hb_compile's documents name
 

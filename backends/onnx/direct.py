@@ -15,11 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.copied import Step, steps_of
-from fxquant.facts import BatchDim, Size, TensorFact
-from fxquant.graph import fact, resolve
-from fxquant.ops import OPERATORS, arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
-from fxquant.ops.form import WHOLE_OPSET, Call
+from fxquant.ir.facts import BatchDim, Size, TensorFact
+from fxquant.ir.graph import fact, resolve
+from fxquant.ops import OPERATORS
+from fxquant.ops.attention import attention, softmax
+from fxquant.ops.core.form import WHOLE_OPSET, Call
+from fxquant.ops.elementwise import arithmetic, division, unary
+from fxquant.ops.indexing import index
+from fxquant.ops.layers import linear
+from fxquant.ops.movement import shape
+from fxquant.ops.normalization import layer_norm
+from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 
 OPSET = 18  # the first in which all of these operators are what they are now

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from fxquant.errors import ExportError
-from fxquant.facts import BatchDim, Size
+from fxquant.ir.facts import BatchDim, Size
 
 DOMAIN = "fxquant"
 TYPES = {

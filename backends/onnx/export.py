@@ -17,7 +17,7 @@ from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import is_deployed, resolve
+from fxquant.ir.graph import is_deployed, resolve
 from fxquant.primitives import PRIMITIVES
 from fxquant.target import Target
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import fact
-from fxquant.ops import distance, pairs
-from fxquant.ops.attention import scaled_dot_product_attention
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact
+from fxquant.ops.attention.attention import scaled_dot_product_attention
+from fxquant.ops.elementwise import pairs
+from fxquant.ops.reduction import distance
 
 
 def attention(

@@ -10,7 +10,7 @@ import onnx
 from onnx.external_data_helper import set_external_data
 
 from fxquant.errors import ExportError
-from fxquant.files import Content, write_files
+from fxquant.support.files import Content, write_files
 
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message ends at 2 GiB; what is left over is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself

@@ -29,10 +29,10 @@ from fxquant.backends.onnx.picks import emit_pick, is_pick
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.forks import free_in_child
-from fxquant.graph import attach, fact, is_python, qparams, resolve
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import attach, fact, is_python, qparams, resolve
 from fxquant.primitives import PRIMITIVES
+from fxquant.support.forks import free_in_child
 
 OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
 

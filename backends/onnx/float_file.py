@@ -20,7 +20,7 @@ from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ExportError
-from fxquant.graph import by_name
+from fxquant.ir.graph import by_name
 
 logger = logging.getLogger("fxquant")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import Emitter
-from fxquant.facts import TensorFact
-from fxquant.graph import Operation, QParams, fact, operation, qparams, resolve
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import Operation, QParams, fact, operation, qparams, resolve
 from fxquant.ops import BY_NAME
-from fxquant.ops.form import WHOLE_OPSET, Call
-from fxquant.ops.unary import exact
+from fxquant.ops.core.form import WHOLE_OPSET, Call
+from fxquant.ops.elementwise.unary import exact
 from fxquant.primitives.elementwise import lookup
 
 ACCURACY = 2.0**-20

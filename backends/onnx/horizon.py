@@ -22,11 +22,11 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.connections import named_values
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.errors import ExportError
-from fxquant.graph import QParams
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
+from fxquant.ir.graph import QParams
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
 from fxquant.ops import BY_NAME
-from fxquant.ops.convolution import conv1d
-from fxquant.ops.form import Call, channel_axis
+from fxquant.ops.core.form import Call, channel_axis
+from fxquant.ops.layers.convolution import conv1d
 from fxquant.primitives import PRIMITIVES
 
 DOMAIN = "horizon"

@@ -20,15 +20,15 @@ from fxquant.backends.onnx import functions, gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
-from fxquant.facts import TensorFact
-from fxquant.graph import fact, resolve, zero_point
-from fxquant.numerics import BOUNDARY_LIMIT
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, resolve, zero_point
+from fxquant.numerics.grids import BOUNDARY_LIMIT
+from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.dynamic import emit as emit_dynamic
 from fxquant.primitives.requantize import requantize_real
-from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 
 ZERO_POINT = 128  # of what is stored as int8 elsewhere
 EIGHT_BITS = (torch.int8, torch.uint8)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from fxquant.arguments import Kind
 from fxquant.backends.onnx.metadata import LAYOUTS as LAST
 from fxquant.backends.onnx.metadata import PREFIX
 from fxquant.errors import ConfigurationError
-from fxquant.graph import argument_name
+from fxquant.ir.graph import argument_name
+from fxquant.support.arguments import Kind
 
 if TYPE_CHECKING:
     import onnx

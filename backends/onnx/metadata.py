@@ -41,9 +41,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxquant.arguments import PATH, checked
 from fxquant.errors import ExportError
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.support.arguments import PATH, checked
 from fxquant.version import __version__
 
 if TYPE_CHECKING:

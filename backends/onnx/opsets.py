@@ -9,7 +9,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 
 
 def opset_of(model: onnx.ModelProto) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
 
 

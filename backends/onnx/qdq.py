@@ -18,12 +18,12 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator, Own
-from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
-from fxquant.ops.form import INT16_OPSET, Call
-from fxquant.ops.pad import pad
+from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.form import INT16_OPSET, Call
+from fxquant.ops.movement.pad import pad
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
 from fxquant.primitives.boundary import as_float32, dequantize
 

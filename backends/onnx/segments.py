@@ -25,15 +25,15 @@ from torch import Tensor, fx
 
 from fxquant.analysis.partition import HOST, Segment, grouped, segments
 from fxquant.analysis.segments import returned
-from fxquant.arguments import FOLDER, Kind, checked, choice
 from fxquant.backends.onnx.export import STYLES, build, check_arguments
 from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.metadata import read_metadata
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import is_python
-from fxquant.model import Model
-from fxquant.progress import working
+from fxquant.ir.graph import is_python
+from fxquant.ir.model import Model
+from fxquant.support.arguments import FOLDER, Kind, checked, choice
+from fxquant.support.progress import working
 from fxquant.version import __version__
 
 MANIFEST, FORMAT = "manifest.json", 1

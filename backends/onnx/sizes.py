@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import BatchDim
-from fxquant.graph import fact
+from fxquant.ir.facts import BatchDim
+from fxquant.ir.graph import fact
 from fxquant.primitives import PRIMITIVES
 
 # Of sizes, which are never negative, ONNX's integer division is Python's.

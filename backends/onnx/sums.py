@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
-from fxquant.graph import fact, resolve
+from fxquant.ir.graph import fact, resolve
 from fxquant.primitives import Primitive, Role, role_of
 from fxquant.primitives.accumulate import attributes_of
 from fxquant.primitives.requantize import requantize_fixed

@@ -19,9 +19,9 @@ from fxquant.backends.onnx.emitter import DOMAIN, Emitter, value_info
 from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import annotation, channel_exponents, fact, fused, qparams, resolve, zero_point
-from fxquant.numerics import PLAIN_TYPES
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import annotation, channel_exponents, fact, fused, qparams, resolve, zero_point
+from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize
 from fxquant.version import __version__

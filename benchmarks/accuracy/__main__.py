@@ -20,7 +20,7 @@ from benchmarks.accuracy.rows import NOT_RUN, OURS, Result, Row, every, measure,
 from benchmarks.accuracy.settings import MODES, SETTINGS
 from benchmarks.accuracy.table import markdown
 from benchmarks.accuracy.tasks import TASKS
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 PAGE = Path(__file__).parents[1] / "results" / "accuracy.md"
 SEEDS = (0, 1, 2)

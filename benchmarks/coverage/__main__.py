@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.coverage.record import ABSENT, FAILS, PART, ROWS, WORKS, Here, Row, State
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 CHAPTERS = ("start", "settings", "training", "depth")
 PAGE = Path(__file__).parents[2] / "docs" / "COVERAGE.md"

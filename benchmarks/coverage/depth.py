@@ -15,7 +15,7 @@ import fxquant as fxq
 from benchmarks.coverage.record import Function, Here, Network, State, absent, chapter, part, refused, sure
 from fxquant import backends
 from fxquant.compat import horizon, torch_ao
-from fxquant.ops.arithmetic import add, mul
+from fxquant.ops.elementwise.arithmetic import add, mul
 
 A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
 

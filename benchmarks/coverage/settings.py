@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from benchmarks.coverage.record import Here, Network, State, chapter, part, refused, sure
 from fxquant.compat import horizon, torch_ao
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 
 DOCS = Path(__file__).parents[2] / "docs"
 A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.files.check import KINDS, Outcome, check, original
-from fxquant.progress import progress
+from fxquant.support.progress import progress
 
 CHUNK = 250  # mutations of one process before the next one, so that one that ends is found
 

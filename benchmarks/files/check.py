@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.files.mutations import mutated_archive, mutated_bytes, mutated_onnx, mutated_text
-from fxquant.analysis.inspection import describe, read
 from fxquant.analysis.sample import batches_from
+from fxquant.reporting.inspection import describe, read
 
 SECONDS = 60  # for one file: a hang, not a slow machine
 MEMORY = 16 * 2**30  # bytes that a process may ask for

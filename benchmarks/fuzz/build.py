@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.fuzz.generate import Case, Config, Input, Settings, Step
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 NAMESPACE = {"torch": torch, "nn": nn, "F": F, "fxq": fxq}
 
@@ -222,8 +222,8 @@ IMPORTS = {
     "tree_leaves": "from torch.utils._pytree import tree_leaves",
     "fxq": "import fxquant as fxq",
     "OnnxModel": "from fxquant.backends.onnx.runtime import OnnxModel",
-    "origin": "from fxquant.graph import origin",
-    "quantized_operators": "from fxquant.quantization.prepared import quantized_operators",
+    "origin": "from fxquant.ir.graph import origin",
+    "quantized_operators": "from fxquant.prepared.operators import quantized_operators",
     "PRIMITIVES": "from fxquant.primitives import PRIMITIVES",
 }
 

@@ -30,9 +30,9 @@ from benchmarks.fuzz import build
 from benchmarks.fuzz.generate import Case
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
-from fxquant.graph import origin, part
+from fxquant.ir.graph import origin, part
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.prepared import quantized_operators
 
 # ---- the contract: printed as it stands ---------------------------------------------------------------------------------------
 

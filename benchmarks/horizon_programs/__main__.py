@@ -34,9 +34,9 @@ from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from fxquant.compat.horizon.served.hbdk4 import Module
-from fxquant.graph import fact, qparams
-from fxquant.progress import progress
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.ir.graph import fact, qparams
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.support.progress import progress
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORTS = Path(__file__).parent / "imports.txt"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.operators import codebase
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 # ---- inputs -----------------------------------------------------------------------------------------------------------
 

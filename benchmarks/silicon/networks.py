@@ -19,7 +19,7 @@ from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, 
 from fxquant.conformance.compiled import compile_model, on_processor
 from fxquant.conformance.probes import output_steps, probe_target
 from fxquant.demo.network import build_demo_network
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 SIZE = 128
 SCALES = ("statistics", "learned")

@@ -22,7 +22,7 @@ from benchmarks.zoo.volume import VolumeNetwork
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import train_float
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 Batches = list[Tensor]
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxquant as fxq
 from benchmarks.zoo.ideal import ideal
 from fxquant.analysis.layers import left_in_float
-from fxquant.graph import computes_tensor
+from fxquant.ir.graph import computes_tensor
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import dequantize, quantize
 

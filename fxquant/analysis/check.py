@@ -12,9 +12,9 @@ from torch import fx
 from fxquant.analysis.breaches import Limits
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.measures import Site
-from fxquant.analysis.node import record_of
-from fxquant.graph import annotation, is_on_host
+from fxquant.ir.graph import annotation, is_on_host
 from fxquant.ops import operator_of
+from fxquant.prepared.nodes import record_of
 from fxquant.target import Target
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.node import called
 from fxquant.analysis.record import ACCUMULATORS, DYNAMIC, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.analysis.segments import crossings, float_outputs
-from fxquant.graph import source
+from fxquant.ir.graph import source
+from fxquant.prepared.nodes import called
 
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
 IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)

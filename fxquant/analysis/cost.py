@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.analysis.node import quantized_operator, record_of
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
-from fxquant.ops.weighted import shape_of
+from fxquant.ops.core.weighted import shape_of
+from fxquant.prepared.nodes import quantized_operator, record_of
 
 WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
 

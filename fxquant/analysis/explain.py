@@ -12,10 +12,10 @@ from fxquant.analysis import parts
 from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.analysis.steps import alike
-from fxquant.arguments import checked
 from fxquant.frontend import assumptions, moved_by_forward
-from fxquant.graph import QParams, model_meta
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.graph import QParams, model_meta
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.support.arguments import checked
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 

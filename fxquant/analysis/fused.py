@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.record import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
-from fxquant.facts import TensorFact
-from fxquant.graph import fact, kernel
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, kernel
+from fxquant.ir.model import RUNNER
 from fxquant.kernels.runner import Runner, runs_here
-from fxquant.model import RUNNER
 from fxquant.primitives import PRIMITIVES
 
 

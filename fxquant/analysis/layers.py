@@ -8,22 +8,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.node import (
-    called,
-    dtype_of,
-    grid_of,
-    in_float16,
-    is_dequantize,
-    is_dynamic,
-    is_quantize,
-    primitive_of,
-    quantized_operator,
-)
 from fxquant.analysis.parts import coarser
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import (
     QParams,
     annotation,
     computes_tensor,
@@ -41,6 +29,18 @@ from fxquant.graph import (
     source,
     step_of,
 )
+from fxquant.prepared.nodes import (
+    called,
+    dtype_of,
+    grid_of,
+    in_float16,
+    is_dequantize,
+    is_dynamic,
+    is_quantize,
+    primitive_of,
+    quantized_operator,
+)
+from fxquant.support.arguments import checked
 
 HOST = "host"  # where float operators run
 NOTES = {

@@ -14,11 +14,11 @@ from torch import fx
 
 from fxquant.analysis import windows
 from fxquant.analysis.site import MEASURES, Site, known, measure
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import annotation, fact, is_parameter
-from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops.activation import clamp
-from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import annotation, fact, is_parameter
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.elementwise.activation import clamp
 
 __all__ = ["MEASURES", "Site", "windows"]
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from fxquant.analysis.node import in_float16, is_dequantize, primitive_of, quantized_operator
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, fused, is_inner, is_parameter, module_path, origin, stage_of
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import computes_tensor, fact, fused, is_inner, is_parameter, module_path, origin, stage_of
+from fxquant.prepared.nodes import in_float16, is_dequantize, primitive_of, quantized_operator
+from fxquant.support.arguments import checked
 
 HOST = "host"
 

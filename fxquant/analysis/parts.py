@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.analysis.node import grid_of, quantized_operator
-from fxquant.graph import Reference, is_parameter, operation
+from fxquant.ir.graph import Reference, is_parameter, operation
 from fxquant.ops import BY_NAME, carried
+from fxquant.prepared.nodes import grid_of, quantized_operator
 
 CLEARLY = 6.0  # dB: half of the steps
 

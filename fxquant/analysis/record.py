@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.analysis.node import grid_of, primitive_of, quantized_operator
 from fxquant.errors import ConfigurationError
-from fxquant.graph import QParams, computes_tensor, is_deployed, stage_of, zero_point
-from fxquant.interpreter import Interpreter
-from fxquant.quantization.batches import bad_batch, model_inputs
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import QParams, computes_tensor, is_deployed, stage_of, zero_point
+from fxquant.ir.interpreter import Interpreter
+from fxquant.prepared.batches import bad_batch, model_inputs
+from fxquant.prepared.nodes import grid_of, primitive_of, quantized_operator
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"

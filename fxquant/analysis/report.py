@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxquant.arguments import checked, such
+from fxquant.support.arguments import checked, such
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.node import grid_of
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
-from fxquant.graph import fact
-from fxquant.numerics import ACTIVATION_TYPES, IntType
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
+from fxquant.prepared.nodes import grid_of
 
 FORMATS = (".npy", ".npz", ".safetensors")
 Named = dict[str, Tensor]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.analysis.node import is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
-from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact
-from fxquant.numerics import PLAIN_TYPES
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import computes_tensor, fact
+from fxquant.numerics.grids import PLAIN_TYPES
+from fxquant.prepared.nodes import is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
 
 
 def crossings(model: fx.GraphModule) -> list[str]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact
-from fxquant.ops.record import Operator, operand_nodes
-from fxquant.ops.weighted import shape_of, sizes
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact
+from fxquant.ops.core.record import Operator, operand_nodes
+from fxquant.ops.core.weighted import shape_of, sizes
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.analysis.node import called, grid_of, is_dynamic, primitive_of, record_of
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
-from fxquant.graph import annotation, fact, fused, kernel, origin, resolve, stage_of, step_of
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import annotation, fact, fused, kernel, origin, resolve, stage_of, step_of
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.prepared.nodes import called, grid_of, is_dynamic, primitive_of, record_of
+from fxquant.support.arguments import checked
 
 
 @checked()

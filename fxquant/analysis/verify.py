@@ -15,9 +15,9 @@ from fxquant.analysis.layers import layers
 from fxquant.analysis.record import GraphForm
 from fxquant.analysis.segments import returned
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import is_deployed
-from fxquant.quantization.batches import model_inputs
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import is_deployed
+from fxquant.prepared.batches import model_inputs
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.graph import resolve
-from fxquant.ops.boundary import QUANTIZE
-from fxquant.quantization.calibration import owned_quantizers
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.calibration.calibration import owned_quantizers
+from fxquant.ir.graph import resolve
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 
 logger = logging.getLogger("fxquant")
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.arguments import FLAG
+from fxquant.support.arguments import FLAG
 
 logger = logging.getLogger("fxquant")
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import backends
-from fxquant.arguments import FOLDER, Kind, checked, words
 from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.backends.horizon.tool import Tool
@@ -27,9 +26,10 @@ from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, diges
 from fxquant.conformance.probes import SCALES, TOGETHER, converted, groups, images, output_steps, probe_target
 from fxquant.conformance.rows import ROWS, Row
 from fxquant.errors import CompilationError, ConfigurationError, ExportError
-from fxquant.files import write_file, write_files
-from fxquant.progress import progress
 from fxquant.serialization import save_model
+from fxquant.support.arguments import FOLDER, Kind, checked, words
+from fxquant.support.files import write_file, write_files
+from fxquant.support.progress import progress
 
 DTYPES = ("int8", "int16")
 

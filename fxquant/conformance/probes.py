@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.api import calibrate, convert, prepare
 from fxquant.conformance.rows import SIZE, Row
-from fxquant.seeding import seeded
-from fxquant.graph import resolve
+from fxquant.ir.graph import resolve
 from fxquant.primitives.boundary import dequantize
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
 TOGETHER = 40  # rows of one file

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fxquant import backends
-from fxquant.arguments import FOLDER, checked
 from fxquant.conformance import manifest
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, read_arrays, read_kit
 from fxquant.conformance.models import UNKNOWN, computed, integers, kit_images, model_of
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
-from fxquant.files import write_file
-from fxquant.progress import progress
 from fxquant.reporting.rows import Rows
+from fxquant.support.arguments import FOLDER, checked
+from fxquant.support.files import write_file
+from fxquant.support.progress import progress
 
 logger = logging.getLogger("fxquant")
 

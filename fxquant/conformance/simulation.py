@@ -13,15 +13,15 @@ from torch import Tensor, fx
 from fxquant.analysis.record import QUANTIZED, Wanted
 from fxquant.analysis.segments import returned
 from fxquant.api import convert
-from fxquant.arguments import FOLDER, checked
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.manifest import Array, Kit, ProbeProgram, packed, read_kit
 from fxquant.conformance.models import kit_images, model_of
-from fxquant.files import write_file
-from fxquant.interpreter import Interpreter
+from fxquant.ir.interpreter import Interpreter
 from fxquant.primitives import PRIMITIVES, shape
-from fxquant.progress import progress
+from fxquant.support.arguments import FOLDER, checked
+from fxquant.support.files import write_file
+from fxquant.support.progress import progress
 
 SIMULATOR = "hbdk-sim"
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)

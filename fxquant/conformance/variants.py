@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from fxquant import backends
-from fxquant.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
-from fxquant.rescaling import FixedWidths, MeasuredWidths
+from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
+from fxquant.primitives.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
 from fxquant.target import FORMER, Target
 
 Change = Callable[[Arithmetic], Arithmetic]

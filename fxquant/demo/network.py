@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 
 class ResidualBlock(nn.Module):

@@ -15,13 +15,13 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arguments import FOLDER, checked
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized
-from fxquant.files import write_file
-from fxquant.progress import bar, progress, shown
+from fxquant.support.arguments import FOLDER, checked
+from fxquant.support.files import write_file
+from fxquant.support.progress import bar, progress, shown
 from fxquant.target import Target
 
 SEED = 0

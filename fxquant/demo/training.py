@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.seeding import seeded
+from fxquant.support.seeding import seeded
 
 BATCH_SIZE = 64
 FLOAT_LEARNING_RATE = 0.01

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.arguments import checked
 from fxquant.errors import FxQuantError, TraceError
-from fxquant.facts import BATCH_SIZES
 from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
@@ -37,9 +35,11 @@ from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.snapshot import with_backward_hooks
 from fxquant.frontend.state import state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
-from fxquant.model import collection_paused
-from fxquant.progress import working
+from fxquant.ir.facts import BATCH_SIZES
+from fxquant.ir.model import collection_paused
 from fxquant.quantization.mapping import attached_qconfigs
+from fxquant.support.arguments import checked
+from fxquant.support.progress import working
 
 logger = logging.getLogger("fxquant")
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxquant import graph
 from fxquant.errors import TraceError
-from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir import graph
+from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 
 SMALLEST, LARGEST = "smallest_batch", "largest_batch"  # in the notes of the inputs
 LARGE = 2**16  # stands for every batch size above: nobody cuts off at more

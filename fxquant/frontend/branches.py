@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxquant import graph
 from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
 from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import rebuilt
 from fxquant.frontend.tracer import Recording
-from fxquant.gradient import GradientRule
-from fxquant.interpreter import Interpreter
-from fxquant.model import free_name
+from fxquant.ir import graph
+from fxquant.ir.interpreter import Interpreter
+from fxquant.ir.model import free_name
+from fxquant.numerics.gradient import GradientRule
 
 logger = logging.getLogger("fxquant")
 

@@ -9,9 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from fxquant import facts, graph
 from fxquant.errors import TraceError
-from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.frontend.environment import undisturbed
 from fxquant.frontend.inputs import ExampleInputs
@@ -19,7 +17,9 @@ from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import source_of_error
 from fxquant.frontend.tracer import Recording
-from fxquant.gradient import GradientRule
+from fxquant.ir import facts, graph
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.numerics.gradient import GradientRule
 
 logger = logging.getLogger("fxquant")
 

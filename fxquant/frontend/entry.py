@@ -10,9 +10,9 @@ from torch import nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.exported import is_unpacked, module_of
-from fxquant.graph import model_meta, stage_of
+from fxquant.ir.graph import model_meta, stage_of
 
-STAGE = "fxquant.stage"  # in `meta` of a traced GraphModule
+STAGE = "fxquant.prepared.stage"  # in `meta` of a traced GraphModule
 
 # Classes of torch.ao and of torchao that stand in a model only once it has been prepared or converted there.
 _OBSERVERS = frozenset(("ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"))

@@ -12,7 +12,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from fxquant.frontend.aten import CHECKS, python_form
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import active, is_tracing
-from fxquant.graph import model_meta
+from fxquant.ir.graph import model_meta
 
 _READ = "fxquant.exported"  # in meta of a module that `module_of` made
 LOST_GRADIENTS = "lost_gradients"  # in `meta` of a model: sentences about gradients that TRAIN cannot have

@@ -7,10 +7,10 @@ from typing import Any
 from torch import fx
 
 from fxquant.errors import ConfigurationError
-from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.graph import fact, set_fact
-from fxquant.model import Model
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, set_fact
+from fxquant.ir.model import Model
 
 
 def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:

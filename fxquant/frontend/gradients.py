@@ -17,12 +17,12 @@ from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fxquant import graph
-from fxquant.facts import TensorFact
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
-from fxquant.functional import stopped
-from fxquant.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
+from fxquant.ir import graph
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.functional import stopped
+from fxquant.numerics.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant import functional, graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition, refuse_data
@@ -25,6 +24,7 @@ from fxquant.frontend.spelling import Spelling, is_random, property_name, proper
 from fxquant.frontend.unknown import UNKNOWN, Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
+from fxquant.ir import functional, graph
 
 logger = logging.getLogger("fxquant")
 

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxquant import graph
 from fxquant.errors import ConfigurationError
-from fxquant.facts import BatchDim, TensorFact, unusual_kind
 from fxquant.frontend.batch_limits import BatchLimits, noted_limits
-from fxquant.model import Model
+from fxquant.ir import graph
+from fxquant.ir.facts import BatchDim, TensorFact, unusual_kind
+from fxquant.ir.model import Model
 
 TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers that state_dict leaves out
 

@@ -18,9 +18,9 @@ from fxquant.frontend.gradients import called_again
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
-from fxquant.gradient import GradientRule
-from fxquant.graph import LEAF, Reference, spell
-from fxquant.stubs import stub_of
+from fxquant.ir.graph import LEAF, Reference, spell
+from fxquant.ir.stubs import stub_of
+from fxquant.numerics.gradient import GradientRule
 
 logger = logging.getLogger("fxquant")
 

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxquant import functional
 from fxquant.frontend.values import Aliases, Change, TracedTensor, View, refuse
+from fxquant.ir import functional
 
 Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result
 

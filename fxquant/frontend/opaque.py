@@ -21,13 +21,13 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from fxquant import graph
-from fxquant.arguments import CALLABLE, Kind, checked
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Sequenced
 from fxquant.frontend.unknown import UNKNOWN
 from fxquant.frontend.values import Number, Value, active, is_tracing, refuse
+from fxquant.ir import graph
+from fxquant.support.arguments import CALLABLE, Kind, checked
 
 WRAPPED: dict[str, Wrapped] = {}  # what `wrap` has returned, by module and name
 _SAMPLES = (0, 1, 0x5EED)  # what tensors are filled with to learn a shape: zeros, ones, and numbers drawn from this seed

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant import graph
-from fxquant.carried import Carried
-from fxquant.codegen import own_names
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
@@ -25,8 +21,12 @@ from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState
 from fxquant.frontend.tracer import Recording
-from fxquant.graph import attach, model_meta
-from fxquant.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
+from fxquant.ir import graph
+from fxquant.ir.carried import Carried
+from fxquant.ir.codegen import own_names
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import attach, model_meta
+from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fxquant import functional
 from fxquant.frontend.values import refuse
+from fxquant.ir import functional
 
 
 @dataclass(frozen=True)

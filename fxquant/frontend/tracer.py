@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from fxquant import graph
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.environment import prepared_environment
 from fxquant.frontend.fake import Evaluator
@@ -22,7 +21,8 @@ from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
-from fxquant.gradient import GradientRule
+from fxquant.ir import graph
+from fxquant.numerics.gradient import GradientRule
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import fact, qparams, resolve
+from fxquant.ir.graph import fact, qparams, resolve
 from fxquant.kernels.record import Built, Implementation, Match, Refused, Site
-from fxquant.numerics import ACTIVATION_TYPES, UINT8, IntType
+from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.dynamic import dynamic_linear
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxquant.addresses import memory_start, start
-from fxquant.graph import resolve
-from fxquant.offers import Offers
+from fxquant.ir.graph import resolve
+from fxquant.support.addresses import memory_start, start
+from fxquant.support.offers import Offers
 
 EACH_CALL = 2**16  # bytes
 SAMPLE, SAMPLES = 64, 4  # bytes of a sample, and how many of each tensor there are

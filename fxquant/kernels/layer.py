@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import QParams, qparams
+from fxquant.ir.graph import QParams, qparams
 from fxquant.kernels.admission import evaluate
 from fxquant.kernels.record import Held, Refused, Site
-from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
 from fxquant.primitives import Role, requantize, role_of
 
 AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are compared

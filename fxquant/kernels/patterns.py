@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import fact, qparams
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, qparams
 from fxquant.kernels.record import Match
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, boundary, dynamic, elementwise, pool, requantize, role_of, shape
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import is_python, resolve
-from fxquant.interpreter import arguments_of
+from fxquant.ir.graph import is_python, resolve
+from fxquant.ir.interpreter import arguments_of
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.record import SLACK, Bound, Built, Held, Implementation, Match, held
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxquant.addresses import readable
-from fxquant.graph import qparams, resolve
+from fxquant.ir.graph import qparams, resolve
+from fxquant.support.addresses import readable
 
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.forks import free_in_child
-from fxquant.graph import kernel
-from fxquant.interpreter import Interpreter
+from fxquant.ir.graph import kernel
+from fxquant.ir.interpreter import Interpreter
+from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
 from fxquant.kernels.record import Kernel, Match, Refused, Site
-from fxquant.model import autocast_off
-from fxquant.progress import progress
+from fxquant.support.forks import free_in_child
+from fxquant.support.progress import progress
 
 logger = logging.getLogger("fxquant")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ops.deformable import deform_conv2d
-from fxquant.ops.sampling import warp
+from fxquant.ops.layers.deformable import deform_conv2d
+from fxquant.ops.sampling.grid import warp
 
 
 class Warp(nn.Module):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.ops import FUNCTIONS, custom
+from fxquant.ops import FUNCTIONS
+from fxquant.ops.core import custom
 
 _DECLARED: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {}
 

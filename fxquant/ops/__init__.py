@@ -1,79 +1,14 @@
-"""The operator table: one record per operator, one file per family.
+"""The operator table: one record per operator, one file per family, one folder per kind.
 
-Importing this package fills the table. Adding a unary function is one line in `unary`; adding another
-operator is one record in one of these files.
+Importing this package imports every module below it, which fills the table. Adding a unary function is one line in
+`elementwise.unary`; adding another operator is one record in one of these files.
 """
 
-from fxquant.ops import (
-    activation,
-    adaptive,
-    advanced,
-    arithmetic,
-    arranged,
-    assignment,
-    attention,
-    bags,
-    batch,
-    boundary,
-    casting,
-    comparison,
-    computed,
-    contraction,
-    convolution,
-    counting,
-    cubic,
-    curve,
-    custom,
-    deformable,
-    distance,
-    division,
-    dropout,
-    dynamic,
-    embedding,
-    extremum,
-    functions,
-    glu,
-    index,
-    join,
-    layer_norm,
-    linear,
-    loss,
-    lp_pool,
-    masking,
-    matrix,
-    moments,
-    nearness,
-    normalization,
-    norms,
-    order,
-    pad,
-    pairs,
-    patches,
-    pixels,
-    pool,
-    prelu,
-    progression,
-    promotion,
-    ranking,
-    recurrent,
-    resize,
-    running,
-    sampling,
-    scatter,
-    scatter_reduce,
-    selection,
-    shape,
-    slices,
-    softmax,
-    unary,
-    unpool,
-    views,
-    weighted,
-    whole,
-    whole_along,
-)
-from fxquant.ops.carrying import carried, copies
-from fxquant.ops.record import (
+from importlib import import_module
+from pkgutil import walk_packages
+
+from fxquant.ops.core.carrying import carried, copies
+from fxquant.ops.core.record import (
     BY_NAME,
     FUNCTIONS,
     METHODS,
@@ -102,16 +37,40 @@ from fxquant.ops.record import (
     sharing_operands,
     traits_of,
 )
-from fxquant.ops.traits import Trait
+from fxquant.ops.core.traits import Trait
 
 __all__ = [
-    "BY_NAME", "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "WIDE", "Demand", "Fixed", "Instead", "Operator", "Own", "Parameter",
-    "Plain", "Same", "Trait", "activation", "adaptive", "advanced", "arithmetic", "arranged", "assignment", "attention", "bags",
-    "batch", "boundary", "carried", "casting", "comparison", "computed", "contraction", "convolution", "copies", "counting", "cubic",
-    "curve", "custom", "deformable", "demand", "distance", "division", "dropout", "dynamic", "embedding", "extremum", "functions",
-    "glu", "index", "join", "layer_norm", "linear", "loss", "lp_pool", "map_operands", "masking", "matrix", "matters", "moments",
-    "nearness", "normalization", "norms", "on_grid_of", "operand_nodes", "operator_of", "order", "pad", "pairs", "patches", "pixels",
-    "pool", "preferred_by", "preferred_dtypes", "prelu", "progression", "promotion", "ranking", "read_nodes", "recurrent", "resize",
-    "running", "sampling", "scatter", "scatter_reduce", "selection", "settled", "shape", "shares", "sharing_operands", "slices",
-    "softmax", "traits_of", "unary", "unpool", "views", "weighted", "whole", "whole_along",
+    "BY_NAME",
+    "FUNCTIONS",
+    "METHODS",
+    "MODULES",
+    "OPERATORS",
+    "WIDE",
+    "Demand",
+    "Fixed",
+    "Instead",
+    "Operator",
+    "Own",
+    "Parameter",
+    "Plain",
+    "Same",
+    "Trait",
+    "carried",
+    "copies",
+    "demand",
+    "map_operands",
+    "matters",
+    "on_grid_of",
+    "operand_nodes",
+    "operator_of",
+    "preferred_by",
+    "preferred_dtypes",
+    "read_nodes",
+    "settled",
+    "shares",
+    "sharing_operands",
+    "traits_of",
 ]  # fmt: skip
+
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)

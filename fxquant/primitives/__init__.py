@@ -17,7 +17,7 @@ Quantized tensors are stored in the dtype of their range (int8, int16, or uint8 
 off and what rounds into such a tensor adds), accumulators in int32, or int64 beyond that;
 given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. What is given per
 channel (a multiplier, a shift) is a tensor shaped to broadcast. The parameters of a requantization come from scales
-by `fxquant.rescaling.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
+by `fxquant.numerics.rescaling.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
 keep: in a graph they are proved when it is lowered.
 """
 

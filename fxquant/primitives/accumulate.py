@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.numerics import FLOAT32_EXACT, accumulator_bound, power_of_two
+from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, need, sum_of_products, within
 from fxquant.primitives.record import Emitter, Role, full_precision, primitive, stored
 

@@ -4,7 +4,7 @@
         need(input.exact == other.exact, "its operands have different widths")
         return within(input.magnitude + other.magnitude, input.exact)
 
-`fxquant.proof` holds a graph against them.
+`fxquant.primitives.proof` holds a graph against them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.numerics import FLOAT32_EXACT, accumulator_bound
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
 
 FLOAT64_EXACT = 2**53
 

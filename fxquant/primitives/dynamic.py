@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, UINT8, accumulator_bound
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, UINT8, accumulator_bound
 from fxquant.primitives.bounds import Range, Value, constant_of, need, within
 from fxquant.primitives.record import Emitter, full_precision, primitive
 

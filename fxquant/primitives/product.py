@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxquant.numerics import FLOAT32_EXACT
+from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives.accumulate import accumulated, onnx_double
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, sum_of_products, within
 from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, primitive, stored

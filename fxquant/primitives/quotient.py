@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.numerics import FLOAT32_EXACT
+from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives.boundary import clipped
 from fxquant.primitives.record import Emitter
 

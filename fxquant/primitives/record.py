@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fxquant.forks import free_in_child
 from fxquant.primitives.bounds import Range
+from fxquant.support.forks import free_in_child
 
 
 class Emitter(Protocol):

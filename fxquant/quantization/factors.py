@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import power_of_two
+from fxquant.numerics.grids import power_of_two
 from fxquant.quantization.remembered import Remembered
 
 LARGEST_EXPONENT = 16  # of either sign

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from fxquant.arguments import KINDS, Kind, checked, checked_class, instance
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.spec import QConfig
+from fxquant.support.arguments import KINDS, Kind, checked, checked_class, instance
 
 logger = logging.getLogger("fxquant")
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, float32, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.numerics.grids import (
+    INT32,
+    SMALLEST_SCALE,
+    Grid,
+    IntType,
+    float32,
+    grid_from_range,
+    round_up_to_power_of_two,
+    scale_from_range,
+)
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
 from fxquant.quantization.observers.ranges import averaged, in_numbers

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from fxquant.arguments import FLAG, KINDS, Kind, checked_class, instance, shown, such
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
+from fxquant.numerics.rounding import Nearest, Rounding
 from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer, observer_named, settings
-from fxquant.quantization.rounding import Nearest, Rounding
+from fxquant.support.arguments import FLAG, KINDS, Kind, checked_class, instance, shown, such
 
 LEARNED, LSQ_PLUS, PACT, TQT = "learned", "lsq+", "pact", "tqt"  # methods of fxquant.quantization.learning
 STATISTICS, FROZEN = "statistics", "frozen"

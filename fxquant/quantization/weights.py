@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant import sweeps
-from fxquant.clamping import clamped
-from fxquant.numerics import (
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import (
     SMALLEST_SCALE,
     IntType,
     accumulator_bound,
@@ -26,8 +25,9 @@ from fxquant.numerics import (
     scale_from_range,
     weight_scale,
 )
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.training import fused_layers
 
 
 class WeightScale(TrainableScale):
@@ -256,15 +256,15 @@ class WeightQuantizer(torch.nn.Module):
     def folded(self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None) -> QuantizedWeight | None:
         """`integers` of a weight times the gain, which it has not been multiplied by yet; None where that takes more than two passes."""
         simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
-        if not simple or not sweeps.admitted(weight, gain) or weight.numel() == 0:
+        if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
-        largest = sweeps.largest(weight, gain)
+        largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
         chosen = scale_from_range(-largest, largest, self.dtype)
         raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
         scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
-        integers, total = sweeps.whole(weight, gain, each, self.dtype.low, self.dtype.high)
+        integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
         return QuantizedWeight(integers, scale, raised == chosen, total)
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from fxquant.ops.activation import clamp
-from fxquant.ops.arithmetic import add, mul, sub
-from fxquant.ops.extremum import maximum
-from fxquant.ops.record import OPERATORS
+from fxquant.ops.core.record import OPERATORS
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.reduction.extremum import maximum
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
 NAMED = {record.name: function for function, record in OPERATORS.items()}

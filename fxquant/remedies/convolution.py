@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import shape_of
-from fxquant.ops.activation import clamp
-from fxquant.ops.arithmetic import add
-from fxquant.ops.join import cat
-from fxquant.ops.pad import pad
-from fxquant.ops.parameters import spread
-from fxquant.ops.weighted import FUSED, sizes
+from fxquant.ir.graph import shape_of
+from fxquant.ops.core.parameters import spread
+from fxquant.ops.core.weighted import FUSED, sizes
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.arithmetic import add
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.pad import pad
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"

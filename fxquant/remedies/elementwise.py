@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import fact, is_parameter, shape_of
-from fxquant.ops.arithmetic import add, mul
-from fxquant.ops.boundary import REQUANTIZE
-from fxquant.ops.convolution import conv2d, conv_transpose2d
-from fxquant.ops.index import WHOLE, getitem
-from fxquant.ops.join import cat
-from fxquant.ops.pad import OUTSIDE, margins_of
-from fxquant.ops.parameters import channel_weight
-from fxquant.ops.pool import avg_pool1d, avg_pool2d
-from fxquant.ops.record import OPERATORS
-from fxquant.ops.shape import expand, identity, numbers, reshape
-from fxquant.ops.weighted import sizes
+from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.ops.core.boundary import REQUANTIZE
+from fxquant.ops.core.parameters import channel_weight
+from fxquant.ops.core.record import OPERATORS
+from fxquant.ops.core.weighted import sizes
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.pad import OUTSIDE, margins_of
+from fxquant.ops.movement.shape import expand, identity, numbers, reshape
+from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
 from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
 
 OPERATOR = {record.name: function for function, record in OPERATORS.items()}

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import fx
 
-from fxquant.graph import shape_of
-from fxquant.ops.adaptive import adaptive_avg_pool2d
-from fxquant.ops.arithmetic import add, mul
-from fxquant.ops.convolution import conv2d
-from fxquant.ops.extremum import amax
-from fxquant.ops.join import cat
-from fxquant.ops.pad import pad
-from fxquant.ops.pool import avg_pool2d, max_pool2d, mean, window_divisor
-from fxquant.ops.pool import sum as total
-from fxquant.ops.shape import numbers, reshape
-from fxquant.ops.weighted import sizes
+from fxquant.ir.graph import shape_of
+from fxquant.ops.core.weighted import sizes
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.layers.convolution import conv2d
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.pad import pad
+from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.pooling.adaptive import adaptive_avg_pool2d
+from fxquant.ops.pooling.pool import avg_pool2d, max_pool2d, mean, window_divisor
+from fxquant.ops.pooling.pool import sum as total
+from fxquant.ops.reduction.extremum import amax
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 LARGEST_KERNEL = 1024  # of a mean that becomes a convolution with weights

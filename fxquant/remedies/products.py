@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import is_parameter, shape_of
+from fxquant.ir.graph import is_parameter, shape_of
 from fxquant.ops import operator_of
-from fxquant.ops.arithmetic import add
-from fxquant.ops.convolution import conv2d
-from fxquant.ops.join import cat
-from fxquant.ops.linear import linear, matmul
-from fxquant.ops.shape import numbers, permute, reshape
+from fxquant.ops.elementwise.arithmetic import add
+from fxquant.ops.layers.convolution import conv2d
+from fxquant.ops.layers.linear import linear, matmul
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.shape import numbers, permute, reshape
 from fxquant.remedies.convolution import chain
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 

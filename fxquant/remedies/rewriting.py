@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.facts import Size, TensorFact
-from fxquant.graph import (
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import (
     Annotation,
     Part,
     annotate,
@@ -24,14 +24,14 @@ from fxquant.graph import (
     set_part,
     shape_of,
 )
-from fxquant.model import free_name
+from fxquant.ir.model import free_name
 from fxquant.ops import Operator, Same
-from fxquant.ops.composite import Builder
-from fxquant.ops.index import WHOLE, getitem
-from fxquant.ops.linear import linear
-from fxquant.ops.parameters import folded_bias, folded_weight
-from fxquant.ops.record import demand, shares
-from fxquant.ops.weighted import FUSED
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.parameters import folded_bias, folded_weight
+from fxquant.ops.core.record import demand, shares
+from fxquant.ops.core.weighted import FUSED
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.layers.linear import linear
 from fxquant.target import Limit, Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]

@@ -14,21 +14,21 @@ import torch
 from torch import fx, nn
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.node import quantized_operator
-from fxquant.arguments import NUMBER, checked, instance
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
-from fxquant.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
+from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
 from fxquant.ops import BY_NAME
-from fxquant.ops.join import cat
-from fxquant.progress import in_one_piece, progress
-from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
+from fxquant.ops.movement.join import cat
+from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
+from fxquant.prepared.nodes import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.contents import weight_of
 from fxquant.reporting.rows import Rows
 from fxquant.reporting.sides import Side, side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, decibels
+from fxquant.support.arguments import NUMBER, checked, instance
+from fxquant.support.progress import in_one_piece, progress
 
 GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
 PREPARED = instance("a prepared model", fx.GraphModule)

@@ -12,11 +12,9 @@ from typing import Any
 from rich.table import Table
 from torch import fx
 
-from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.errors import Interrupted
-from fxquant.graph import stage_of
-from fxquant.progress import progress
-from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
+from fxquant.ir.graph import stage_of
+from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
 from fxquant.reporting.compared import LayerComparison, layer_row, output_row
@@ -29,6 +27,8 @@ from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
+from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
+from fxquant.support.progress import progress
 
 
 def _writer(value: Any) -> Any:

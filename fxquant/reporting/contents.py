@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.layers import Layer, layers, left_in_float
-from fxquant.analysis.node import quantized_operator
-from fxquant.graph import fused, made_by, model_meta, operation, resolve, stage_of
+from fxquant.ir.graph import fused, made_by, model_meta, operation, resolve, stage_of
 from fxquant.ops import Trait
+from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.batch_norm import running_gain
-from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.comparison import Comparison

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx, nn
 
 from fxquant.analysis.record import GraphForm
-from fxquant.graph import model_meta, resolve
+from fxquant.ir.graph import model_meta, resolve
 from fxquant.reporting.sides import Side
 from fxquant.target import Target
 

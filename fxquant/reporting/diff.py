@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.analysis.inspection import Contents, difference, of_model, read
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
+from fxquant.reporting.inspection import Contents, difference, of_model, read
+from fxquant.support.arguments import checked
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.layers import Layer
-from fxquant.arguments import FILE, checked, instance
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.progress import working
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.layout import Drawing, drawing, needs
+from fxquant.support.arguments import FILE, checked, instance
+from fxquant.support.files import write_file
+from fxquant.support.progress import working
 
 FORMATS = (".svg", ".png", ".pdf")
 LARGEST = 400  # inches: beyond this a page is smaller than its letters

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.analysis.record import GraphForm, still
-from fxquant.graph import is_parameter, resolve
-from fxquant.interpreter import Interpreter
+from fxquant.ir.graph import is_parameter, resolve
+from fxquant.ir.interpreter import Interpreter
 from fxquant.reporting.sides import Side, shifted
 from fxquant.reporting.statistics import Steps
 

@@ -14,14 +14,14 @@ from torch import fx
 from fxquant import backends
 from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
-from fxquant.arguments import PATH, Kind, checked, instance
 from fxquant.backends.horizon.program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.graph import fact, is_deployed, operation
-from fxquant.progress import working
+from fxquant.ir.graph import fact, is_deployed, operation
 from fxquant.reporting.layout import drawing, needs
 from fxquant.reporting.rows import Rows
+from fxquant.support.arguments import PATH, Kind, checked, instance
+from fxquant.support.files import write_file
+from fxquant.support.progress import working
 from fxquant.target import Roofline, Target
 
 MILLION = 1e6  # microseconds in a second

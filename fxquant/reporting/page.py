@@ -12,15 +12,15 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.check import findings
-from fxquant.arguments import FILE, FLAG, Kind, checked, instance
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.graph import stage_of
-from fxquant.progress import working
-from fxquant.quantization.batches import as_batches, first_batches
+from fxquant.ir.graph import stage_of
+from fxquant.prepared.batches import as_batches, first_batches
 from fxquant.reporting.comparison import Comparison, compare
 from fxquant.reporting.contents import contents
 from fxquant.reporting.layout import needs
+from fxquant.support.arguments import FILE, FLAG, Kind, checked, instance
+from fxquant.support.files import write_file
+from fxquant.support.progress import working
 
 
 def _title(value: Any) -> str:

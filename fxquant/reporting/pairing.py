@@ -14,14 +14,14 @@ from torch import fx
 from fxquant.analysis.layers import layers
 from fxquant.analysis.record import GraphForm, Values
 from fxquant.analysis.steps import alike, recurrent_parts
-from fxquant.graph import stage_of
-from fxquant.progress import in_one_piece
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import stage_of
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.sides import Side, pairs, shift, shifted
 from fxquant.reporting.statistics import Steps, TensorStatistics
 from fxquant.reporting.tensor_rules import Judged
+from fxquant.support.progress import in_one_piece
 
 
 class Pairing:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.layers import layers
-from fxquant.analysis.node import is_dequantize, is_quantize
 from fxquant.analysis.record import QUANTIZED, GraphForm, OnnxForm, Values, Wanted
 from fxquant.errors import ConfigurationError
-from fxquant.facts import TensorFact
 from fxquant.frontend import trace
-from fxquant.graph import QParams, argument_name, channel_exponents, fact, is_deployed, stage_of
-from fxquant.quantization.batches import example_inputs
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import QParams, argument_name, channel_exponents, fact, is_deployed, stage_of
+from fxquant.prepared.batches import example_inputs
+from fxquant.prepared.channels import tensor_exponents
+from fxquant.prepared.nodes import is_dequantize, is_quantize
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 
 STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)

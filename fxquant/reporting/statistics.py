@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.graph import QParams
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ir.graph import QParams
+from fxquant.numerics.grids import ACTIVATION_TYPES
 
 FINENESS = 8  # of the octaves
 LOWEST, HIGHEST = -130, 60  # octaves of magnitudes, in steps of the scale

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.quantization.lost_inputs import LOST
+from fxquant.calibration.lost_inputs import LOST
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics

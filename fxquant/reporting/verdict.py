@@ -18,15 +18,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.analysis.record import GraphForm, Wanted
-from fxquant.progress import progress
-from fxquant.quantization.prepared import quantized_operators
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise
 from fxquant.reporting.statistics import Steps, decibels, ratio
 from fxquant.reporting.tensor_rules import Judged
+from fxquant.support.progress import progress
 
 GOOD, VISIBLE = 30.0, 15.0  # dB: from here on noise is 3 % of the outputs, root mean square; 18 %
 SEGMENTS = 16  # in which layers are looked at together, at most

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.calibration.observations import Observations
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.files import write_file
-from fxquant.model import collection_paused
-from fxquant.quantization.observations import Observations
+from fxquant.ir.model import collection_paused
 from fxquant.serialization.archive import pack, unpack
 from fxquant.serialization.document import read_model, write_model
 from fxquant.serialization.observed import FORMAT as OBSERVATIONS
 from fxquant.serialization.observed import read_observations, write_observations
 from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.values import Malformed
+from fxquant.support.files import write_file
 
 __all__ = ["load_file", "save_model", "save_observations"]
 

@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxquant import graph as node_facts
-from fxquant.carried import Carried
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
-from fxquant.hooks import are_calls, restore_hooks
-from fxquant.model import CALLS, CARRIED, Model, replace_graph
+from fxquant.ir import graph as node_facts
+from fxquant.ir.carried import Carried
+from fxquant.ir.facts import BATCH_SIZES, TensorFact
+from fxquant.ir.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
+from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
-from fxquant.proof import unproved
-from fxquant.quantization.owners import link_owners
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.prepared.hooks import are_calls, restore_hooks
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.owners import link_owners
+from fxquant.prepared.stage import Stage, violations
+from fxquant.primitives.proof import unproved
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
-from fxquant.stage import Stage, violations
 from fxquant.target import FORMER
 
 logger = logging.getLogger("fxquant")

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxquant import functional
 from fxquant.frontend.opaque import WRAPPED, Wrapped
+from fxquant.ir import functional
+from fxquant.ir.stubs import FUNCTIONS as STUBS
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, OPERATORS
-from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
+from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import (
     ClipObserver,
@@ -34,9 +36,7 @@ from fxquant.quantization.observers import (
     Observer,
     PercentileObserver,
 )
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.quantization.weights import BiasCorrection, Coverage
-from fxquant.stubs import FUNCTIONS as STUBS
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 

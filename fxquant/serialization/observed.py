@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.calibration.observations import Observations, Observed, Place
 from fxquant.quantization.factors import LARGEST_EXPONENT
-from fxquant.quantization.observations import Observations, Observed, Place
 from fxquant.quantization.observers import Gathering, Observer, gathering
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
 from fxquant.serialization.values import Malformed, decode, encode, expect, look_up

@@ -25,14 +25,14 @@ from typing import Any
 
 from torch import nn
 
-from fxquant.arguments import PATH, checked, instance
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.files import write_file
+from fxquant.numerics.rounding import Rounding
 from fxquant.quantization.mapping import Call, Chosen, QConfigMapping, as_mapping
 from fxquant.quantization.observers import Observer, settings
-from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS, function_name, function_named
+from fxquant.support.arguments import PATH, checked, instance
+from fxquant.support.files import write_file
 
 FORMAT, VERSION = "fxquant qconfig", 1
 PARTS: Mapping[str, type] = {"output": ActivationConfig, "weight": WeightConfig, "input": ActivationConfig}

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.arithmetic import Arithmetic
-from fxquant.gradient import GradientRule
-from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.numerics.rounding import Rounding
 from fxquant.ops import BY_NAME, Operator
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import LSQ, METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
-from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import FROZEN, STATISTICS
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from fxquant.errors import ExportError, Located
-from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import Annotation, Constant, Operation, Part, QParams, Reference
+from fxquant.numerics.rounding import Rounding
 from fxquant.ops import Fixed, Own, Same
 from fxquant.quantization.batch_norm import BatchNormTensors
-from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS
 

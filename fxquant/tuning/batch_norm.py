@@ -11,13 +11,13 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from fxquant.arguments import checked
-from fxquant.graph import by_name
-from fxquant.progress import progress
-from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.ir.graph import by_name
+from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.spec import FROZEN
 from fxquant.quantization.state import State
+from fxquant.support.arguments import checked
+from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.result import as_text
 from fxquant.tuning.units import constant_arguments, operator_at

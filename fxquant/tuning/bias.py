@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.arguments import checked
-from fxquant.lowering import Clamp
-from fxquant.model import repeatable
-from fxquant.progress import progress
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.ir.model import repeatable
+from fxquant.lowering.lowering import Clamp
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
+from fxquant.support.arguments import checked
+from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.journal import Journal

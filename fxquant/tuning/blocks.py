@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import networkx
 from torch import fx
 
-from fxquant.graph import is_parameter
+from fxquant.ir.graph import is_parameter
 from fxquant.tuning.units import Unit, layer_units
 
 LAYERS_IN_A_ROW = 3

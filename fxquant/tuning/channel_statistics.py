@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.record import still
-from fxquant.graph import by_name
-from fxquant.model import repeatable
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.ir.graph import by_name
+from fxquant.ir.model import repeatable
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
 LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are

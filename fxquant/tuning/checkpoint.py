@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxquant.arguments import FILE
+from fxquant.support.arguments import FILE
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.resumption import no_checkpoint

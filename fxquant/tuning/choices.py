@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.node import quantized_operator
-from fxquant.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
-from fxquant.numerics import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
+from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
+from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Operator, Own
-from fxquant.ops.boundary import QUANTIZE
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.passes.matching import decide
+from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, prefixes
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig, QConfig
 from fxquant.tuning.real import weight_of
 from fxquant.tuning.units import constant_arguments

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.progress import progress
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest
+from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import Checkpoint
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult

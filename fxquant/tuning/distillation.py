@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.arguments import POSITIVE, checked
-from fxquant.progress import progress
-from fxquant.quantization.rounding import AdaptiveRounding, straight_through
+from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.quantization.weights import BiasCorrection, Coverage
+from fxquant.support.arguments import POSITIVE, checked
+from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.course import left_out
 from fxquant.tuning.guard import tuning

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import fxquant.quantization.distributed as ranks
-from fxquant.analysis.channels import Channels, channels, multiply
-from fxquant.analysis.node import quantized_operator
-from fxquant.arguments import checked
+import fxquant.calibration.distributed as ranks
+from fxquant.calibration.calibration import out_of_calibration, require_prepared
+from fxquant.calibration.left_out import leaving_out
 from fxquant.errors import ConfigurationError
-from fxquant.graph import is_parameter, parameter_value
-from fxquant.model import repeatable
-from fxquant.numerics import SMALLEST_NORMAL
-from fxquant.progress import progress
-from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.calibration import out_of_calibration, require_prepared
-from fxquant.quantization.left_out import leaving_out
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.ir.graph import is_parameter, parameter_value
+from fxquant.ir.model import repeatable
+from fxquant.numerics.grids import SMALLEST_NORMAL
+from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.prepared.channels import Channels, channels, multiply
+from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.operators import quantized_operators
+from fxquant.support.arguments import checked
+from fxquant.support.progress import progress
 from fxquant.tuning.channel_statistics import Statistics, statistics, together
 from fxquant.tuning.noise import LayerNoise, TensorNoise
 

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-import fxquant.quantization.distributed as ranks
-from fxquant.model import SAMPLES
+import fxquant.calibration.distributed as ranks
+from fxquant.ir.model import SAMPLES
+from fxquant.numerics.rounding import Rounding
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.tuning import bias, sample_ranges, second_moment
 from fxquant.tuning.units import weighted_nodes

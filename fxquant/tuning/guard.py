@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
-from fxquant.model import autocast_off
-from fxquant.quantization.calibration import enter, require_prepared
-from fxquant.quantization.left_out import in_float, leaving_out
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.calibration.calibration import enter, require_prepared
+from fxquant.calibration.left_out import in_float, leaving_out
+from fxquant.ir.model import autocast_off
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxquant.files import write_file
+from fxquant.support.files import write_file
 from fxquant.tuning.resumption import no_checkpoint, require_same_call, require_whole, text_digest
 
 

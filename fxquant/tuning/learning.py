@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.clamping import clamped
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, straight_through
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest, straight_through
 from fxquant.quantization.weights import Coverage
 from fxquant.tuning import weight_scales
 from fxquant.tuning.real import is_weighted, real_result, weight_of

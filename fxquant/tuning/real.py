@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.arithmetic import VALUE
-from fxquant.eager import EagerLowering
-from fxquant.lowering import Clamp, Lift, Lowering, Quantized
-from fxquant.numerics import INT32, INT32_MAX, Grid
+from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized
+from fxquant.numerics.grids import INT32, INT32_MAX, Grid
+from fxquant.numerics.rescaling import Ratio
 from fxquant.ops import map_operands
-from fxquant.ops.weighted import epilogue
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.ops.core.weighted import epilogue
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.primitives.arithmetic import VALUE
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.rescaling import Ratio
 
 
 class RealLowering(EagerLowering):

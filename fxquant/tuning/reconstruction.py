@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.arguments import POSITIVE, checked
+from fxquant.support.arguments import POSITIVE, checked
 from fxquant.tuning.blocks import block_units
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.course import learn

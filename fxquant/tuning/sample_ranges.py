@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.model import repeatable
-from fxquant.progress import progress
-from fxquant.quantization.calibration import owned_quantizers
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.calibration.calibration import owned_quantizers
+from fxquant.ir.model import repeatable
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.output_noise import OutputNoise
 

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 
 from fxquant.analysis.record import still
 from fxquant.errors import ConfigurationError
-from fxquant.graph import by_name
-from fxquant.model import autocast_off
-from fxquant.quantization.batches import as_batches, first_batches, model_inputs, no_batches
+from fxquant.ir.graph import by_name
+from fxquant.ir.model import autocast_off
+from fxquant.prepared.batches import as_batches, first_batches, model_inputs, no_batches
 from fxquant.tuning.simulation import Simulation, real_outputs
 
 Metric = Callable[[Any], float]

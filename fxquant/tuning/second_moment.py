@@ -35,13 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxquant.arguments import checked
-from fxquant.model import repeatable
-from fxquant.progress import progress
+from fxquant.ir.model import repeatable
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.learning import LSQ
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.support.arguments import checked
+from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise

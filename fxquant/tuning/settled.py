@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.learning import LSQ
-from fxquant.quantization.prepared import QuantizedOperator
-from fxquant.quantization.rounding import AdaptiveRounding
 from fxquant.quantization.weights import Coverage, WeightQuantizer
 from fxquant.tuning.learning import Learned
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxquant.analysis.record import still
-from fxquant.graph import by_name
-from fxquant.model import autocast_off
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, grid_from_range, round_up_to_power_of_two
+from fxquant.ir.graph import by_name
+from fxquant.ir.model import autocast_off
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, grid_from_range, round_up_to_power_of_two
+from fxquant.numerics.rounding import Nearest
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.observers import Observer, gathering
-from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import Nearest
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fxquant.files import write_file
+from fxquant.support.files import write_file
 from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, require_whole, text_digest
 
 

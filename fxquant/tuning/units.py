@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, resolve
-from fxquant.ops.unary import UNARY
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, resolve
+from fxquant.ops.elementwise.unary import UNARY
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.tuning.real import is_weighted
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run
 

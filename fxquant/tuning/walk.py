@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import CalibrationError
-from fxquant.facts import TensorFact
-from fxquant.graph import fact, resolve
-from fxquant.interpreter import arguments_of as own_arguments
-from fxquant.progress import progress
-from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, resolve
+from fxquant.ir.interpreter import arguments_of as own_arguments
+from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.support.progress import progress
 
 Values = dict[fx.Node, Any]
 

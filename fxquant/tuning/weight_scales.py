@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.weights import Coverage
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.units import Lesson, bound_arguments

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState

@@ -18,7 +18,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.prepared.operators import quantized_operators
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx.float_export import FloatRegions
-from fxquant.facts import TensorFact
 from fxquant.frontend import assumptions
-from fxquant.graph import fact
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
 from tests import contract
 from tests.contract import compiled
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.frontend import handler, shapes
 from fxquant.frontend.values import Value
-from fxquant.graph import fact
+from fxquant.ir.graph import fact
 
 NORMS = {2: nn.BatchNorm1d(6), 3: nn.BatchNorm1d(6), 4: nn.BatchNorm2d(6), 5: nn.BatchNorm3d(6)}
 

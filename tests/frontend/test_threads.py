@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.model import collection_paused
+from fxquant.ir.model import collection_paused
 
 
 class Sized(nn.Module):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrize, weight_norm
 
-from fxquant import graph
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend import assumptions, attach_input_check, default_leaf, is_traced, trace
+from fxquant.ir import graph
+from fxquant.ir.facts import BatchDim, TensorFact
 
 
 def targets(traced: fx.GraphModule) -> list[str]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
-from fxquant.functional import write
+from fxquant.ir.functional import write
 from tests import contract
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.arguments import FLAG, checked
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.torch_ao.dynamic import dynamic_mapping
@@ -27,6 +26,7 @@ from fxquant.compat.tracing import BRANCH, traced
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
 from fxquant.quantization.state import State
+from fxquant.support.arguments import FLAG, checked
 
 __all__ = [
     "convert",

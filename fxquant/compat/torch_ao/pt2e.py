@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.torch_ao.switches import converted
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.state import State
+from fxquant.support.arguments import FLAG, checked
 
 PROGRAM = "_fxquant_program"  # on the module of an exported program, once `install` has run: the program
 ARGUMENTS = {

@@ -25,7 +25,7 @@ from torch import nn
 
 from fxquant.compat.common import Refusal
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.quantization.mapping import Chosen
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
 from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, QConfig, WeightConfig

@@ -13,12 +13,12 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
+from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
+from fxquant.calibration.cutting import keep_statistics
+from fxquant.calibration.unseen import follow_unseen
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.quantization.cutting import keep_statistics
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
-from fxquant.quantization.unseen import follow_unseen
 
 
 def _operators(module: nn.Module) -> list[QuantizedOperator]:

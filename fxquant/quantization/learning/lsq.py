@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics import SMALLEST_SCALE
+from fxquant.numerics.grids import SMALLEST_SCALE
 from fxquant.quantization.learning.method import Method, Parameters, Step
 
 

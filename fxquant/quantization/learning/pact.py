@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxquant.numerics import SMALLEST_SCALE
+from fxquant.numerics.grids import SMALLEST_SCALE
 from fxquant.quantization.learning.method import Method, Parameters, Step
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import Grid, IntType
+from fxquant.numerics.grids import Grid, IntType
 from fxquant.quantization.learning.lsq import LSQ
 from fxquant.quantization.learning.lsq_plus import LSQ_PLUS
 from fxquant.quantization.learning.method import Method, Parameters, Step

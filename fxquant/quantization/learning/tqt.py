@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from fxquant.numerics import SMALLEST_SCALE
+from fxquant.numerics.grids import SMALLEST_SCALE
 from fxquant.quantization.learning.method import Method, Parameters, Step
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fxquant.offers import Offers
+from fxquant.support.offers import Offers
 
 
 class Counting(Protocol):

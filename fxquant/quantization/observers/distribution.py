@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.arguments import checked
-from fxquant.numerics import IntType, grid_from_range
+from fxquant.numerics.grids import IntType, grid_from_range
 from fxquant.quantization.observers.histogram import HistogramObserver
+from fxquant.support.arguments import checked
 
 USUAL_PERCENTILE = 99.99
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxquant.arguments import checked
-from fxquant.numerics import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.numerics.grids import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.observers import counting, loudness
 from fxquant.quantization.observers.counting import sampled as sampled
 from fxquant.quantization.observers.ranges import Observer, finite_range
+from fxquant.support.arguments import checked
 
 
 class HistogramObserver(Observer):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import FLOAT32_EPSILON, INT8, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, IntType, float32, scale_from_range, scale_from_threshold
 from fxquant.quantization.observers import counting
+from fxquant.support.arguments import checked
 
 
 class Observer(nn.Module):

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.arguments import FOLDER, accepted
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.graph import is_deployed
-from fxquant.quantization.batches import first_batches
+from fxquant.ir.graph import is_deployed
+from fxquant.prepared.batches import first_batches
+from fxquant.support.arguments import FOLDER, accepted
+from fxquant.support.files import write_file
 
 logger = logging.getLogger("fxquant")
 

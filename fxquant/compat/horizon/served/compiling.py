@@ -13,13 +13,13 @@ from torch import fx
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER
 from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
+from fxquant.support.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
+from fxquant.support.files import write_file
 
 logger = logging.getLogger("fxquant")
 

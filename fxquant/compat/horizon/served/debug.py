@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.arguments import checked
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
-from fxquant.files import write_file
-from fxquant.graph import is_deployed, stage_of
+from fxquant.ir.graph import is_deployed, stage_of
+from fxquant.support.arguments import checked
+from fxquant.support.files import write_file
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

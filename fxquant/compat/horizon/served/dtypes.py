@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fxquant.compat.horizon.served.qconfig import dtype_of
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES
 
 qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
 QuantDType = str

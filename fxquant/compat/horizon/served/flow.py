@@ -13,18 +13,18 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.addresses import start
-from fxquant.arguments import FLAG, checked
+from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.compat.common import refuse_given
 from fxquant.compat.horizon.served.deferred import Deferred, become
 from fxquant.compat.horizon.served.preparing import ARGUMENTS, PREPARED
 from fxquant.errors import ConfigurationError
-from fxquant.graph import is_deployed
-from fxquant.quantization.calibration import enter, owned_quantizers, require_prepared, update_scales
+from fxquant.ir.graph import is_deployed
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import gathering
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
+from fxquant.support.addresses import start
+from fxquant.support.arguments import FLAG, checked
 from fxquant.tuning.rounding import adaround
 
 logger = logging.getLogger("fxquant")

@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arguments import FILE, PATH, checked
+from fxquant.calibration.calibration import require_prepared
 from fxquant.compat.horizon.served.compiling import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
-from fxquant.graph import fact, is_deployed, qparams
-from fxquant.quantization.calibration import require_prepared
+from fxquant.ir.graph import fact, is_deployed, qparams
+from fxquant.support.arguments import FILE, PATH, checked
 
 logger = logging.getLogger("fxquant")
 

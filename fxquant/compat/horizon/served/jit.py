@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fxquant as fxq
-from fxquant.arguments import FILE, PATH, checked
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.files import write_file
+from fxquant.support.arguments import FILE, PATH, checked
+from fxquant.support.files import write_file
 
 KEPT = "fxquant_integer.fxq"
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.calibration.calibration import owned_quantizers, require_prepared
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.calibration import owned_quantizers, require_prepared
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import gathering
-from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import LEARNED, PACT, STATISTICS
 

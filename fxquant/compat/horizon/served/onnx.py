@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 import fxquant as fxq
-from fxquant.arguments import FILE, checked
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.horizon.served.flow import integer_of
-from fxquant.graph import stage_of
+from fxquant.ir.graph import stage_of
+from fxquant.support.arguments import FILE, checked
 
 OPTIONS = {
     "export_params": Refusal("a file without its parameters cannot run", "leave it at True"),

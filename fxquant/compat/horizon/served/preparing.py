@@ -15,7 +15,6 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arguments import FLAG, checked
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.horizon.served.deferred import Deferred, become, keep_shapes
@@ -26,8 +25,9 @@ from fxquant.compat.horizon.served.stubs import scale_of_stubs
 from fxquant.compat.horizon.served.wrapping import leaves
 from fxquant.compat.tracing import BRANCH, traced
 from fxquant.errors import ConfigurationError
-from fxquant.graph import stage_of
+from fxquant.ir.graph import stage_of
 from fxquant.quantization.state import State
+from fxquant.support.arguments import FLAG, checked
 
 logger = logging.getLogger("fxquant")
 

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.arguments import FLAG, FOLDER, checked
 from fxquant.compat.horizon.served.march import required
-from fxquant.files import write_file
-from fxquant.graph import stage_of
+from fxquant.ir.graph import stage_of
+from fxquant.support.arguments import FLAG, FOLDER, checked
+from fxquant.support.files import write_file
 
 
 @checked(print_tabulate=FLAG)

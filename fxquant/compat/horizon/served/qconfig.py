@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 import fxquant as fxq
-from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal
 from fxquant.compat.horizon.served.observing import (
     KINDS,
@@ -28,6 +27,7 @@ from fxquant.compat.horizon.served.observing import (
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
+from fxquant.support.arguments import FLAG, checked
 
 FLOAT = "float"  # how the scale of a FakeCast is found: it has none
 

@@ -13,9 +13,9 @@ from fxquant import backends
 from fxquant.compat.horizon.served.qconfig import REFUSED, as_qconfig
 from fxquant.compat.horizon.served.templates import UNSAID, Asked, Place, QconfigSetter
 from fxquant.errors import ConfigurationError
-from fxquant.graph import computes_tensor, module_path, resolve
+from fxquant.ir.graph import computes_tensor, module_path, resolve
+from fxquant.ir.stubs import dequant_stub, quant_stub
 from fxquant.quantization.mapping import DEFAULT, Chosen
-from fxquant.stubs import dequant_stub, quant_stub
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:

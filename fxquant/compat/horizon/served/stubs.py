@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxquant.arguments import NUMBER, accepted
 from fxquant.errors import ConfigurationError
+from fxquant.support.arguments import NUMBER, accepted
 
 logger = logging.getLogger("fxquant")
 

@@ -1,0 +1,1 @@
+"""Observe batches and set scales: the calibration loop, ranks that calibrate together, and files of observations."""

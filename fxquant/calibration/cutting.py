@@ -1,0 +1,101 @@
+"""Tensors that cut off what a few loud items hold, and the batch norms behind them.
+
+Where a few items of a batch are far louder than all others, a calibrated range may leave them out (`observers.loudness`). The variance of
+the float model is theirs for the most part; that of the quantized one is not, and a batch norm that took the statistics of batches would
+multiply every other item by what is missing. Behind such a tensor batch norms therefore keep their running statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.quantization.observers.histogram import HistogramObserver
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.state import State
+
+logger = logging.getLogger("fxquant")
+
+KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh smaller
+
+
+def keep_statistics(prepared: nn.Module) -> None:
+    """Behind tensors that cut off much of the power that was observed, no batch norm is live any more; a warning says behind which.
+
+    What was observed in calibration decides, not what a scale has become in training, so that training that is resumed decides
+    alike; a state that is loaded later decides too.
+    """
+    if _decide_anew not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(_decide_anew)  # type: ignore[no-untyped-call]
+    operators = quantized_operators(prepared)
+    if not any(operator.live_batch_norm for operator in operators.values()):
+        return
+    graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
+    normed = {node.name for graph in graphs for node in graph.nodes if _has_batch_norm(node)}
+    cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
+    known: dict[Quantizer, bool] = {}
+    found: dict[str, list[str]] = {}
+    for operator in operators.values():
+        source = next((cut[quantizer] for quantizer in _read(operator) if quantizer in cut), None)
+        if source is not None and operator.live_batch_norm:
+            operator.live_batch_norm = False
+            if operator.name in normed or not graphs:  # a part of a model has no graph
+                found.setdefault(source, []).append(operator.name)
+        if operator.plain:
+            continue
+        if source is None and operator.owns_output:
+            if operator.output not in known:
+                known[operator.output] = not _equalized(operator) and _cuts(operator.output)
+            source = operator.output.name if known[operator.output] else None
+        if source is not None:
+            cut.setdefault(operator.output, source)
+    for source, names in found.items():
+        logger.warning(
+            "batch norms keep their running statistics in training at %s: calibration cut off what a few loud items hold in %%%s, "
+            "and statistics of batches would miss it; tensors with another observer, such as 'minmax', cut off nothing",
+            ", ".join(f"%{name}" for name in names[:8]) + (", …" if len(names) > 8 else ""),
+            source,
+        )
+
+
+def _decide_anew(prepared: nn.Module, _: Any) -> None:
+    """What a state that was loaded in TRAIN says of tensors decides too."""
+    if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
+        keep_statistics(prepared)
+
+
+def _has_batch_norm(node: fx.Node) -> bool:
+    """Whether a node has a batch norm among its arguments."""
+    return node.kwargs.get("batch_norm") is not None
+
+
+def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
+    """The quantizers of its operands."""
+    inputs: Any
+    for inputs in operator.inputs.values():
+        for quantizer in inputs if isinstance(inputs, list) else [inputs]:
+            if isinstance(quantizer, Quantizer):
+                yield quantizer
+
+
+def _equalized(operator: QuantizedOperator) -> bool:
+    """Whether its channels are multiplied: power is then of no unit that all of them share, and what is loud is a channel, not an item."""
+    return operator.factors is not None and bool(operator.factors.outputs.any())
+
+
+@torch.no_grad()
+def _cuts(quantizer: Quantizer) -> bool:
+    """Whether the range that was calibrated leaves out more than a quarter of the power that was observed."""
+    observer = quantizer.observer
+    if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
+        return False
+    points, counts = observer.points()
+    low, high = quantizer.covered()
+    power = (points.square() * counts).sum()
+    kept = (points.clamp(low.double(), high.double()).square() * counts).sum()
+    return bool(kept < KEPT * power)

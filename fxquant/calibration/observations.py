@@ -1,0 +1,273 @@
+"""What calibration has observed, as a value apart from the model: it can give scales to another dtype, observer, mapping or target.
+
+Observed values are those of the float model, so nothing about integers is in them. A tensor is known again by its name, and by all
+that decides which of its values were observed: what was fused into it, its shape, the interval that its readers tell apart, and the
+tensors whose scale it shares. The parameters of the model are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
+from fxquant.errors import ConfigurationError, NotCalibrated
+from fxquant.ir.graph import fact, fused
+from fxquant.numerics.grids import EVERYTHING, Interval
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.prepared.channels import channels, exponents, multiply
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.quantization.factors import LARGEST_EXPONENT
+from fxquant.quantization.observers import Gathering, MinMaxObserver, gathering
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.support.arguments import checked
+
+_EXTREMES = gathering(MinMaxObserver())
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of the float model, and which of its values are observed there.
+
+    name    the node's; where a real number is quantized, that of the node that computes it; behind it ".intermediate" for what a
+            residual is added to
+    fused   the nodes that are fused into it
+    shape   shape and dtype, as in f32[B,8,16,16]
+    within  beyond this interval its values are observed as the nearer end
+    exponents  its channels were those of the float model times two to these powers (`ChannelFactors`); () where they were those themselves
+    """
+
+    name: str
+    fused: tuple[str, ...]
+    shape: str
+    within: Interval
+    exponents: tuple[int, ...] = ()
+
+
+Places = tuple[Place, ...]  # of one tensor, or of several that share a scale, in the order they are computed
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What was observed in the places of one scale: the buffers of observers, by how these gather."""
+
+    places: Places
+    gathered: Mapping[Gathering, Mapping[str, Tensor]]
+
+    @property
+    def low(self) -> float:
+        """The smallest value seen."""
+        return float(self._extremes["low"])
+
+    @property
+    def high(self) -> float:
+        """The largest value seen."""
+        return float(self._extremes["high"])
+
+    @property
+    def count(self) -> int:
+        """How many tensors were seen: one for each batch and place."""
+        return int(self._extremes["count"])
+
+    @property
+    def _extremes(self) -> Mapping[str, Tensor]:
+        assert _EXTREMES is not None
+        return self.gathered[_EXTREMES]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Observed):
+            return NotImplemented
+        if self.places != other.places or self.gathered.keys() != other.gathered.keys():
+            return False
+        return all(
+            buffers.keys() == other.gathered[way].keys() and all(torch.equal(buffers[name], other.gathered[way][name]) for name in buffers)
+            for way, buffers in self.gathered.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Observed({', '.join(place.name for place in self.places)}: {self.low:g} to {self.high:g} in {self.count})"
+
+
+class Observations(Mapping[str, Observed]):
+    """What was observed of every tensor whose scale is observed, by the tensor's name. Immutable; equal by value.
+
+    Given to `prepare`, it sets scales without another calibration; `save` and `load` keep it in a file.
+    """
+
+    def __init__(self, observed: Iterable[Observed]) -> None:
+        self._by_places = {entry.places: entry for entry in observed}
+        self._by_name: dict[str, Observed] = {}
+        for entry in self._by_places.values():
+            name = ", ".join(place.name for place in entry.places)
+            # A value that is quantized twice, for readers that tell different values apart, is there twice.
+            self._by_name[f"{name} {_within(entry.places[0])}" if name in self._by_name else name] = entry
+
+    def __getitem__(self, name: str) -> Observed:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __repr__(self) -> str:
+        return f"Observations({', '.join(self)})"
+
+    def at(self, places: Places) -> Observed | None:
+        """What was observed in exactly these places; None if nothing was."""
+        return self._by_places.get(places)
+
+    def named(self, name: str) -> Iterator[Places]:
+        """The places among which a tensor of this name was observed."""
+        return (places for places in self._by_places if name in (place.name for place in places))
+
+
+@checked()
+def observations(prepared: nn.Module) -> Observations:
+    """What calibration has observed, to give to `prepare` for another dtype, observer, mapping or target.
+
+    It holds the smallest and largest value, the average of the batches' ranges and a histogram of each tensor, and what an observer
+    with other settings has gathered; a copy, which later calibration does not change. What batches in state TRAIN moved is no part of
+    it. Tensors with a scale that was given, and 32-bit sums, are not observed. Raises NotCalibrated if nothing was.
+    """
+    require_prepared(prepared)
+    found = []
+    for quantizer, places in _scales(prepared):
+        if quantizer.observer is not None and all(observer.observed for observer in quantizer.observers):
+            gathered = {
+                way: {name: buffer.detach().cpu().clone() for name, buffer in observer.named_buffers()}
+                for observer in quantizer.observers
+                if observer is not quantizer.range and (way := gathering(observer)) is not None
+            }
+            found.append(Observed(places, dict(sorted(gathered.items()))))
+    if not found:
+        raise NotCalibrated(
+            "nothing was observed in this model",
+            because="no calibration batch has passed through it, or all of its scales were given, or are found at run time",
+            remedy="run fxq.calibrate(prepared, batches) first",
+        )
+    return Observations(found)
+
+
+@torch.no_grad()
+def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
+    """Set every scale that the observations can give; returns the tensors whose scale they cannot, by name, and why.
+
+    Raises ConfigurationError if they are of another model: if none of its tensors was observed.
+    """
+    _multiply(prepared, observed)
+    wanted = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
+    found = [(quantizer, places, _missing(quantizer, places, observed)) for quantizer, places in wanted]
+    missing = {", ".join(place.name for place in places): because for _, places, because in found if because is not None}
+    if wanted and not any(observed.at(places) for _, places in wanted):
+        raise ConfigurationError(
+            "the observations are of another model",
+            because="; ".join(f"%{name}: {because}" for name, because in list(missing.items())[:4]),
+            remedy="pass what fxq.observations returned for this model, or calibrate it",
+        )
+    for quantizer, places, because in found:
+        if because is not None:
+            continue
+        known = observed.at(places)
+        assert known is not None
+        for observer in quantizer.observers:
+            way = gathering(observer)
+            assert way is not None
+            for name, buffer in observer.named_buffers():
+                buffer.copy_(known.gathered[way][name])
+        quantizer.update_scale()
+    return missing
+
+
+def _scales(prepared: nn.Module) -> list[tuple[Quantizer, Places]]:
+    """Every quantizer with the places that it observes."""
+    assert isinstance(prepared, fx.GraphModule)
+    nodes = {node.name: node for node in prepared.graph.nodes}
+    known = channels(prepared)
+    of_label = exponents(prepared, known)
+    quantizers: dict[int, tuple[Quantizer, list[Place]]] = {}
+    for name, operator in quantized_operators(prepared).items():
+        node = nodes[name]
+        if operator.owns_output:
+            _, places = quantizers.setdefault(id(operator.output), (operator.output, []))
+            places.append(_place(node, operator, of_label[known.tensors[node]]))
+        if operator.intermediate is not None:
+            place = Place(name + INTERMEDIATE, fused(node), str(fact(node)), EVERYTHING, _plainly(of_label[known.tensors[node]]))
+            quantizers[id(operator.intermediate)] = (operator.intermediate, [place])
+    return [(quantizer, tuple(places)) for quantizer, places in quantizers.values()]
+
+
+def _multiply(prepared: fx.GraphModule, observed: Observations) -> None:
+    """Give channels the factors that they were observed with, where all tensors that share them agree."""
+    known = channels(prepared)
+    low = torch.full((known.number,), LARGEST_EXPONENT, dtype=torch.int64, device="cpu")
+    high = -low
+    for node, labels in known.tensors.items():
+        for places in observed.named(node.name):
+            place = next(place for place in places if place.name == node.name)
+            own = torch.tensor(place.exponents or [0], dtype=torch.int64, device="cpu")
+            if len(own) in (1, labels.numel()):
+                low.scatter_reduce_(0, labels.flatten(), own.expand(labels.numel()), "amin")
+                high.scatter_reduce_(0, labels.flatten(), own.expand(labels.numel()), "amax")
+    agreed = torch.where(low == high, low, 0)
+    agreed[0] = 0
+    multiply(prepared, known, agreed)
+
+
+def _plainly(exponents: Tensor) -> tuple[int, ...]:
+    return tuple(exponents.flatten().tolist()) if bool(exponents.any()) else ()
+
+
+def _place(node: fx.Node, operator: QuantizedOperator, exponents: Tensor) -> Place:
+    # A quantize passes on the real number it reads, which has one name whoever quantizes it.
+    value = node.args[0] if operator.operator is QUANTIZE else node
+    assert isinstance(value, fx.Node)
+    return Place(value.name, fused(value), str(fact(value)), operator.observed, _plainly(exponents))
+
+
+def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> str | None:
+    """Why the observations cannot give a scale; None if they can."""
+    known = observed.at(places)
+    if known is None:
+        return _why_elsewhere(places, observed)
+    for observer in quantizer.observers:
+        way = gathering(observer)
+        if way is None:
+            return f"its observer {type(observer).__qualname__} gathers in a way of its own, which nothing else can serve"
+        if way not in known.gathered or {name for name, _ in observer.named_buffers()} != known.gathered[way].keys():
+            settings = ", ".join(f"{name}={value}" for name, value in way[1])
+            return f"what {way[0]}({settings}) gathers was not gathered, since no observer had these settings"
+    return None
+
+
+def _why_elsewhere(places: Places, observed: Observations) -> str:
+    """In which way a tensor differs from what was observed under its name."""
+    for place in places:
+        others = list(observed.named(place.name))
+        if not others:
+            return "it was not observed" if len(places) == 1 else f"%{place.name}, whose scale it shares, was not observed"
+        before = next(other for other in others[0] if other.name == place.name)
+        if before.fused != place.fused:
+            return f"it was observed with {_holding(before)} fused into it, and has {_holding(place)} now"
+        if before.shape != place.shape:
+            return f"it was observed as {before.shape}, and is {place.shape} now"
+        if before.within != place.within:
+            return f"it was observed {_within(before)}, and counts {_within(place)} now"
+        if before.exponents != place.exponents:
+            return "it was observed with other factors for its channels, which what reads it now, or shares its scale, does not have"
+    return "it shares its scale with other tensors than those it was observed with"
+
+
+def _holding(place: Place) -> str:
+    return ", ".join(place.fused) or "nothing"
+
+
+def _within(place: Place) -> str:
+    low, high = place.within
+    return "everywhere" if place.within == EVERYTHING else f"from {low:g} to {high:g}"

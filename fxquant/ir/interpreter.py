@@ -1,0 +1,48 @@
+"""Running a graph node by node, with the arguments that its generated code would give each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from fxquant.ir.graph import resolve
+
+
+def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with the values of what it reads, in lists and dicts of this call's own.
+
+    Those of a node itself are immutable, and a function of the user's may write into what it is given.
+    """
+    args, kwargs = _own(node.args, value), _own(node.kwargs, value)
+    return args, kwargs
+
+
+def _own(argument: Any, value: Callable[[fx.Node], Any]) -> Any:
+    if isinstance(argument, fx.Node):
+        return value(argument)
+    if isinstance(argument, dict):
+        return {key: _own(item, value) for key, item in argument.items()}
+    if isinstance(argument, list):
+        return [_own(item, value) for item in argument]
+    if isinstance(argument, tuple):
+        items = [_own(item, value) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    if isinstance(argument, slice):
+        return slice(*(_own(end, value) for end in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a graph as its generated code does. An error is the model's own, without PyTorch's notes."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph | None = None) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments_of(n, self.env.__getitem__)
+
+    def fetch_attr(self, target: str) -> Any:
+        return resolve(self.module, target)

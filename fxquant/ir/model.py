@@ -1,0 +1,360 @@
+"""The GraphModule that every model here is: it keeps its facts when it is copied or pickled, and its dtype."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.graph import PythonCode
+
+from fxquant.errors import ConfigurationError
+from fxquant.ir import recomputation
+from fxquant.ir.codegen import Code, own_names
+from fxquant.ir.graph import is_deployed
+from fxquant.support.forks import free_in_child, in_child
+
+
+class _Collection:
+    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
+
+    lock = threading.Lock()
+    paused_by: ClassVar[list[int]] = []
+    was_on = False
+
+    @classmethod
+    def keep_own(cls) -> None:
+        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
+        for thread in others:
+            cls.resume(thread)
+
+    @classmethod
+    def resume(cls, thread: int) -> None:
+        """A compilation of this thread has ended."""
+        cls.paused_by.remove(thread)
+        if not cls.paused_by and cls.was_on:
+            gc.enable()
+
+
+free_in_child(_Collection, "lock", threading.Lock)
+in_child(_Collection, lambda collection: collection.keep_own())
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Inside, nothing is garbage collected.
+
+    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end puts
+    back what the first one found.
+    """
+    with _Collection.lock:
+        if not _Collection.paused_by:
+            _Collection.was_on = gc.isenabled()
+            gc.disable()
+        _Collection.paused_by.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _Collection.lock:
+            _Collection.resume(threading.get_ident())
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def default_device_cpu() -> Iterator[None]:
+    """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, a float computation has the same bits, whatever autocast and whatever number of threads is set outside.
+
+    Kernels of convolutions and matrix products choose the order of their sums by the number of threads, so it is one thread.
+    """
+    threads = torch.get_num_threads()
+    with autocast_off():
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
+
+CARRIED = "fxquant.ir.carried"  # in `meta` of a model: what else the float model held
+KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
+FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
+FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
+CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
+HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
+SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
+RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
+
+
+class Model(fx.GraphModule):
+    """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`.
+
+    The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
+    Its numbers are integers in float32 tensors and scales that are float32, so it moves between devices but not to another
+    float dtype. As an integer model it is what is deployed: always in eval mode, and without gradients.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in own_names() and not isinstance(value, torch.Tensor | torch.nn.Module):
+            object.__setattr__(self, name, value)  # nn.Module would take it for the user's
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is registered under that name, or else what the float model carried; no attribute of this model is hidden by that."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            carried = self.__dict__.get("meta", {}).get(CARRIED)
+            if carried is None or (name.startswith("__") and name.endswith("__")):
+                raise
+            try:
+                return carried.find(self, name)
+            except AttributeError as error:
+                if str(error) != name:
+                    raise  # raised by the user's own property
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def recompile(self) -> PythonCode:
+        """Compile the graph anew."""
+        self._graph.set_codegen(Code())
+        code = super().recompile()
+        if self._is_deployed:  # a class of its own has the code of every GraphModule
+            type(self).forward = torch.no_grad()(_run_by(type(self).forward))
+        elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
+            type(self).forward = _with_hooks(type(self).forward)
+        runner = self.__dict__.get(RUNNER)
+        if runner is not None:
+            runner.reset()
+        return code
+
+    @property
+    def _is_deployed(self) -> bool:
+        """Whether this is an integer model."""
+        return is_deployed(self)
+
+    @staticmethod
+    def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
+        """A model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
+
+        It is not compiled yet: call `recompile` before running it.
+        """
+        model = Model(torch.nn.Module(), fx.Graph())
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            model.__dict__[name] = root.__dict__[name].copy()
+        model.meta = dict(root.meta) if isinstance(root, fx.GraphModule) else {}
+        model.training = root.training
+        replace_graph(model, graph)
+        return model
+
+    def train(self, mode: bool = True) -> Model:
+        """As the float model's: what its own `train` keeps in eval mode, or freezes, is so here. An integer model stays in eval mode."""
+        mode = mode and not self._is_deployed
+        super().train(mode)
+        meta = self.__dict__.get("meta", {})
+        kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
+        for path, module in self.named_modules() if kept else ():
+            module.training = path not in kept
+        for name, parameter in self.named_parameters() if frozen else ():
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
+        """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
+        wanted = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
+        if wanted != torch.float32:
+            raise ConfigurationError(
+                f"the model cannot be converted to {wanted}",
+                because="its integers and scales are exact in float32, and would be rounded",
+                remedy="leave it in float32; torch.autocast around a call lets its float operators compute in another type",
+            )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)  # .float() leaves what is float64
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Constants that a state_dict leaves out are passed over where an earlier one has them."""
+        for name in self._non_persistent_buffers_set:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __copy__(self) -> Model:
+        # What GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
+        copied = Model.of(self, copy_graph(self.graph))
+        for name, value in self.__dict__.items():
+            if name not in _OF_EVERY_COPY:
+                copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) or name == RUNNER else value
+        copied.recompile()
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        copied = Model(torch.nn.Module(), fx.Graph(), type(self).__name__)
+        memo[id(self)] = copied
+        state = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_graph"}, memo)
+        copied.__dict__.update(state)
+        replace_graph(copied, copy_graph(self.graph))
+        copied.recompile()
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A GraphModule would be traced anew from its code, and forget every fact.
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
+        return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def look_at_constants(model: Any) -> None:
+    """Have what runs an integer model look at all of its constants, so that it computes what is about to be written."""
+    runner = getattr(model, "__dict__", {}).get(RUNNER)
+    if runner is not None:
+        runner.follow(model)
+
+
+def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that the model's runner computes, where it has one; it is given the one that runs the graph as it stands."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        runner = self.__dict__.get(RUNNER)
+        return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
+
+    return forward
+
+
+def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that calls the hooks of modules, and can be computed again inside of backward; it is given the one that runs the graph."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
+        if hooks is None:
+            return reference(self, *inputs, **named)
+
+        def call() -> Any:
+            return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
+
+        return recomputation.run(self, call, (inputs, named))
+
+    return forward
+
+
+_OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
+    model = Model(torch.nn.Module(), fx.Graph())
+    model.__dict__.update(state)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs, meta in entries:
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+        )
+        nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
+        nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
+    replace_graph(model, graph)
+    model.recompile()
+    return model
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Stands for a node among the arguments of a pickled one."""
+
+    name: str
+
+
+def _entry(node: fx.Node) -> tuple[Any, ...]:
+    # One by one: pickling a node would recurse through all that it reads.
+    def named(operand: fx.Node) -> Any:
+        return _Named(operand.name)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
+    return node.op, node.name, _by_name(node.target), args, kwargs, {key: _nested(value, _by_name) for key, value in node.meta.items()}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a function of a module that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+
+    module: str
+    name: str
+
+
+def _by_name(value: Any) -> Any:
+    """What stands for such a function; anything else as it is."""
+    if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
+        return value
+    found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    return _Function(value.__module__, value.__name__) if found is value else value
+
+
+def _found(value: Any) -> Any:
+    """The function that something stands for; anything else as it is."""
+    return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
+
+
+def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A value of `meta` with the function applied to what is in plain containers."""
+    if type(value) in (tuple, list):
+        return type(value)(_nested(item, function) for item in value)
+    if type(value) is dict:
+        return {key: _nested(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def free_name(gm: torch.nn.Module, name: str) -> str:
+    """The name, with underscores behind it while something is registered under it, or the GraphModule has an attribute of that name."""
+    while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
+        name += "_"
+    return name
+
+
+def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
+    """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
+    gm._graph = graph
+    graph.owning_module = gm
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same graph with nodes of its own, their names and facts unchanged."""
+    copied: fx.Graph = copy.deepcopy(graph)
+    return copied

@@ -1,0 +1,348 @@
+"""The lowering that computes: the prepared model's, in states TRAIN and VALIDATE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, INT32_MAX, Grid, ends_of
+from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.rounding import straight_through
+from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.arithmetic import LAYER, VALUE, Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.quantization.learning import learned_step
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import WeightQuantizer
+from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
+
+FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
+
+
+def _has_passes(arithmetic: Arithmetic) -> bool:
+    """Whether `sweeps` and `joining` requantize as this arithmetic does."""
+    return type(arithmetic) in FUSED and arithmetic.rounds_by_adding
+
+
+class EagerLowering(Lowering):
+    """Calls the primitives on integer-valued float tensors, with straight-through gradients.
+
+    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
+    added to.
+    """
+
+    keeps_start = True
+    lifts_late = True  # the output's scale may follow this call's result
+
+    def __init__(
+        self,
+        name: str,
+        arithmetic: Arithmetic,
+        output: Quantizer | None,
+        intermediate: Quantizer | None,
+        weight: WeightQuantizer,
+        *,
+        training: bool,
+        observing: bool,
+        live_batch_norm: bool,
+    ) -> None:
+        super().__init__(name, arithmetic, output, intermediate, weight)
+        self.training = training
+        self.observing = observing
+        self.live_batch_norm = live_batch_norm
+        self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their real numbers and their grid
+        self.followed = False  # whether the output's scale has followed this call's result
+        self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
+        if type(self) is EagerLowering and fused_elementwise.defers(primitive, arguments):
+            return fused_elementwise.Deferred(primitive, arguments)
+        arguments = tuple(self.computed(argument) for argument in arguments)
+        return self._called(primitive, arguments)
+
+    def computed(self, value: Any) -> Any:
+        """What has been deferred, computed; all else as it is."""
+        if not isinstance(value, fused_elementwise.Deferred):
+            return value
+        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments), value.slope)
+
+    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...], slope: float | None = None) -> Tensor:
+        record = PRIMITIVES[primitive]
+        if slope is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                exact = primitive(*arguments)
+            value = straight_through(arguments[0] * slope, exact)
+        elif record.surrogate is None or not torch.is_grad_enabled():
+            with saved_activations.kept_narrow(primitive, arguments):
+                value = primitive(*arguments)
+        else:
+            with torch.no_grad():
+                exact = primitive(*arguments)
+            value = straight_through(record.surrogate(*arguments), exact)
+        if record.kind == "quantized":
+            self.whole = value
+        if record.view and id(arguments[0]) in self.known:
+            real, grid = self.known[id(arguments[0])][1:]
+            self.known[id(value)] = value, primitive(real, *arguments[1:]), grid
+        return value
+
+    def remember(self, operand: Quantized) -> None:
+        """Have what moves this operand without copying move the real numbers that are known of it."""
+        if operand.known is not None:
+            self.known[id(operand.value)] = operand.value, operand.known, operand.grid
+
+    def remembered(self, result: Quantized) -> Quantized:
+        """The result with its real numbers, where they have been moved."""
+        _, real, grid = self.known.get(id(result.value), (None, None, None))
+        return replace(result, known=real) if result.known is None and grid is result.grid else result
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value
+
+    def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
+        return self._sloped(lambda: super(EagerLowering, self).align(operand, ratio, role, wide), operand.value, ratio)
+
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        return self._sloped(lambda: self.call(primitive, value, *constants), value, ratio)
+
+    @staticmethod
+    def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
+        """What `multiply` makes of a value, with the ratio for its gradient: a term whose multiplier rounds to 0 trains all the same."""
+        if not torch.is_grad_enabled():
+            return multiply()
+        with torch.no_grad():
+            exact, slope = multiply(), ratio.approximate()
+        if isinstance(exact, fused_elementwise.Deferred):
+            return replace(exact, slope=float(slope))
+        return straight_through(value * slope, exact) if value.requires_grad else exact
+
+    def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        to = to or self.output
+        follows = self._follows(to)
+        if to is self.intermediate and not follows:
+            to.require()
+        value = real() if follows or torch.is_grad_enabled() else None
+        if follows and value is not None:
+            to.follow(limited(value if self.seen is None else self.seen, self.observed) if to is self.output else value)
+        with torch.no_grad():
+            integers = exact()
+        grid = to.grid
+        if value is not None and to.learns and torch.is_grad_enabled():
+            integers = learned_step(value, integers, grid.scale, to, grid)
+        elif value is not None and value.requires_grad:
+            if fused_layers.admitted(value, integers):
+                integers = fused_layers.on_grid(value, integers, grid.scale, grid.bounds)
+            else:
+                integers = straight_through(clamped(value / grid.scale, *grid.bounds), integers)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape))
+
+    def requantize(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        bound: float = 0,
+        lift: Lift | None = None,
+        kind: str = VALUE,
+    ) -> Quantized:
+        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound, lift, kind)
+        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound, lift, kind) if joined is None else joined
+
+    def requantize_in_steps(
+        self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
+    ) -> Quantized:
+        to = self.output
+        learns = to.learns or any(scale.requires_grad for scale in scales)
+        if (learns and torch.is_grad_enabled()) or type(self) is not EagerLowering or type(self.arithmetic) is not RealArithmetic:
+            return super().requantize_in_steps(total, real, clamp, scales)
+        if self._follows(to):
+            with torch.no_grad():
+                to.follow(limited(real() if self.seen is None else self.seen, self.observed))
+            self.followed = True
+        accumulator, step = total()
+        return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
+
+    def _follows(self, to: Quantizer) -> bool:
+        """Whether a scale is to follow what is computed now."""
+        return self.observing and to.follows_training and not (self.followed and to is self._output)
+
+    def _joined(
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
+    ) -> Quantized | None:
+        """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
+        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
+        whole = (
+            isinstance(accumulator, fused_elementwise.Deferred | Tensor) and type(self) is EagerLowering and _has_passes(self.arithmetic)
+        )
+        seen = self.seen is not None and to is self._output
+        if not whole or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+            return None
+        join = fused_elementwise.join_of(accumulator)
+        if join is None:
+            return None
+        if to is self.intermediate and not follows:
+            to.require()
+        step = ratio.approximate()
+        if (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
+            return None
+        step = step.detach().flatten()
+        if follows:
+            real = fused_elementwise.ends(join)
+            real = real * step if join.wide else real.float() * step.float()
+            real = real if clamp is None else real.clamp(*clamp)
+            to.follow(limited(real, self.observed) if to is self.output else real)
+        integers, real = fused_elementwise.joined(join, self._rounded(ratio, clamp, to, bound, lift, kind), step)
+        self.whole = integers
+        return Quantized(integers, to.grid, tuple(integers.shape), real)
+
+    def _rounded(
+        self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
+    ) -> fused_layers.Rounded:
+        """What an accumulator, whose step is `ratio`, becomes on the grid of `to`."""
+        least, most = (None, None) if clamp is None else clamp
+        limits = -math.inf if least is None else least, math.inf if most is None else most
+        grid = to.grid
+        with torch.no_grad():
+            constants = fused_layers.Constants()
+            bits = 32 if bound <= INT32_MAX else 48
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to, kind), grid, "", bits, kind)
+            return constants.rounded(grid.bounds, limits, grid.scale, None if lift is None else lift(grid.scale))
+
+    def look_up(
+        self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
+    ) -> Quantized:
+        to, value = self.output, input.value
+        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
+        if follows and isinstance(value, Tensor) and 4 * value.numel() < input.grid.high - input.grid.low and fused_layers.admitted(value):
+
+            def exact() -> Tensor:
+                return entries(value.detach().flatten().double().cpu()).view(value.shape).float()
+
+            return self.result(exact, lambda: tamed(input.real()))
+        fits = not learns and type(self) is EagerLowering and (not follows or (self.seen is None and to.can_follow_ends))
+        if not fits or not fused_lookup.tabulated(input.value, input.grid):
+            return super().look_up(input, entries, function, tamed)
+        integers = fused_lookup.integers_of(value, input.grid)
+        curve = fused_lookup.curve_of(function, input.grid, torch.is_grad_enabled() and value.requires_grad, integers)
+        if follows:
+            found = curve.values[fused_lookup.occurring(value, integers)]
+            if not bool(torch.isfinite(found).all()):
+                return super().look_up(input, entries, function, tamed)
+            to.follow(limited(found, self.observed))
+        grid = to.grid
+        table = entries(integers) if self.training and len(integers) > fused_lookup.FEW else entries()[integers[0].int() - input.grid.low :]
+        integers, real = fused_lookup.looked_up(value, input.grid, curve, table, grid)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape), real)
+
+    def complete(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None,
+        bound: float,
+        bias: Tensor | None = None,
+        residual: Quantized | None = None,
+        multiplier: ResidualFactor | None = None,
+        statistics: fused_layers.Collected | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        lift: Lift | None = None,
+        kind: str = LAYER,
+    ) -> Quantized:
+        to = to or self.output
+        if isinstance(accumulator, fused_elementwise.Deferred):
+            alone = bias is None and residual is None and statistics is None
+            joined = self._joined(accumulator, ratio, clamp, to, bound, lift, kind) if alone else None
+            if joined is not None:
+                return joined
+            accumulator = self.computed(accumulator)
+        other = None if residual is None else residual.value
+        fits = (
+            _has_passes(self.arithmetic)
+            and fused_layers.admitted(accumulator, other)
+            and (other is None or other.shape == accumulator.shape)
+        )
+        fits = fits and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
+        factors = ratio.approximate().to(torch.float32)
+        form = fused_layers.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
+        follows = self._follows(to)
+        learns = to.learns and torch.is_grad_enabled()
+        seen = self.seen is not None and to is self._output
+        if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role, lift, kind)
+        if to is self.intermediate and not follows:
+            to.require()
+        added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
+        factor = None if multiplier is None else multiplier.value().to(torch.float32).reshape(-1).expand(form.channels)
+        factors = factors.reshape(-1).expand(form.channels)
+        if follows:
+            with torch.no_grad():
+                if statistics is not None and other is None:
+                    ends = statistics.ends if added is None else statistics.ends + added
+                else:
+                    ends = fused_layers.ends(accumulator, form, added, other, factor)
+                if bound >= FLOAT32_EXACT:
+                    ends, steps = ends.double(), ratio.approximate().reshape(-1)
+                else:
+                    steps = factors
+                real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
+                to.follow(limited(real, self.observed) if to is self.output else real)
+        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift, kind)
+        token = None if statistics is None else statistics.token
+        integers, real = fused_layers.finished(accumulator, added, other, factor, factors, form, how, token)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape), real)
+
+    @staticmethod
+    def _is_exact(
+        sums: Tensor,
+        bound: float,
+        bias: Tensor | None,
+        residual: Quantized | None,
+        multiplier: ResidualFactor | None,
+        known: fused_layers.Collected | None,
+    ) -> bool:
+        """Whether the accumulator stays below 2^24: that of every operand, or of these."""
+        if bound < FLOAT32_EXACT:
+            return True
+        if sums.dtype != torch.float32:
+            return False
+        with torch.no_grad():
+            largest = max(map(abs, ends_of(sums))) if known is None else float(known.ends.abs().max())
+            largest += 0.0 if bias is None else float(bias.abs().max())
+            if residual is not None and multiplier is not None:
+                largest += float(multiplier.value().abs().max()) * residual.grid.magnitude
+        return largest < FLOAT32_EXACT
+
+    def parts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+        if not fused_layers.admitted(input, weight):
+            return 0
+        with torch.no_grad():
+            low, high = ends_of(input)
+            low, high = max(-low, 0.0), max(high, 0.0)
+            for parts in (1, 2, 4):
+                if weight.shape[1] % parts:
+                    break
+                each = weight.reshape(len(weight), parts, -1)
+                sums = torch.float64 if each.shape[2] * self.weight.dtype.high >= FLOAT32_EXACT else torch.float32
+                total, signed = torch.linalg.vector_norm(each, 1, 2, dtype=sums).double(), each.sum(2, dtype=sums).double()
+                above, below = (total + signed) / 2, (total - signed) / 2  # the sums of positive weights, and of negative ones
+                most = torch.maximum(above * high + below * low, above * low + below * high)
+                if bias is not None and parts == 1:
+                    most = most + bias.abs().unsqueeze(1)
+                if float(most.max()) < FLOAT32_EXACT:
+                    return parts
+        return 0
+
+    def quantize(self, input: Tensor) -> Quantized:
+        return self.result(lambda: self.output.grid.quantize(input), lambda: input)

@@ -1,0 +1,472 @@
+"""How an operator speaks of its integer meaning: once, for training and for deployment.
+
+An operator's `lower` receives a `Lowering` and its arguments, with every quantized operand as a `Quantized`.
+It composes primitives through the lowering. Two lowerings exist: `EagerLowering` here calls the primitives on
+integer-valued float tensors, so that the prepared model *computes* the integer function and trains through
+it; the pass `integer.lower` writes the same calls into a graph. One function, two readings: that is why
+training, validation and the integer graph agree by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import AccumulatorOverflow, NotFinite
+from fxquant.ir.facts import Size
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import (
+    EVERYTHING,
+    FLOAT32_EXACT,
+    INT32,
+    INT32_MAX,
+    WEIGHT_INT8,
+    Grid,
+    Interval,
+    IntType,
+    bits_of,
+    clamp_bound,
+    power_of_two,
+)
+from fxquant.numerics.rescaling import Ratio, real_multiplier
+from fxquant.numerics.rounding import straight_through
+from fxquant.primitives.accumulate import add_residual, add_residual_shifted
+from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
+from fxquant.primitives.boundary import quantize
+from fxquant.primitives.elementwise import lookup, shift_right
+from fxquant.primitives.product import scale_channels
+from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
+from fxquant.quantization.batch_norm import BatchNorm
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import WeightQuantizer
+from fxquant.training import fused_layers
+
+Clamp = tuple[float | None, float | None]
+Lift = Callable[[Tensor], Tensor]
+"""What the bias of a layer becomes larger by for an output on a scale: half a step, in steps of the sum; float64, shaped to broadcast."""
+
+
+class ResidualFactor(NamedTuple):
+    """What a residual is multiplied by to be added to an accumulator: per channel, shaped to broadcast.
+
+    multiplier   integers, with gradients while training
+    right_shift  of the product, rounding down; None for none
+    """
+
+    multiplier: Any
+    right_shift: Any = None
+
+    def value(self) -> Tensor:
+        """The factor as a tensor; only for eager lowering."""
+        factor: Tensor = self.multiplier
+        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor during lowering: its integers, their grid, and its shape; and its real numbers, where they are known already.
+
+    The integers are a tensor of centred ones, or the node of a graph that holds them as they are stored; `Lowering.call` knows
+    what a primitive takes.
+    """
+
+    value: Any
+    grid: Grid
+    shape: tuple[Size, ...]
+    known: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of its grid."""
+        return self.grid.scale
+
+    @property
+    def dtype(self) -> IntType:
+        """The type of its grid."""
+        return self.grid.type
+
+    def real(self) -> Tensor:
+        """The real tensor it stands for, with gradients; only for eager lowering. It is the integer model's, byte for byte."""
+        return self.grid.dequantize(self.value) if self.known is None else self.known
+
+    def with_value(self, value: Any) -> Quantized:
+        """Another value on the same grid (its shape is no longer that of the operand)."""
+        return replace(self, value=value, known=None)
+
+
+def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
+    """Truth values or whole numbers as what operators move takes them: a quantized tensor without a scale to speak of."""
+    return Quantized(value, Grid(INT32, torch.ones((), dtype=torch.float32, device="cpu")), shape)
+
+
+class Place(TypedDict):
+    """Where an operator came from, as errors take it."""
+
+    at: str
+    module: str
+
+
+class Lowering:
+    """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
+
+    def __init__(
+        self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer
+    ) -> None:
+        self.name = name
+        self.arithmetic = arithmetic
+        self._output = output
+        self.intermediate = intermediate
+        self.weight = weight
+        self.training = False
+        self.shares = False  # whether the output is on the operand's scale
+        self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
+        self.seen: Tensor | None = None  # what the output's scale is found from in place of the result
+        self.parameters: dict[str, Tensor | None] = {}  # what the operator's integers are made of, for errors
+        self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
+        self.accumulator_bits = 0  # of the largest accumulator so far
+
+    keeps_start = False  # whether a learned scale that has not started yet starts from the weight at hand
+    lifts_late = False  # whether half a step is added where an accumulator is requantized, and not with the bias
+
+    @property
+    def output(self) -> Quantizer:
+        """The quantizer of the result, which every operator has but those whose result is plain."""
+        assert self._output is not None, f"the result of %{self.name} has no grid"
+        return self._output
+
+    @property
+    def plain(self) -> bool:
+        """Whether its result has no grid: truth values, or whole numbers."""
+        return self._output is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its constants are: where the output's scale is; without a grid, on the CPU."""
+        return torch.device("cpu") if self.plain else self.output.grid.scale.device
+
+    # -- what a subclass provides ----------------------------------------------------------------------------------
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
+        """Apply a primitive."""
+        raise NotImplementedError
+
+    def computed(self, value: Any) -> Any:
+        """What `call` returned as a value of its own, where calls are kept until they are read. Here: as it is."""
+        return value
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
+        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+        raise NotImplementedError
+
+    def stored(self, value: Tensor, grid: Grid) -> Tensor:
+        """Centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        return value
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
+        return ()
+
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
+        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+
+        An empty `scale` says that it stands for itself: a mask, an index.
+
+        `zero_point` is the integer that stands for 0, or a tensor of one for each index.
+        """
+
+    def holds(self, value: Any, grid: Grid) -> Any:
+        """The value, recorded as a quantized tensor on a grid."""
+        return value
+
+    def note(self, key: str, value: object) -> None:
+        """Record a fact about how this operator was lowered."""
+
+    def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        """The operator's output: `exact()` gives its integers, `real()` the real number they stand for.
+
+        `real` is what is observed and what gradients flow through; it is not called when deploying.
+        """
+        to = to or self.output
+        if to is self.intermediate:
+            to.require()
+        return Quantized(exact(), to.grid, ())
+
+    @property
+    def place(self) -> Place:
+        """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
+        own = self._output is not None and self._output.name == self.name
+        return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
+
+    def not_finite(self) -> NotFinite:
+        """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
+        found = first_not_finite({**self.parameters, **self.weight.trained()})
+        together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
+        return cannot_be_integers(self.name, found or together, **self.place)
+
+    # -- what operators are made of ----------------------------------------------------------------------------------
+
+    def requantize(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        bound: float = 0,
+        lift: Lift | None = None,
+        kind: str = VALUE,
+    ) -> Quantized:
+        """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`.
+
+        Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
+        accumulator's where it may exceed 32 bits. `kind` is what was accumulated; a layer whose bias holds half a step has a `lift`.
+        """
+        target = to or self.output
+        if target.dtype == INT32:
+            return self._keep(accumulator, ratio, clamp, bound)
+
+        def exact() -> Any:
+            low, high = self.bounds(clamp, target, kind)
+            bits = 32 if bound <= INT32_MAX else 48
+            lifts = lift is not None and self.lifts_late
+            lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
+            value = self.arithmetic.requantize(self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, kind)
+            return self.holds(value, target.grid)
+
+        def real() -> Tensor:
+            return clamped(accumulator * ratio.approximate().to(accumulator.dtype), *(clamp or (None, None)))
+
+        return self.result(exact, real, target)
+
+    def requantize_in_steps(
+        self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
+    ) -> Quantized:
+        """An accumulator and its step, a power of two of the output's step, on the output's scale, by one float32 product on every target.
+
+        `total` makes them, once the output's scale is known; `real` is what the accumulator stands for, of tensors with these scales.
+        """
+
+        def exact() -> Any:
+            accumulator, step = total()
+            low, high = self.bounds(clamp, self.output)
+            factor, grid = self.constant("multiplier", step.float(), torch.float32), self.output.grid
+            return self.holds(self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), grid)
+
+        return self.result(exact, real)
+
+    def complete(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None,
+        bound: float,
+        bias: Tensor | None = None,
+        residual: Quantized | None = None,
+        multiplier: ResidualFactor | None = None,
+        statistics: fused_layers.Collected | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        lift: Lift | None = None,
+        kind: str = LAYER,
+    ) -> Quantized:
+        """The accumulator of channels, plus its bias and the residual times its multiplier, requantized to the output or to `to`.
+
+        Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
+        """
+        accumulator = wide_enough(accumulator, bound)
+        if bias is not None:
+            accumulator = accumulator + bias.to(accumulator.dtype)
+        if residual is not None and multiplier is not None:
+            primitive = add_residual if multiplier.right_shift is None else add_residual_shifted
+            factors = [factor for factor in multiplier if factor is not None]
+            accumulator = self.call(primitive, accumulator, residual.value, *factors)
+        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, kind)
+
+    def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
+        """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.
+
+        Of every operand they do not. 0 where there is no operand, or too many parts.
+        """
+        return 0
+
+    def _keep(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, bound: float) -> Quantized:
+        """The accumulator as int32, with its step as the scale, rounded once to float32.
+
+        One that may exceed 32 bits is brought to a scale 2^n larger, rounding half up, by the least n that fits.
+        """
+        bits = 0
+        while math.floor(bound / 2**bits + 0.5) > INT32_MAX:
+            bits += 1
+        if bits:
+            self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
+            accumulator = self.call(shift_right, accumulator, bits)
+            ratio = ratio.times(torch.tensor(2.0**bits, dtype=torch.float32, device=ratio.numerators[0].device))
+        scale = real_multiplier(ratio)
+        if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
+            scale = straight_through(real.float(), scale)
+        value = self.call(accumulator_output, accumulator)
+        if clamp is not None and clamp != (None, None):
+            limits = [
+                torch.tensor(
+                    [clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu"
+                ).reshape(scale.shape)
+                for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)
+            ]
+            constants = [
+                self.constant(role, limit.to(scale.device), torch.int32) for role, limit in zip(("low", "high"), limits, strict=True)
+            ]
+            value = self.call(clamp_accumulator, value, *constants)
+        return Quantized(value, Grid(INT32, scale), ())
+
+    def look_up(
+        self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
+    ) -> Quantized:
+        """A function of one tensor by the table of its grid.
+
+        `entries` gives its centred integers for the output's grid of the moment: all of them, or at float64 centred integers.
+        `function` is its float meaning, `tamed` the same without infinite values and slopes.
+        """
+
+        def exact() -> Any:
+            to, first = self.output.grid, (input.grid.low,) if input.dtype.affine else ()
+            table = self.constant("table", self.stored(entries(), to), to.type.storage)
+            return self.call(lookup, input.value, table, *first)
+
+        return self.result(exact, lambda: tamed(input.real()))
+
+    def bounds(self, clamp: Clamp | None, to: Quantizer, kind: str = VALUE) -> tuple[int, int]:
+        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋.
+
+        `kind` is what was accumulated. Where the target leaves out clamps, a layer that ends at 0 has no upper limit but its grid's.
+        """
+        grid = to.grid
+        if clamp is None or clamp == (None, None):
+            return grid.bounds
+        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
+        low, high = clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
+        if not self.arithmetic.leaves_out_clamps:
+            return low, high
+        if kind in LAYERS and clamp[0] == 0:
+            return low, grid.high
+        return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
+
+    def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
+        """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
+        return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
+
+    def quantize_constant(self, value: Tensor, role: str) -> Quantized:
+        """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
+        if not value.is_floating_point():  # a mask, or whole numbers: beside an activation they count as real numbers
+            value = value.to(torch.float32)
+        self.parameters[f"its constant {role!r}"] = value
+        made = self.weight.integers(value.reshape(1, -1))  # the weight of one channel
+        scale = made.scale.reshape(())
+        if not bool(torch.isfinite(scale)):
+            raise self.not_finite()
+        self.describe(role, scale)
+        dtype = self.weight.dtype
+        return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
+
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        """`call(primitive, value, *constants)`: integers times `ratio`, which the constants hold rounded; its gradient is not rounded."""
+        return self.call(primitive, value, *constants)
+
+    def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
+        """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
+        if not isinstance(value, Tensor):
+            return value
+        self.describe(role, torch.empty(0, device="cpu", dtype=torch.float32))
+        return self.constant(role, value, dtype)
+
+    def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
+        """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
+        grid = to.grid
+        if operand.grid.equals(grid):
+            return operand.value
+        if self.arithmetic.rescales_by_layers:
+            return self._rescale_by_layer(operand, to, role)
+        ratio = Ratio((operand.scale,), (grid.scale,))
+        bits = operand.dtype.bits
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), grid)
+
+    def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
+        """The operand's integers times 127, half a step added, and rounded down by the constants of a layer with the weight 1."""
+        unit = torch.tensor(1.0, dtype=torch.float32, device=operand.scale.device) / WEIGHT_INT8.high
+        steps = self.arithmetic.step(operand.scale, unit)
+        half = self.arithmetic.layer_bias(torch.zeros((), dtype=torch.float64, device=unit.device), steps[0], to.grid.scale)
+        self.prove(half.abs() + float(WEIGHT_INT8.high * operand.grid.magnitude), "the sum")
+        weight = self.constant(role + "weight", torch.full((1,), WEIGHT_INT8.high, dtype=torch.int8, device=unit.device), torch.int8)
+        bias = self.constant(role + "bias", half.reshape(1), torch.int32)
+        total = self.call(scale_channels, operand.value, weight, bias, 0)
+        ratio = Ratio(steps, (to.grid.scale,))
+        return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to.grid)
+
+    def quantize(self, input: Any) -> Quantized:
+        """A real tensor's integers."""
+        grid = self.output.grid
+        scale = self.constant("scale", grid.scale, torch.float32)
+        return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)
+
+    def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
+        """The largest element of a bound on |accumulator|, noted.
+
+        Raises AccumulatorOverflow beyond the limit, and NotFinite if it is no number.
+        """
+        largest = float(bound.max())
+        if not math.isfinite(largest):
+            raise self.not_finite()
+        if largest > limit:
+            channel = int(bound.flatten().argmax())
+            raise AccumulatorOverflow(
+                f"the accumulator of %{self.name} cannot be proved to fit",
+                **self.place,
+                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}",
+                remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
+            )
+        self.accumulator_bits = max(self.accumulator_bits, bits_of(largest))
+        self.note("accumulator_bits", self.accumulator_bits)
+        return largest
+
+
+def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
+    """Which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
+    for name, value in parameters.items():
+        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
+    return None
+
+
+def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
+    """What the integers of a layer are made of, by what it is."""
+    named = {"its weight": weight, "its bias": bias}
+    if batch_norm is not None:
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
+    return named
+
+
+def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
+    """The error for parameters that are not finite."""
+    return NotFinite(
+        f"the parameters of %{name} cannot become integers",
+        at=at,
+        module=module,
+        because=because,
+        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
+    )
+
+
+def wide_enough(accumulator: Any, bound: float) -> Any:
+    """The accumulator as float64, where it is a floating tensor that its bound would have be that."""
+    wide = bound >= FLOAT32_EXACT and isinstance(accumulator, Tensor) and accumulator.is_floating_point()
+    return accumulator.double() if wide else accumulator
+
+
+def limited(value: Tensor, interval: Interval) -> Tensor:
+    """The values that matter: what lies beyond the interval as its nearer end."""
+    return value if interval == EVERYTHING else value.clamp(*interval)

@@ -1,0 +1,1 @@
+"""Attention, softmax and masks: composites."""

@@ -1,0 +1,406 @@
+"""Attention: composites of matrix products and a softmax, 16 bits wide between them.
+
+    attention(q, k, v) = softmax(scale · q kᵀ, of what a mask keeps) v
+
+The scale is part of the table of the exponential, unless a mask adds something to what it keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.attention.hiding import HIDDEN, Hiding
+from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import WIDE, Operator, Parameter, operator_of, register
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.layers.linear import linear, matmul
+from fxquant.ops.movement.pad import pad
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
+from fxquant.ops.pooling.pool import mean
+
+# ---- what is hidden -------------------------------------------------------------------------------------------------
+
+
+class Mask:
+    """What several masks keep together, and what they add to it; each broadcasts against the scores.
+
+    keep    truth values; None: everything is kept
+    bias    the sum of what they add; None: nothing
+    empty   what becomes of rows of which nothing is kept, as `masked_softmax` takes it
+    scores  what is computed by layers, as the scores are, and added to these
+    rows    how many samples in a row have masks of their own, where all of these are constants that repeat then; else 1
+    """
+
+    def __init__(self, build: Builder) -> None:
+        self.build = build
+        self.keep: fx.Node | None = None
+        self.bias: fx.Node | None = None
+        self.empty = "zeros"
+        self.scores: list[fx.Node] = []
+        self.rows = 1
+
+    def hide(self, keep: fx.Node) -> None:
+        """Keep what these truth values keep, too."""
+        self.keep = keep if self.keep is None else self.build.host(torch.logical_and, self.keep, keep)
+
+    def add(self, mask: fx.Node, dim: int = -1) -> None:
+        """Add a mask of truth values, which keeps where it is true, or one of real numbers."""
+        if fact(mask).dtype == torch.bool:
+            self.hide(mask)
+            return
+        hiding = Hiding(self.build, mask)
+        found = None if is_parameter(mask) else hiding.kept(mask, dim)
+        if found is not None:
+            self.hide(found)
+            self.empty = hiding.empty
+            return
+        terms = terms_of(mask)
+        if any(is_scores(term) or not may_hide(term) for term in terms):
+            for term in terms:
+                self.add(term, dim)
+            return
+        if self._chosen(mask, dim):
+            return
+        if is_scores(mask):
+            self.scores.append(mask)
+            return
+        hides, adds = parts_of(mask, dim)
+        if hides:
+            self.hide(self.build.host(kept, mask, dim))
+        if adds:
+            bias = self.build.host(added, mask, dim) if hides else mask
+            self.bias = bias if self.bias is None else self.build.host(torch.add, self.bias, bias)
+
+    def _chosen(self, mask: fx.Node, dim: int) -> bool:
+        """Add a tensor of which truth values keep some and a number far below replaces the others; whether the mask is one."""
+        record = operator_of(mask)
+        if record is None or record.name != "where" or is_parameter(mask):
+            return False
+        condition, value, far = record.arguments(mask).values()
+        if not isinstance(far, int | float) or far > HIDDEN or fact(condition).dtype != torch.bool or len(fact(condition).shape) < -dim:
+            return False
+        if not isinstance(value, fx.Node) or fact(condition).shape[dim] == 1 or not (is_scores(value) or not may_hide(value)):
+            return False
+        self.hide(with_empty_rows(self.build, condition, dim, None))
+        self.add(value, dim)
+        return True
+
+    def causal(self, rows: int, columns: int) -> None:
+        """Keep of every row what is not behind its own position."""
+        self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
+
+
+def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
+    """The attention of tensors whose last dimensions are positions and features; and the shares of every position."""
+    scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
+    shape = numbers(fact(scores).shape)
+    if mask.rows > 1:
+        scores = build(reshape, scores, [-1, mask.rows, *shape[1:]])
+    added = [] if mask.bias is None else [mask.bias]
+    if (added or mask.scores) and scale != 1:
+        scores, scale = build(mul, scores, scale, demand=WIDE), 1.0
+    for term in (*added, *mask.scores):
+        scores = build(add, scores, term, demand=WIDE)
+    weights = shares(build, scores, mask.keep, -1, scale, mask.empty)
+    if mask.rows > 1:
+        weights = build(reshape, weights, shape)
+    return build(matmul, weights, value), weights
+
+
+def _transposed(node: fx.Node) -> list[int]:
+    rank = len(fact(node).shape)
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+# ---- scaled dot product ---------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's, without dropout."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _expand_attention(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    positions, features = fact(query).shape[-2:]
+    mask = Mask(build)
+    if is_causal:
+        mask.causal(positions, fact(key).shape[-2])
+    if attn_mask is not None:
+        constant = repeated(attn_mask)
+        if constant is not None and len(fact(query).shape) == len(fact(attn_mask).shape) == 4:
+            mask.rows, attn_mask = len(constant), build.constant(constant)
+        mask.add(attn_mask)
+    if enable_gqa:
+        key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
+    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale))[0]
+
+
+def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
+    """Each head as often as there are queries for it."""
+    shape = fact(operand).shape
+    times = heads // shape[-3]
+    index: list[Any] = [WHOLE] * len(shape)
+    index[-3] = [head for head in range(shape[-3]) for _ in range(times)]
+    result: fx.Node = operand if times == 1 else build(getitem, operand, index)
+    return result
+
+
+def _attention_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any] | str:
+    if dropout_p != 0:
+        return "it drops elements at random, outside of training, too"
+    taken = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    return {**taken, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+
+def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    facts = [fact(arguments[name]) for name in ("query", "key", "value")]
+    if not all(isinstance(known, TensorFact) and len(known.shape) >= 2 for known in facts):
+        return "one of its operands is no tensor of positions"
+    if not isinstance(facts[0].shape[-1], int) or not isinstance(facts[1].shape[-2], int):
+        return "it sums over the batch, whose size is not fixed"
+    scale = arguments["scale"]
+    if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+        return "its scale is no positive number"
+    return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
+
+
+register(
+    Operator(
+        "scaled_dot_product_attention",
+        scaled_dot_product_attention,
+        ("query", "key", "value"),
+        reads=("attn_mask",),
+        expand=_expand_attention,
+        functions={F.scaled_dot_product_attention: _attention_arguments},
+        refuses=_refuses_attention,
+    )
+)
+
+# ---- several heads --------------------------------------------------------------------------------------------------
+
+
+HELD = (
+    *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias"),
+    *("bias_k", "bias_v"),
+)
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    parameters: Sequence[Tensor | None] = (),
+    num_heads: int = 1,
+    batch_first: bool = False,
+    add_zero_attn: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    turned = batch_first and query.dim() == 3
+    first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
+    named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
+    result, weights = F.multi_head_attention_forward(
+        first,
+        second,
+        third,
+        query.shape[-1],
+        num_heads,
+        add_zero_attn=add_zero_attn,
+        dropout_p=0.0,
+        training=False,
+        key_padding_mask=key_padding_mask,
+        need_weights=need_weights,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=named["in_proj_weight"] is None,
+        average_attn_weights=average_attn_weights,
+        is_causal=is_causal,
+        **named,
+    )
+    return result.transpose(0, 1) if turned else result, weights
+
+
+def _expand_heads(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    key_padding_mask: fx.Node | None,
+    need_weights: bool,
+    attn_mask: fx.Node | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+    parameters: Sequence[fx.Node | None],
+    num_heads: int,
+    batch_first: bool,
+    add_zero_attn: bool,
+) -> Any:
+    rank, width = len(fact(query).shape), fact(query).shape[-1]
+    joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
+
+    def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
+        if parameter is None:
+            return None
+        rows: Any = slice(number * width, (number + 1) * width)
+        part: fx.Node = build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
+        return part
+
+    def heads(operand: fx.Node, number: int) -> fx.Node:
+        """The operand projected, as samples, heads, positions, features."""
+        weight = separate[number] if joint is None else third(joint, number)
+        projected = build(linear, operand, weight, third(bias, number))
+        shape = numbers(fact(projected).shape)
+        split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
+        order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
+        turned: fx.Node = build(permute, split, order)
+        return turned
+
+    query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
+    more = (bias_k is not None) + add_zero_attn  # positions behind those of the keys, which no mask hides
+    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
+    key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
+    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
+    joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
+    shape = numbers(fact(joined).shape)
+    result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)
+    if not need_weights or not build.reads(1):
+        return result, None
+    return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights
+
+
+def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros: bool) -> fx.Node:
+    """Keys or values by heads, [..., positions, features], with a position that the layer itself has, and one of zeros, behind them."""
+    if own is not None:
+        operand = build(pad, operand, [0, 0, 0, 1], "constant", 0.0)
+        heads, positions, features = fact(operand).shape[-3:]
+        last = torch.arange(positions, device="cpu").reshape(-1, 1) == positions - 1
+        operand = build(where, build.constant(last), build(reshape, own, [heads, 1, features]), operand)
+    return build(pad, operand, [0, 0, 0, 1], "constant", 0.0) if zeros else operand
+
+
+def _masks(
+    build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool, more: int
+) -> Mask:
+    """PyTorch's masks hide where they are true; none of them is about the last `more` positions."""
+    mask = Mask(build)
+    if more:
+        attn_mask, key_padding_mask = (
+            given if given is None else _never_hiding(build, given, more) for given in (attn_mask, key_padding_mask)
+        )
+    if attn_mask is not None:
+        given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
+        shape = numbers(fact(given).shape)
+        if len(shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
+            given = build.host(reshape, given, [-1, fact(query).shape[1], *shape[1:]])
+        mask.add(given)
+    elif is_causal:
+        mask.causal(fact(query).shape[-2], fact(key).shape[-2])
+    if key_padding_mask is not None:
+        padding = fact(key_padding_mask).dtype == torch.bool
+        given = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
+        mask.add(given if len(fact(given).shape) == 1 else build.host(reshape, given, [-1, 1, 1, fact(given).shape[-1]]))
+    return mask
+
+
+def _never_hiding(build: Builder, mask: fx.Node, more: int) -> fx.Node:
+    """A mask that hides where it is true, or adds something, with `more` columns that hide nothing, and to which it adds nothing."""
+    shape = fact(mask).shape
+    if is_parameter(mask) or fact(mask).dtype != torch.bool or not shape[-1]:
+        return build.host(F.pad, mask, (0, more))
+    columns = [*range(shape[-1]), *[0] * more]
+    own = torch.arange(len(columns), device="cpu") < shape[-1]
+    return build.host(torch.logical_and, build.host(getitem, mask, [*[WHOLE] * (len(shape) - 1), columns]), build.constant(own))
+
+
+def _heads_module(module: Any) -> dict[str, Any] | str:
+    projection = {"out_proj_weight": Parameter("out_proj.weight"), "out_proj_bias": Parameter("out_proj.bias")}
+    held = {name: Parameter(name) for name in HELD if not name.startswith("out") and getattr(module, name) is not None}
+    if module.out_proj.bias is None:
+        del projection["out_proj_bias"]
+    parameters = [{**held, **projection}.get(name) for name in HELD]
+    settings = {name: getattr(module, name) for name in ("num_heads", "batch_first", "add_zero_attn")}
+    return {"parameters": parameters, **settings}
+
+
+def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    """F.multi_head_attention_forward, which the module calls."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["training"] and given["dropout_p"]:
+        return "it drops elements at random"
+    if given["static_k"] is not None or given["static_v"] is not None:
+        return "keys or values that are projected already (static_k, static_v) have no integer form: call F.scaled_dot_product_attention"
+    parameters = [given[name] for name in HELD]
+    if given["use_separate_proj_weight"]:
+        parameters[0] = None
+    names = (
+        *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights"),
+        *("is_causal", "num_heads", "add_zero_attn"),
+    )
+    return {**{name: given[name] for name in names}, "parameters": parameters}
+
+
+def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    facts = [fact(arguments[name]) for name in ("query", "key", "value")]
+    if not all(isinstance(known, TensorFact) and len(known.shape) in (2, 3) for known in facts):
+        return "one of its operands is no sequence"
+    position = 1 if arguments["batch_first"] and len(facts[0].shape) == 3 else 0
+    if not all(isinstance(known.shape[position], int) for known in facts):
+        return "its positions depend on the batch size"
+    return MANY_SIZES if any(not isinstance(size, int) for known in facts for size in known.shape[2:]) else None
+
+
+register(
+    Operator(
+        "multi_head_attention",
+        multi_head_attention,
+        ("query", "key", "value"),
+        reads=("key_padding_mask", "attn_mask"),
+        expand=_expand_heads,
+        functions={F.multi_head_attention_forward: _heads_function},
+        modules={nn.MultiheadAttention: _heads_module},
+        refuses=_refuses_heads,
+    )
+)

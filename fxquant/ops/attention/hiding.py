@@ -1,0 +1,262 @@
+"""The truth values that an added mask is made of: which elements it adds nothing to, and what it adds to the others.
+
+    (1 - mask) * -1e9              mask                   of truth values, or of 0 and 1, whole or real
+    where(mask, 0, -inf)           mask
+    mask.float() * -1e9            not mask
+    causal + padding               both of them
+
+Found in the graph, and not in the values: such a mask is computed from truth values in integers, and never becomes real numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, parameter_value
+from fxquant.ops.core.casting import to_real
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import Operator, Same, operator_of, register
+from fxquant.ops.elementwise.comparison import any as any_of
+from fxquant.ops.elementwise.whole import COMPARISONS
+from fxquant.ops.reduction.extremum import amax, amin
+
+HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
+ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
+MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # that move elements, and change none
+
+
+def far_below(value: Any) -> bool:
+    """Whether a number, or every element of a constant, is nothing beside scores."""
+    number = _everywhere(value)
+    if number is None and isinstance(value, fx.Node) and is_parameter(value):
+        model = value.graph.owning_module
+        assert model is not None
+        return bool((torch.as_tensor(parameter_value(model, value)) <= HIDDEN).all())
+    return number is not None and number <= HIDDEN
+
+
+class Hiding:
+    """What an added mask hides.
+
+    adds       what it adds to the elements that it hides; None where that is several numbers
+    otherwise  what counts in rows of which nothing is kept, which are equal: of a sum of two masks what one of them keeps; None: all
+    """
+
+    def __init__(self, build: Builder, mask: fx.Node) -> None:
+        self._build = build
+        self._mask = mask
+        self.otherwise: fx.Node | None = None
+        self._added: set[float] = set()
+
+    @property
+    def adds(self) -> float | None:
+        return next(iter(self._added)) if len(self._added) == 1 else None
+
+    @property
+    def empty(self) -> str:
+        """What becomes of a row of which nothing is kept, as `masked_softmax` takes it."""
+        if self.adds is None or self.adds == -math.inf:
+            return "zeros"
+        return "equal" if self.adds <= ABSORBING else "whole"
+
+    def kept(self, mask: Any, dim: int | None) -> fx.Node | None:
+        """The elements that a mask adds nothing to, as truth values; None where it is not made of truth values alone.
+
+        `dim`, counted from the end, is what the rows run along; None where that is not known.
+        """
+        if not isinstance(mask, fx.Node):
+            return None
+        if is_parameter(mask):
+            return self._of_constant(mask)
+        record = operator_of(mask)
+        if record is None:
+            return None
+        arguments = record.arguments(mask)
+        if record.name in MOVES:
+            return self._moved(mask, self.kept(arguments["input"], _dim_before(mask, dim)))
+        if record.name == "where":
+            return self._chosen(**arguments, dim=dim)
+        if record.name in ("minimum", "add") and arguments.get("alpha", 1) == 1:
+            left, right = (self.kept(arguments[name], dim) for name in ("input", "other"))
+            return self._both(left, right) if record.name == "minimum" else self._sum(left, right, dim, mask)
+        if record.name in ("maximum", "clamp") and far_below(arguments.get("other", arguments.get("min"))) and arguments.get("max") is None:
+            return self.kept(arguments["input"], dim)
+        if record.name == "neg":
+            product, of = arguments["input"], operator_of(arguments["input"])
+            return self._multiple(**of.arguments(product), dim=dim, sign=-1) if of is not None and of.name == "mul" else None
+        if record.name == "log":
+            return self._seen(-math.inf, self.holds(arguments["input"], dim, True))
+        return self._multiple(**arguments, dim=dim) if record.name == "mul" else None
+
+    def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
+        """Of truth values as 0 and 1, or of these less 1."""
+        for factor, value in ((other, input), (input, other)):
+            number = _everywhere(factor)
+            number = None if number is None else sign * number
+            if number is not None and number <= HIDDEN:
+                return self._seen(number, self._not(self.holds(value, dim, False)))
+            if number is not None and number >= -HIDDEN:
+                return self._seen(-number, self._less_one(value, dim))
+        return None
+
+    def holds(self, value: Any, dim: int | None, largest: bool) -> fx.Node | None:
+        """Where a tensor of nothing but 0 and 1 is 1.
+
+        Of real numbers that are given: where they are the largest of their row, or, without `largest`, where they are not the smallest.
+        """
+        if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
+            return None
+        if is_parameter(value):
+            return self._of_zeros_and_ones(value)
+        record, dtype = operator_of(value), fact(value).dtype
+        if dtype == torch.bool:
+            return value
+        if record is None:
+            return self._given(value, dim, largest) if value.op == "placeholder" and dtype == torch.float32 else None
+        arguments = record.arguments(value)
+        if record.function is to_real:
+            return self._build.host(COMPARISONS["gt"], arguments["input"], 0)
+        if record.name in MOVES:
+            return self._moved(value, self.holds(arguments["input"], _dim_before(value, dim), largest))
+        if record.name == "where":
+            branches = _everywhere(arguments["input"]), _everywhere(arguments["other"])
+            return arguments["condition"] if branches == (1, 0) else self._not(arguments["condition"]) if branches == (0, 1) else None
+        if record.name == "sub" and arguments["alpha"] == 1 and _everywhere(arguments["input"]) == 1:
+            return self._not(self.holds(arguments["other"], dim, not largest))
+        if record.name == "mul":
+            factors = [self.holds(arguments[name], None, largest) for name in ("input", "other")]
+            return self._both(*factors)
+        return None
+
+    def _of_zeros_and_ones(self, constant: fx.Node) -> fx.Node | None:
+        model = constant.graph.owning_module
+        value = None if model is None else parameter_value(model, constant)
+        plain = isinstance(value, torch.Tensor) and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        return self._build.host(torch.ne, constant, 0) if plain else None
+
+    def _given(self, mask: fx.Node, dim: int | None, largest: bool) -> fx.Node | None:
+        if dim is None or len(fact(mask).shape) < -dim or not isinstance(fact(mask).shape[dim], int):
+            return None
+        wide = self._build.host(finely, mask)
+        return self._build.host(torch.eq if largest else torch.ne, wide, self._build.host(amax if largest else amin, wide, [dim], True))
+
+    def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
+        """(mask - 1) · 1e9."""
+        record = operator_of(value) if isinstance(value, fx.Node) else None
+        if record is None or record.name not in ("sub", "add"):
+            return None
+        arguments = record.arguments(value)
+        one = 1 if record.name == "sub" else -1
+        known = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
+        return self.holds(arguments["input"], dim, True) if known else None
+
+    def _chosen(self, condition: Any, input: Any, other: Any, dim: int | None) -> fx.Node | None:
+        if not isinstance(condition, fx.Node):
+            return None
+        for hidden, visible, keeps in ((other, input, True), (input, other, False)):
+            if far_below(hidden) and not far_below(visible):
+                self._added |= _numbers(hidden)
+                keep = condition if keeps else self._not(condition)
+                return keep if _everywhere(visible) == 0 else self._both(keep, self.kept(visible, dim))
+        return None
+
+    def _sum(self, left: fx.Node | None, right: fx.Node | None, dim: int | None, node: fx.Node) -> fx.Node | None:
+        """What both keep; in a row of which they keep nothing together, what one of them does: the other adds as much to all of it."""
+        if left is None or right is None or dim is None or self.adds is None:
+            return None
+        both, one = self._build.host(torch.logical_and, left, right), self._build.host(torch.logical_or, left, right)
+        if self.empty == "equal" and node is self._mask:
+            self.otherwise = one
+            return both
+        found = self._build.host(any_of, both, [dim], True)
+        return self._build.host(
+            torch.logical_or, both, self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, found))
+        )
+
+    def _of_constant(self, mask: fx.Node) -> fx.Node | None:
+        model = mask.graph.owning_module
+        value = None if model is None else parameter_value(model, mask)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
+            return None
+        self._added |= set(value[value != 0].flatten().tolist())
+        return self._build.host(torch.eq, mask, 0.0)
+
+    def _seen(self, adds: float, found: fx.Node | None) -> fx.Node | None:
+        self._added.add(adds)
+        return found
+
+    def _not(self, value: fx.Node | None) -> fx.Node | None:
+        if value is not None and value.target is torch.logical_not:
+            opposite: fx.Node = value.args[0]  # type: ignore[assignment]
+            return opposite
+        return None if value is None else self._build.host(torch.logical_not, value)
+
+    def _both(self, left: Any, right: Any) -> fx.Node | None:
+        return None if left is None or right is None else self._build.host(torch.logical_and, left, right)
+
+    def _moved(self, node: fx.Node, found: fx.Node | None) -> fx.Node | None:
+        """Truth values moved as the node moves numbers."""
+        record = operator_of(node)
+        assert record is not None
+        if found is None or record.name in ("identity", "in_dtype"):
+            return found
+        return self._build.host(node.target, found, *node.args[1:])  # type: ignore[arg-type]
+
+
+def _numbers(value: Any) -> set[float]:
+    """The numbers that a number or a constant holds."""
+    number = _everywhere(value)
+    if number is not None:
+        return {number}
+    model = value.graph.owning_module
+    return set(torch.as_tensor(parameter_value(model, value)).flatten().tolist())
+
+
+def level_of(constant: fx.Node) -> float | None:
+    """What a constant mask adds where it hides; None where that is several numbers."""
+    found = {number for number in _numbers(constant) if number != 0}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _dim_before(node: fx.Node, dim: int | None) -> int | None:
+    """The dimension of what a node moves that is the result's; None where it is not known."""
+    before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
+    if record is None or dim != -1 or not before or before[-1] != after[-1]:
+        return None
+    return None if record.name == "permute" and node.args[1][-1] not in (-1, len(before) - 1) else -1  # type: ignore[index, operator]
+
+
+def finely(input: Tensor) -> Tensor:
+    """A mask that is given in real numbers, in as many bits as the target has: the largest of a row is told from the others."""
+    return input
+
+
+def _everywhere(value: Any) -> float | None:
+    """The one number that a number, or a tensor that is made anew, holds everywhere."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, fx.Node):
+        return None
+    if is_parameter(value):
+        model = value.graph.owning_module
+        held = None if model is None else parameter_value(model, value)
+        one = isinstance(held, torch.Tensor) and held.numel() > 0 and bool((held == held.flatten()[0]).all())
+        return float(held.flatten()[0]) if one and isinstance(held, torch.Tensor) else None
+    name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
+    if name in ("zeros_like", "zeros", "new_zeros"):
+        return 0.0
+    if name in ("ones_like", "ones", "new_ones"):
+        return 1.0
+    if name == "mul":
+        factors = [_everywhere(factor) for factor in value.args[:2]]
+        return None if None in factors else factors[0] * factors[1]  # type: ignore[operator]
+    number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
+    return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
+
+
+register(Operator("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"}))

@@ -1,0 +1,228 @@
+"""Softmax under a mask, which hides elements by truth values: a composite, 16 bits wide inside.
+
+    y = e / max(Σ e, 1),   e = exp(factor · (x - max x)) of the elements that are kept, and 0 of the others
+
+The largest element of a row is one that is kept, so that Σ e is 1 at least, but in a row of which nothing is kept: that becomes zeros.
+An added mask (of -10000, -inf, …) is truth values and what it adds to the elements that it keeps. One that is made of truth values is
+found in the graph (`fxquant.ops.attention.hiding`); of any other both are found beside the integers, in real numbers, and of a constant once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, is_parameter, parameter_value
+from fxquant.ops.attention.hiding import HIDDEN, MOVES
+from fxquant.ops.attention.softmax import AT_MOST_ONE
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import WIDE, Operator, Same, operator_of, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.elementwise.comparison import any as any_of
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.unary import by_table
+from fxquant.ops.pooling.pool import sum
+from fxquant.ops.reduction.extremum import amax
+
+LOWEST = -1e9  # saturates on every grid
+SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
+
+
+# ---- an added mask, in real numbers ---------------------------------------------------------------------------------
+
+
+def kept(mask: Tensor, dim: int) -> Tensor:
+    """Which elements an added mask keeps, as truth values: those not far below the largest of their row, which runs along `dim`."""
+    value = mask.float()
+    return value > value.amax(dim, keepdim=True) + HIDDEN
+
+
+def added(mask: Tensor, dim: int) -> Tensor:
+    """What a mask adds to the elements that it keeps, less the largest of each row, which makes no difference; 0 to the others."""
+    value = mask.float()
+    largest = value.amax(dim, keepdim=True)
+    return torch.where(kept(mask, dim), value - largest, 0.0)
+
+
+def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
+    """Whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
+    model = mask.graph.owning_module
+    if is_parameter(mask) and model is not None:
+        value = parameter_value(model, mask)
+        return not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any())
+    return True, True
+
+
+def may_hide(mask: fx.Node) -> bool:
+    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
+
+    Nor does such a constant in another shape, or repeated for the batch.
+    """
+    model, record = mask.graph.owning_module, operator_of(mask)
+    if not is_parameter(mask) and record is not None and record.name in MOVES:
+        return may_hide(record.arguments(mask)["input"])
+    if not is_parameter(mask) or model is None:
+        return True
+    value = parameter_value(model, mask)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+        return False
+    return not bool(value.max() - value.min() < -HIDDEN)
+
+
+def is_scores(mask: fx.Node) -> bool:
+    """Whether what is added to scores is computed by layers, as scores are, rather than a constant or the user's: it hides nothing."""
+    seen, open_ = {mask}, [mask]
+    while open_:
+        node = open_.pop()
+        record = operator_of(node)
+        if not is_parameter(node) and record is not None and (record.sums or "weight" in record.arguments(node)):
+            return True
+        new = [operand for operand in node.all_input_nodes if operand not in seen and isinstance(fact(operand), TensorFact)]
+        seen.update(new)
+        open_ += new
+    return False
+
+
+def terms_of(mask: fx.Node) -> list[fx.Node]:
+    """The tensors that a mask is the sum of; none where it is no sum of two, or a constant."""
+    record = operator_of(mask)
+    if record is None or record.name != "add" or is_parameter(mask):
+        return []
+    arguments = record.arguments(mask)
+    terms = [arguments["input"], arguments["other"]]
+    return terms if arguments["alpha"] == 1 and all(isinstance(t, fx.Node) and isinstance(fact(t), TensorFact) for t in terms) else []
+
+
+def repeated(mask: fx.Node) -> Tensor | None:
+    """What a mask that is computed from constants and the batch size repeats along its first dimension, once for each sample.
+
+    So a window's mask is, which is the same for every image. None where it reads anything else, or is not of that kind.
+    """
+    if is_parameter(mask) or not isinstance(fact(mask), TensorFact) or not fact(mask).shape:
+        return None
+    try:
+        one, three = (_at(mask, batch, {}) for batch in (1, 3))
+    except (LookupError, ValueError, RuntimeError, TypeError):
+        return None
+    same = isinstance(one, Tensor) and isinstance(three, Tensor) and torch.equal(three, one.repeat(3, *[1] * (one.dim() - 1)))
+    return one if same else None
+
+
+def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    if node in known:
+        return known[node]
+    size, model = fact(node), node.graph.owning_module
+    if isinstance(size, int | BatchDim):
+        known[node] = size if isinstance(size, int) else size.at(batch)
+    elif is_parameter(node) and model is not None:
+        known[node] = parameter_value(model, node)
+    elif operator_of(node) is None or node.op != "call_function" or not node.all_input_nodes:
+        raise LookupError(node.name)
+    else:
+        arguments = fx.map_arg(node.args, lambda operand: _at(operand, batch, known))
+        known[node] = node.target(*arguments)  # type: ignore[operator]
+    return known[node]
+
+
+HOST = tuple(
+    register(
+        Operator(
+            name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is read in real numbers, beside the integers"
+        )
+    )
+    for name, function in (("kept", kept), ("added", added))
+)
+
+
+# ---- the exponential ------------------------------------------------------------------------------------------------
+
+
+def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
+    """exp(factor · x) of numbers that are not positive."""
+    return torch.exp(input * factor)
+
+
+def _onnx_exponential(c: Call) -> str:
+    return c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"])))
+
+
+register(
+    Operator(
+        "exponential",
+        exponential,
+        ("input",),
+        lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
+        keeps=lambda arguments, after: (SMALLEST / arguments["factor"], math.inf),
+        onnx=_onnx_exponential,
+    )
+)
+
+
+# ---- softmax --------------------------------------------------------------------------------------------------------
+
+
+def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
+    """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+
+    `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
+    softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
+    what this keeps.
+    """
+    missing = ~keep.expand_as(input).any(dim, keepdim=True)
+    kept = keep if empty == "zeros" else keep | (missing if otherwise is None else missing & otherwise)
+    scores = torch.where(keep, input, LOWEST) if empty == "equal" else input
+    return torch.where(kept, torch.softmax(torch.where(kept, scores, -math.inf), dim), 0.0)
+
+
+def shares(
+    build: Builder,
+    input: fx.Node,
+    keep: fx.Node | None,
+    dim: int,
+    factor: float = 1.0,
+    empty: str = "zeros",
+    otherwise: fx.Node | None = None,
+) -> fx.Node:
+    """The softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
+    counted = keep
+    if keep is not None:
+        counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
+        input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
+    difference = build(sub, input, build(amax, input, [dim], True), demand=WIDE)
+    values = build(exponential, difference, float(factor), demand=AT_MOST_ONE)
+    if keep is not None:
+        values = build(where, counted, values, 0.0, demand=Same(("input",)))
+    total = build(sum, values, [dim], True, demand=WIDE)
+    if keep is not None:
+        total = build(clamp, total, 1.0, None)
+    result: fx.Node = build(mul, values, build(torch.reciprocal, total, demand=WIDE))
+    return result
+
+
+def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
+    """What is kept, and every row of which nothing is; `dim` is counted from the end."""
+    model = keep.graph.owning_module
+    if is_parameter(keep) and model is not None:
+        value = parameter_value(model, keep)
+        if value.dim() >= -dim and bool(value.any(dim).all()):
+            return keep
+    found = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
+    missing = build.host(torch.logical_not, found)
+    return build.host(torch.logical_or, keep, missing if otherwise is None else build.host(torch.logical_and, missing, otherwise))
+
+
+def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str, otherwise: fx.Node | None) -> Any:
+    return shares(build, input, keep, dim, empty=empty, otherwise=otherwise)
+
+
+register(
+    Operator("masked_softmax", masked_softmax, ("input",), reads=("keep", "otherwise"), expand=_expand, traits=frozenset({Trait.SOFTMAX}))
+)

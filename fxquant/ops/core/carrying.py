@@ -1,0 +1,27 @@
+"""Which operators only copy elements: of these a result holds elements of what they read, and no others."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.ir.graph import part
+from fxquant.ops.core.record import BY_NAME, Operator, Own, Same, demand, operator_of
+
+
+def carried(operator: Operator) -> tuple[str, ...]:
+    """The parameters whose elements an operator's result holds as they are; none where it computes."""
+    return operator.carries or (operator.operands if operator.moves else ())
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
+
+    Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
+    """
+    operator, whole = operator_of(node), part(node)
+    if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):
+        return False
+    if whole is None:
+        return True
+    composite = BY_NAME.get(whole.composite)
+    return composite is not None and bool(carried(composite))  # a part of what was legalized computes

@@ -1,0 +1,142 @@
+"""Casts: between real dtypes, from real numbers to whole ones, and from these to real ones.
+
+A quantized tensor that is cast to another real dtype stays what it is, and the host makes the dtype of it where integers become real.
+A cast to float16 and back rounds to the 11 bits of its numbers, and to bfloat16 to 8: an int8 grid has no more. On a wider grid the
+rounding is left out, as it is for every operator between two grids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.record import Instead, Operator, Plain, Same, operator_of, register
+from fxquant.ops.elementwise.selection import where
+from fxquant.primitives import whole as primitives
+from fxquant.primitives.whole import DTYPES
+
+WHOLE_NUMBERS = Plain("int64")
+CASTS: dict[str, torch.dtype] = {  # methods that only change the dtype
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "bool": torch.bool,
+    "long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+}  # fmt: skip
+REAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def in_dtype(input: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Real numbers in another dtype."""
+    return input.to(dtype)
+
+
+def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantized:
+    return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if arguments["dtype"] != torch.bfloat16 or all(user.target in (in_dtype, "float", "to", "type") for user in node.users):
+        return None
+    return "bfloat16 numbers are the host's: no runtime of ONNX returns them"
+
+
+IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), carries=("input",), refuses=_refuses))
+
+# ---- other dtypes ---------------------------------------------------------------------------------------------------
+
+
+def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Truth values or whole numbers in a dtype of whole numbers."""
+    return input.to(dtype)
+
+
+def truncated(input: Tensor, whole: bool = False) -> Tensor:
+    """Real numbers without their fraction, as int64; `whole` says that they have none, but for what a grid makes of them."""
+    return input.to(torch.int64)
+
+
+def to_real(input: Tensor) -> Tensor:
+    """Truth values or whole numbers as real numbers, on a grid."""
+    return input.to(torch.float32)
+
+
+def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
+    """A whole number may be no step of the grid: numbers that are whole are rounded to the nearest one."""
+    margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
+    constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
+    return lowering.call(primitives.truncated, input.value, *constants)
+
+
+def _lower_to_real(lowering: Lowering, input: Any) -> Any:
+    """On a grid, or, where the result has none, as they are."""
+    if lowering.plain:
+        return lowering.call(primitives.converted, input, torch.float32)
+    return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
+
+
+def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    dtype = arguments["dtype"]
+    return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
+
+
+register(
+    Operator(
+        "to_integer",
+        to_integer,
+        (),
+        lambda lowering, input, dtype: lowering.call(primitives.converted, input, dtype),
+        WHOLE_NUMBERS,
+        reads=("input",),
+        refuses=_refuses_dtype,
+    )
+)
+register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
+register(Operator("to_real", to_real, (), _lower_to_real, carries=("input",), reads=("input",)))
+
+# ---- which of them --------------------------------------------------------------------------------------------------
+
+_WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divide", "to_real")
+
+
+def _has_no_fraction(node: fx.Node) -> bool:
+    """Whether a node's real numbers are whole ones, by what they are computed from."""
+    record = operator_of(node)
+    if record is None:
+        return False
+    if record.name in ("neg", "abs", "clamp", "add", "sub", "mul") or record.moves:
+        values = [value for name, value in record.arguments(node).items() if name in (*record.operands, "min", "max")]
+        return all(
+            _has_no_fraction(value) if isinstance(value, fx.Node) else value is None or float(value).is_integer() for value in values
+        )
+    return record.name in _WHOLE
+
+
+def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
+    """A cast to another dtype, as the operator that it is."""
+    if wanted == torch.bool:
+        return Instead(torch.ne, {"input": input, "other": 0})
+    if before == torch.bool and wanted == torch.float32:
+        return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
+    if wanted in DTYPES:
+        if before == torch.bool or before in DTYPES:
+            return Instead(to_integer, {"input": input, "dtype": wanted})
+        return Instead(truncated, {"input": input, "whole": _has_no_fraction(input)}) if before in REAL_DTYPES else "it changes the dtype"
+    if wanted == torch.float32 and before in DTYPES:
+        return Instead(to_real, {"input": input})
+    if wanted in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):
+        return Instead(in_dtype, {"input": input, "dtype": wanted})
+    return "it changes the dtype"
+
+
+def asked_dtype(asked: Any) -> torch.dtype | None:
+    """The dtype that an argument of a cast asks for; None of a device."""
+    known = fact(asked) if isinstance(asked, fx.Node) else asked
+    if isinstance(known, TensorFact | torch.dtype):
+        return known if isinstance(known, torch.dtype) else known.dtype
+    name = str(asked)
+    if name.startswith("torch.") and name.endswith("Tensor"):  # "torch.FloatTensor"
+        return torch.empty(0, dtype=torch.float32, device="cpu").type(name).dtype if ".cuda." not in name else None
+    return None

@@ -1,0 +1,168 @@
+"""How a composite operator is written in others: the builder that its `expand` is given."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.graph import (
+    Part,
+    attach,
+    fact,
+    inherit,
+    is_parameter,
+    mark_parameter,
+    set_fact,
+    set_part,
+    spell,
+    spelling,
+    state_demand,
+    tie,
+)
+from fxquant.ops.core.boundary import requantize
+from fxquant.ops.core.record import OPERATORS, Demand, Operator
+
+CONSTANT = "_constant_"  # how the names of constants begin, as those do that the tracer holds
+
+
+class Builder:
+    """Writes the parts of one operator, as calls of other operators, in front of its node.
+
+    name         the operator's
+    node         its node, which has its meaning in float
+    activations  the dtypes of activations that the target computes with
+    made_by      the pass that writes
+    parts        the nodes that were made, in order, without those that are computed from parameters alone
+    real         whether the parts compute on real numbers, where a change of grid is nothing, and other composites stay whole
+    step         the step of a recurrence that is being written, counted from 0; None outside of it
+    """
+
+    def __init__(self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False) -> None:
+        self.name = name
+        self.made_by = made_by
+        self.real = real
+        self.node = node
+        self.activations = activations
+        self._within = ""  # the composites inside of it that are being written, as a role begins with them
+        self.parts: list[fx.Node] = []
+        self.step: int | None = None
+        self._made: list[fx.Node] = []  # all of them
+        self._ties = 0
+
+    def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
+        """A call of an operator of the table, by its function, with this function's arguments.
+
+        `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
+        node, annotated, calibrated and trained as any other. A call of another composite is written as its parts; what is returned is
+        the node of the result, or the nest of them that this composite returns. A call that reads parameters alone is a parameter.
+        """
+        if self.real and function is requantize:
+            return args[0]
+        record = OPERATORS[function]
+        bound: dict[str, Any] | str = record.bind(args, kwargs)
+        assert isinstance(bound, dict)
+        if record.expand is not None and not self.real:
+            return self._nested(record, bound, demand)
+        made = self._node("call_function", function, tuple(bound.values()), record.name)
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        bound = record.normalize(made, bound)
+        assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
+        made.args = tuple(bound.values())
+        if made.all_input_nodes and all(map(is_parameter, made.all_input_nodes)):
+            mark_parameter(made)
+            return made
+        set_part(made, Part(self.name, self._within + record.name, step=self.step))
+        spell(made, *spelling(self.node))
+        if demand is not None:
+            state_demand(made, demand)
+        self.parts.append(made)
+        return made
+
+    def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call beside the integers, of real numbers or truth values, which is computed as it is; of parameters alone, a parameter."""
+        made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        if all(map(is_parameter, made.all_input_nodes)):
+            mark_parameter(made)
+        return made
+
+    def reads(self, position: int) -> bool:
+        """Whether anything reads this member of the nest that the operator returns."""
+        picks = [reader.args[1] if reader.target is operator.getitem else position for reader in self.node.users]
+        return position in picks
+
+    def constant(self, value: Tensor) -> fx.Node:
+        """A constant tensor, held by the model: one for all constants of equal content."""
+        model = self.node.graph.owning_module
+        assert model is not None
+        held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
+        known = next(
+            (n for n, t in held.items() if t.dtype == value.dtype and t.shape == value.shape and torch.equal(t.cpu(), value)), None
+        )
+        if known is None:
+            known = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in held)
+            attach(model, known, value)
+        made = self._node("get_attr", known, (), "constant")
+        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
+        return made
+
+    def _node(self, op: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        made = self.node.graph.create_node(op, target, args, {}, name=f"{self.node.name}_{name}")
+        self.node.prepend(made)
+        inherit(made, self.node, self.made_by)
+        self._made.append(made)
+        return made
+
+    def discard(self, *kept: fx.Node) -> None:
+        """What was made and nobody reads is gone, but for what is kept."""
+        for made in reversed(self._made):
+            if made in kept or made.users:
+                continue
+            graph, target = made.graph, str(made.target)
+            graph.erase_node(made)
+            model = graph.owning_module
+            if made.op == "get_attr" and model is not None and not graph.find_nodes(op="get_attr", target=target):
+                del model._buffers[target]
+
+    def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
+        """The parts of a composite that is a part of this one; the demand is on the last of them."""
+        assert record.expand is not None
+        outside, self._within = self._within, f"{self._within}{record.name}: "
+        result = record.expand(self, **arguments)
+        self._within = outside
+        if demand is not None:
+            state_demand(result, demand)
+        return result
+
+    def tie(self, *nodes: fx.Node) -> None:
+        """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
+        self._ties += 1
+        for node in nodes:
+            tie(node, f"{self.node.name}.{self._ties}")
+
+    @staticmethod
+    def fact(value: Any) -> TensorFact:
+        """Shape and dtype of an operand, or of a part."""
+        known = fact(value)
+        assert isinstance(known, TensorFact)
+        return known
+
+
+def _on_meta(node: fx.Node, batch: int) -> Tensor:
+    """The part's value on tensors without data."""
+
+    def example(operand: fx.Node) -> Any:
+        known = fact(operand)
+        if isinstance(known, TensorFact):
+            return torch.empty(known.at(batch), dtype=known.dtype, device="meta")
+        assert not is_parameter(operand), f"%{operand.name} has no known shape"
+        return known.at(batch) if isinstance(known, BatchDim) else known
+
+    result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
+    return result

@@ -1,0 +1,33 @@
+"""Parameters, constants and numbers that stand beside activations, on the grid of the result: what chooses and joins takes them so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering.lowering import Lowering, Quantized
+
+Branch = Quantized | Tensor | float
+
+
+def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
+    """An operand, a constant tensor or a number as integers on the output's grid."""
+    if lowering.plain:  # real numbers that are copied
+        return branch.value if isinstance(branch, Quantized) else lowering.constant(role, torch.as_tensor(branch), torch.float32)
+    to = lowering.output
+    if isinstance(branch, Quantized):
+        return lowering.rescale(branch, to, f"{role}_")
+    value = torch.as_tensor(branch, dtype=torch.float32, device=to.grid.scale.device)
+    if bool(torch.isnan(value).any()):  # an infinite one saturates
+        lowering.parameters[f"its constant {role!r}"] = value
+        raise lowering.not_finite()
+    grid = to.grid
+    lowering.describe(role, grid.scale, zero_point=grid.zero_point)
+    return lowering.constant(role, lowering.stored(grid.quantize(value), grid), grid.type.storage)
+
+
+def real(branch: Branch) -> Any:
+    """What an operand, a constant or a number stands for."""
+    return branch.real() if isinstance(branch, Quantized) else branch

@@ -1,0 +1,341 @@
+"""Float operators that need real numbers, and what stays in float for their sake.
+
+A softmax ignores what a mask pushes far down, and a quotient is nothing without its divisor: a mask of -1e9 would take
+the whole range of an integer grid, and a small divisor would become 0 on it. Both operators are in float, so what leads
+to nothing else is computed there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
+from fxquant.ops.attention.hiding import finely
+from fxquant.ops.attention.masking import HOST, may_hide
+from fxquant.ops.core.casting import IN_DTYPE
+from fxquant.ops.core.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.elementwise.unary import has_pole
+
+RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
+RANKING_FUNCTIONS = frozenset((
+    torch.softmax, F.softmax, torch.log_softmax, F.log_softmax, F.softmin, F.gumbel_softmax,
+    torch.logsumexp, torch.argmax, torch.topk, torch.sort, torch.argsort,
+))  # fmt: skip
+RANKING_OPERATORS = ("softmax", "log_softmax")
+RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
+DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
+SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
+KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
+ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
+
+_DEPENDS = "the size of its result depends on the data"
+_DRAWS = "it draws random numbers"
+_SPECTRUM = "a Fourier transform has no integer form"
+_SOLVES = "it solves equations, for which float arithmetic is needed"
+_ORDER = "it adds up by indices of the data, any number of them into one element"
+_DOUBLE = "its result is float64; .float() behind it makes it a power as any other"
+_MADE = "it makes numbers anew, and nothing of an activation is in them"
+_COMPLEX = "complex numbers have no integer form"
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc", "masked_scatter"), _DEPENDS
+    ),
+    **dict.fromkeys(
+        (
+            "FractionalMaxPool2d",
+            "FractionalMaxPool3d",
+            "fractional_max_pool2d",
+            "fractional_max_pool3d",
+            "bernoulli",
+            "multinomial",
+            "rand_like",
+            "randn_like",
+            "rand",
+            "randn",
+            "randint",
+            "randint_like",
+            "randperm",
+            "normal",
+            "poisson",
+            "gumbel_softmax",
+        ),
+        _DRAWS,
+    ),
+    **dict.fromkeys(("stft", "istft"), _SPECTRUM),
+    **dict.fromkeys(
+        ("inverse", "inv", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES
+    ),
+    "float_power": _DOUBLE,
+    "mode": "which number is the most frequent depends on how each of them is rounded: torch.median has an integer form",
+    "logcumsumexp": "its running sums have a larger range than a grid; exp, cumsum and log have an integer form where theirs is small",
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "eye", "arange", "linspace"), _MADE),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), "which rows each of its matrices multiplies depends on the data"),
+    **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
+    **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
+}
+
+
+def reason_of(name: str) -> str | None:
+    """Why a function of PyTorch that the table does not know has no integer form, where more can be said than that."""
+    plain = name.removeprefix("linalg_")
+    return _SPECTRUM if name.startswith("fft_") else REASONS.get(plain)
+
+
+Ends = Callable[[fx.Node, fx.Node], bool]
+
+
+def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Node, str]:
+    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads.
+
+    `offered` are the dtypes of activations that the target has.
+    """
+    leading = in_front_of_softmax(gm)
+    masked = masks(gm, leading)
+    return {
+        **_ranked_in_float(gm, leading, masked),
+        **dict.fromkeys(leading, ""),
+        **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
+        **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which is read in real numbers"),
+        **dict.fromkeys(_computing_whole_numbers(gm), "it computes whole numbers from whole ones: a grid would round before they are cut"),
+        **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
+        **({} if "int16" in offered else _around_poles(gm)),
+    }
+
+
+def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.Node]) -> dict[fx.Node, str]:
+    """The softmaxes of the table that read a mask, or what an operator that may bring one in has computed in float."""
+    found: dict[fx.Node, str] = {}
+    after = dict.fromkeys(masked, "its operand %{} holds an attention mask, which would take the whole range of an integer grid")
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        refused = refusal(node) is not None or (operator is not None and operator.refuses(node, operator.arguments(node)) is not None)
+        whole = node.all_input_nodes[0] if node.target is getitem else None
+        if whole is not None and isinstance(fact(whole), tuple):  # of which the node is an item
+            if whole in after:
+                after[node] = after[whole]
+        elif computes_tensor(node) and (operator is None or refused):
+            after[node] = "its operand %{} is computed in float"
+        because = next(((after[operand], operand) for operand in node.all_input_nodes if operand in after), None)
+        if because is not None and node in leading:
+            after.setdefault(node, because[0])
+        if because is not None and operator is not None and operator.name in RANKING_OPERATORS:
+            found[node] = because[0].format(because[1].name)
+    return found
+
+
+def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str | None:
+    """Why an operator has to stay in float for what its operands are; None if each is an activation that can be quantized."""
+    operands = operand_nodes(operator, arguments)
+    for operand in operands:
+        because = _no_real_numbers(operand)
+        if because is not None:
+            return because
+    if operands or read_nodes(operator, arguments):
+        return None
+    for name, value in arguments.items():
+        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
+            return f"its {name!r}, %{value.name}, is an activation, where an integer form takes a constant"
+    return "none of its operands is an activation"
+
+
+def _no_real_numbers(operand: fx.Node) -> str | None:
+    """Why an operand cannot be quantized; None if it can."""
+    known = fact(operand)
+    if not isinstance(known, TensorFact):
+        return f"its operand %{operand.name} is no tensor"
+    if known.dtype == torch.float32 or operator_of(operand) is IN_DTYPE:
+        return None
+    remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
+    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
+
+
+def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose results lead to softmaxes, and the like, and to nothing else, through operators without weights."""
+    return _leading(gm, lambda reader, node: _ranks(gm, reader))
+
+
+def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
+    """Of those in front of a softmax, the additions of a mask, and what the masks are computed by.
+
+    A mask is a constant that hides something, an input, or computed from such by operators without weights.
+    """
+    plain = given(gm)
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        operator = operator_of(node)
+        if operator is None or node not in leading:
+            continue
+        operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
+        computed = [operand for operand in operands if not is_parameter(operand)]
+        given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
+        adds = operator.name in ADDING and len(operands) > 1 and bool(given_ones)
+        adds = adds and (any(map(is_parameter, given_ones)) or (len(computed) > 1 and not _of_one_input(computed)))
+        if adds or (node in plain and found.issuperset(node.users)):
+            found.add(node)
+    return found
+
+
+def _of_one_input(operands: list[fx.Node]) -> bool:
+    """Whether all are computed of the real numbers of one input, as x and its maximum: none of them hides elements of the others."""
+    return bool(set.intersection(*map(_real_inputs, operands)))
+
+
+def _real_inputs(node: fx.Node) -> set[fx.Node]:
+    """The inputs that a node is computed of, by real numbers alone: what a comparison tells of an input is a mask."""
+    seen, open_ = {node}, [node]
+    while open_:
+        real = [known for known in open_.pop().all_input_nodes if known not in seen and _is_real(known)]
+        seen.update(real)
+        open_ += real
+    return {known for known in seen if known.op == "placeholder" and _is_real(known)}
+
+
+def _is_real(node: fx.Node) -> bool:
+    known = fact(node)
+    first = known[0] if isinstance(known, tuple) and known else known  # of the largest elements and their places, say
+    return isinstance(first, TensorFact) and first.dtype.is_floating_point
+
+
+def given(gm: fx.GraphModule) -> set[fx.Node]:
+    """Constants, inputs, sizes of anything, and what is computed from such by operators without weights."""
+    plain: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        given = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
+        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
+            plain.add(node)
+    return plain
+
+
+def divisors(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
+    return _leading(gm, _divides)
+
+
+def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The tables of functions with a pole at 0 that read what is computed for them alone, and this, from layers on.
+
+    Of the 8 bits of a square hardly any are left where it is small, and there the function is largest.
+    """
+    leading, found = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
+    for node in gm.graph.nodes:
+        after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
+        if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
+            found[node] = "it leads to a divisor or a logarithm, and must not be rounded to 0: the target has no 16 bits"
+        elif after is not None and _is_pole(node):
+            found[node] = f"near its pole it needs more of %{after.name} than 8 bits, and the target has no more"
+    return found
+
+
+def _makes_smaller(node: fx.Node) -> bool:
+    """Whether what is small in the operands of a node of the table may be smaller than a step of its result, on a grid of its own."""
+    operator = operator_of(node)
+    assert operator is not None
+    keeps_steps = operator.name in KEEPING and len(node.all_input_nodes) == 1
+    return demand(node) == Own() and not keeps_steps and operator.name != "quantize"
+
+
+def _is_pole(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and part(node) is None and has_pole(operator.name, operator.arguments(node))
+
+
+def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
+    """The nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        known = operator_of(node) is not None and not _sums(node) and node.users
+        if known and all(reader in found or ends(reader, node) for reader in node.users):
+            found.add(node)
+    return found
+
+
+def _sums(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
+
+
+def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
+    operator = operator_of(node)
+    if operator is not None:
+        return operator.name in RANKING_OPERATORS
+    if node.op == "call_module":
+        return isinstance(resolve(gm, str(node.target)), RANKING)
+    return node.target in (RANKING_METHODS if node.op == "call_method" else RANKING_FUNCTIONS)
+
+
+def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
+    """What is computed from inputs and constants, and leads to masks of composites alone.
+
+    What is computed of truth values and whole numbers is none of it: that is exact on integers; nor is what tells the largest of a row.
+    """
+    plain, found, ranked = given(gm), set(), set[fx.Node]()
+    for node in reversed(gm.graph.nodes):
+        if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
+            found.add(node)
+    for node in gm.graph.nodes:
+        if node.target is finely or not ranked.isdisjoint(node.all_input_nodes):
+            ranked.add(node)
+    return {node for node in found - ranked if not _of_plain_values(node)}
+
+
+def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
+    """What is computed from whole numbers that are given, and leads to whole numbers alone, as the buckets of positions are.
+
+    A logarithm of 0 that a `where` passes over is no defect of a batch there.
+    """
+    whole, found = set[fx.Node](), set[fx.Node]()
+    for node in gm.graph.nodes:
+        known, inputs = fact(node), node.all_input_nodes
+        given = node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point
+        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not _sums(node)
+        if given or computed or is_parameter(node) or reads_shape_only(node):
+            whole.add(node)
+    for node in reversed(gm.graph.nodes):
+        known = fact(node)
+        real = isinstance(known, TensorFact) and known.dtype == torch.float32 and not is_parameter(node)
+        if real and node in whole and node.users and all(reader in found or _cuts(reader) for reader in node.users):
+            found.add(node)
+    return found
+
+
+def _cuts(reader: fx.Node) -> bool:
+    operator = operator_of(reader)
+    return operator is not None and operator.name == "truncated"
+
+
+def _of_plain_values(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and isinstance(demand(node), Plain) and not operand_nodes(operator, operator.arguments(node))
+
+
+def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether a node is an added mask, or truth values that a composite reads."""
+    record, known = operator_of(reader), fact(node)
+    if isinstance(known, TensorFact) and known.dtype == torch.int64:
+        return False
+    if record is None or record in HOST:
+        return record is not None
+    inner, outer = part(node), part(reader)
+    beside = inner is not None and outer is not None and inner.composite == outer.composite  # an order, a sign: of what is computed there
+    return node in read_nodes(record, record.arguments(reader)) and (outer is not None or record.expand is not None) and not beside
+
+
+def _divides(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether the node is what a float operator divides by, or takes the logarithm of, and nothing else of it."""
+    operator = operator_of(reader)
+    if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
+        return False
+    name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
+    if reader.op not in ("call_function", "call_method"):
+        return False
+    first, second = reader.args[:1], reader.args[1:2]
+    return (name in DIVISIONS and node not in first and node in second) or (name in SINGULAR and node in first)

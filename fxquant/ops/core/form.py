@@ -1,0 +1,195 @@
+"""What an operator's record says of ONNX: the operator as standard float operators, which style "qdq" puts between its quantized tensors.
+
+    def _onnx_maximum(c: Call) -> str:
+        return c.do("Max", c.operand("input"), c.operand("other"))
+
+A record has such a form where other compilers look for a certain operator. Without one, an operator whose primitives only move elements
+moves floats by them, and any other is its float function, as PyTorch's exporter writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import Size
+from fxquant.ir.graph import fact, resolve
+from fxquant.primitives import shape
+from fxquant.primitives.record import Emitter
+
+PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
+WHOLE_OPSET = 20  # the first with Gelu; HardSwish is older
+INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
+LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as many steps
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator to be written.
+
+    arguments   its canonical arguments, with the names of real values for activations
+    constants   its parameters by role: integers, scales, and the axis these run along
+    between     quantizes and dequantizes what a residual is added to, where the integer graph does
+    rounded     quantizes and dequantizes a value on the scale of the result
+    node        the node of the integer graph that is its result
+    primitives  the nodes it was lowered to
+    exported    writes its float function as PyTorch's exporter does
+    whole       whether an operator of opset 20 that not every compiler knows is written where there is one
+    """
+
+    e: Emitter
+    name: str
+    arguments: dict[str, Any]
+    constants: dict[str, tuple[Tensor, Tensor, int | None]]
+    between: Callable[[str], str] | None
+    rounded: Callable[[str], str]
+    node: fx.Node
+    primitives: list[fx.Node]
+    exported: Callable[[], str]
+    whole: bool = False
+
+    by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
+
+    def as_convolution(self) -> bool:
+        """Whether a layer with a weight is written as a two-dimensional convolution, whatever it is."""
+        return False
+
+    @property
+    def input(self) -> str:
+        """The real value of its one operand."""
+        return str(self.arguments["input"])
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def do(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        return self.e.node(operator, *inputs, **attributes)
+
+    def number(self, value: float) -> str:
+        return self.e.constant(float(value))
+
+    def integers(self, values: Sequence[int]) -> str:
+        return self.e.constant(torch.tensor(list(values), dtype=torch.int64, device="cpu"))
+
+    def operand(self, role: str) -> str:
+        """An operand's real value: an activation, a parameter, or a number."""
+        value = self.arguments.get(role)
+        if isinstance(value, str):
+            return value
+        return self.e.constant(self.real(role)) if role in self.constants else self.number(self.arguments[role])
+
+    def real(self, role: str) -> Tensor:
+        """A parameter's real numbers, float32; its scales must run along its dimension `axis`. A mask or an index as it is."""
+        integers, scale, axis = self.constants[role]
+        if scale.numel() == 0:
+            return integers
+        shaped = scale if axis is None else scale.reshape(-1, *[1] * (-axis - 1))
+        return (integers.double() * shaped.double()).float()
+
+    def weight(self, arrange: Callable[[Tensor], Tensor] = lambda weight: weight, role: str = "weight") -> str:
+        """A weight: integers behind DequantizeLinear, or their real numbers where the opset has no such operator.
+
+        `arrange` puts it, and the index of its channels, in another order of dimensions.
+        """
+        integers, scale, axis = self.constants[role]
+        e = self.e
+        old = e.opset < PER_CHANNEL_OPSET or (integers.dtype == torch.int16 and e.opset < INT16_OPSET)
+        if old or (axis is not None and integers.shape[axis] != scale.numel()):
+            return e.constant(arrange(self.grouped(role)))
+        attributes = {}
+        if axis is not None:
+            attributes["axis"] = channel_axis(integers, scale, axis, arrange)
+        zero = torch.zeros(scale.shape, dtype=integers.dtype, device="cpu")
+        return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
+
+    def grouped(self, role: str) -> Tensor:
+        """The real numbers of a weight whose scales may run through groups along its first dimension."""
+        integers, scale, axis = self.constants[role]
+        if axis is None or integers.shape[axis] == scale.numel():
+            return self.real(role).contiguous()
+        groups = scale.numel() // integers.shape[axis]
+        shaped = scale.reshape(groups, 1, integers.shape[axis], *[1] * (-axis - 1))
+        return (integers.reshape(groups, -1, *integers.shape[1:]) * shaped).reshape(integers.shape)
+
+    def primitive(self, target: Callable[..., Any]) -> fx.Node | None:
+        """The first of its primitives of this kind."""
+        return next((node for node in self.primitives if node.target is target), None)
+
+    def epilogue(self, value: str) -> str:
+        """What is fused behind it: a residual, then a clamp."""
+        if self.arguments.get("residual") is not None:
+            value = value if self.between is None else self.between(value)
+            value = self.do("Add", value, self.arguments["residual"])
+        return self.clamped(value, *(self.arguments.get("clamp") or (None, None)))
+
+    def clamped(self, value: str, low: float | None, high: float | None) -> str:
+        low, high = None if low == -math.inf else low, None if high == math.inf else high
+        if low is None and high is None:
+            return value
+        if low == 0 and high is None:
+            return self.do("Relu", value)
+        return self.do("Clip", value, "" if low is None else self.number(low), *([] if high is None else [self.number(high)]))
+
+    def reduced(self, operator: str, value: str, axes: Sequence[int] | None, keepdim: bool) -> str:
+        """A reduction, whose axes were an attribute once."""
+        attributes: dict[str, Any] = {"keepdims": int(keepdim)}
+        if axes is None:
+            return self.do(operator, value, **attributes)
+        if self.e.opset < (13 if operator == "ReduceSum" else 18):
+            return self.do(operator, value, axes=list(axes), **attributes)
+        return self.do(operator, value, self.integers(axes), **attributes)
+
+    def unsqueezed(self, value: str, axis: int) -> str:
+        return self.do("Unsqueeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Unsqueeze", value, self.integers([axis]))
+
+    def squeezed(self, value: str, axis: int) -> str:
+        return self.do("Squeeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Squeeze", value, self.integers([axis]))
+
+    @property
+    def operand_shape(self) -> tuple[Size, ...]:
+        """The shape of what its first primitive reads."""
+        node = self.primitives[0].args[0]
+        assert isinstance(node, fx.Node)
+        known: tuple[Size, ...] = fact(node).shape
+        return known
+
+    def selected(self) -> str:
+        """The operand's elements as the integer graph selects them; the operand itself where it does not."""
+        value = self.input
+        for node in self.primitives:
+            if node.target is shape.select:
+                graph, indices = node.graph.owning_module, node.args[2]
+                assert graph is not None
+                assert isinstance(indices, fx.Node)
+                value = self.do("Gather", value, self.e.constant(resolve(graph, str(indices.target))), axis=node.args[1])
+        return value
+
+    def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:
+        """`sum_of` the bias as an input, if there is one; a large bias is added behind: `trailing` dimensions follow its channels.
+
+        onnxruntime makes a bias int32, in steps of the operand's scale times the weight's, and does not mind an overflow.
+        """
+        if "bias" not in self.constants:
+            return sum_of()
+        bias = self.real("bias")
+        if float(self.constants["bias"][0].abs().max()) < LARGEST_BIAS:
+            return sum_of(self.e.constant(bias))
+        return self.do("Add", sum_of(), self.e.constant(bias.reshape(-1, *[1] * trailing)))
+
+
+def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[Tensor], Tensor]) -> int:
+    """The dimension of an arranged weight along which its scales run, which ran along `axis`, counted from the end."""
+    channels = arrange(torch.arange(scale.numel(), device="cpu").reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
+    return next(d for d in range(channels.dim()) if channels.shape[d] == scale.numel() and _runs(channels, d))
+
+
+def _runs(channels: Tensor, dim: int) -> bool:
+    """Whether the index of channels is that of this dimension."""
+    return torch.equal(
+        channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape)
+    )

@@ -1,0 +1,195 @@
+"""Sums along single dimensions by matrices of whole numbers: windows of unequal sizes, and interpolation by more than two neighbours."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, INT48_MAX
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.form import Call
+from fxquant.primitives import elementwise
+from fxquant.primitives.matrix import transform
+
+HALF = Fraction(1, 2)
+CUBIC = Fraction(-3, 4)  # the coefficient of PyTorch's bicubic interpolation,
+CUBIC_ANTIALIASED = Fraction(-1, 2)  # and with antialias=True
+ACCUMULATOR_BITS = 46  # of a sum, without its sign: its largest magnitude is below 2^47
+
+Row = tuple[tuple[int, Fraction], ...]  # the elements that an output is made of, with their weights
+
+
+# ---- the integer meaning --------------------------------------------------------------------------------------------
+
+
+def weighted_sums(
+    lowering: Lowering, input: Quantized, matrices: Sequence[Tensor | None], steps: Ratio, clamp: Clamp | None = None
+) -> Quantized:
+    """The last dimensions multiplied by one matrix each, of whole numbers (None: as it is), and requantized.
+
+    `steps` is what one of the sum is worth.
+    """
+    value, largest, rank = input.value, float(input.grid.magnitude), len(input.shape)
+    for dim in range(-1, -len(matrices) - 1, -1):
+        matrix = matrices[dim]
+        if matrix is None:
+            continue
+        largest *= float(matrix.abs().sum(1).max())
+        stored = lowering.constant(f"matrix{-dim}", matrix.float().to(input.scale.device), torch.int32)
+        value = lowering.call(transform, value, stored, dim, rank, largest >= FLOAT32_EXACT)
+    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the weighted sum", INT48_MAX)
+    if all(matrix is None for matrix in matrices):
+        value = lowering.call(elementwise.widen, value)
+    return lowering.requantize(value, steps, clamp, bound=largest)
+
+
+def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[Tensor | None]) -> str:
+    """The same in real numbers, of a value of this shape: each matrix a product along its dimension, the last dimension first.
+
+    There is no Transpose: onnxruntime cannot move QuantizeLinear of opset 21 in front of one by itself.
+    """
+    rank = len(shape)
+    sizes = list(shape[rank - len(matrices) :])
+    for dim in range(-1, -len(matrices) - 1, -1):
+        matrix = matrices[dim]
+        if matrix is None:
+            continue
+        real = matrix.float().contiguous()
+        sizes[dim] = real.shape[0]
+        if dim == -1:
+            value = c.do("MatMul", value, c.e.constant(real.t().contiguous()))
+            continue
+        kept, behind = [0] * (rank + dim), sizes[dim:]
+        flat = value if dim == -2 else c.do("Reshape", value, c.integers([*kept, real.shape[1], -1]))
+        product = c.do("MatMul", c.e.constant(real), flat)
+        value = product if dim == -2 else c.do("Reshape", product, c.integers([*kept, *behind]))
+    return value
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+def uneven_windows(length: int, count: int) -> list[tuple[int, int]]:
+    """(start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
+    return [(index * length // count, -(-(index + 1) * length // count)) for index in range(count)]
+
+
+def box(length: int, count: int) -> Tensor | None:
+    """1 where an element belongs to a window; None where each is a window of its own."""
+    if length == count:
+        return None
+    matrix = torch.zeros(count, length, device="cpu", dtype=torch.float32)
+    for index, (start, stop) in enumerate(uneven_windows(length, count)):
+        matrix[index, start:stop] = 1
+    return matrix
+
+
+def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """How many elements each window has, in all dimensions together: float32, one number if all agree."""
+    sizes = torch.ones((), device="cpu", dtype=torch.float32)
+    for length, count in zip(lengths, counts, strict=True):
+        along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
+        sizes = sizes.unsqueeze(-1) * along
+    return sizes.flatten()[0] if bool((sizes == sizes.flatten()[0]).all()) else sizes
+
+
+# ---- interpolation --------------------------------------------------------------------------------------------------
+
+
+def fraction_bits(arithmetic_bits: int, operand_bits: int, axes: int, doublings: int) -> int:
+    """The fraction bits of a weight: as many as the target has, and as a sum over all axes leaves room for that grows by 2^doublings."""
+    return min(arithmetic_bits, (ACCUMULATOR_BITS - (operand_bits - 1) - doublings) // max(axes, 1))
+
+
+def _step(length: int, count: int, factor: float | None, align_corners: bool) -> Fraction:
+    if align_corners:
+        return Fraction(length - 1, count - 1) if count > 1 else Fraction(0)
+    return Fraction(length, count) if factor is None else 1 / Fraction(factor)
+
+
+def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
+    """The weight of an element at a distance, of a cubic interpolation with this coefficient."""
+    x = abs(distance)
+    if x <= 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a if x < 2 else Fraction(0)
+
+
+@functools.cache
+def cubic_rows(length: int, count: int, factor: float | None, align_corners: bool) -> tuple[Row, ...]:
+    """PyTorch's bicubic interpolation along one dimension: four neighbours, the first and the last element repeated outside."""
+    step, rows = _step(length, count, factor, align_corners), []
+    for output in range(count):
+        source = output * step if align_corners else (output + HALF) * step - HALF
+        first = math.floor(source)
+        row: dict[int, Fraction] = {}
+        for place in range(first - 1, first + 3):
+            inside = min(max(place, 0), length - 1)
+            row[inside] = row.get(inside, Fraction(0)) + cubic_weight(source - place, CUBIC)
+        rows.append(tuple(row.items()))
+    return tuple(rows)
+
+
+@functools.cache
+def linear_rows(length: int, count: int, factor: float | None, align_corners: bool) -> tuple[Row, ...]:
+    """Linear interpolation along one dimension."""
+    step, rows = _step(length, count, factor, align_corners), []
+    for output in range(count):
+        source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
+        first = min(math.floor(source), length - 1)
+        share = source - first if first + 1 < length else Fraction(0)
+        rows.append(((first, 1 - share), *(((first + 1, share),) if share else ())))
+    return tuple(rows)
+
+
+@functools.cache
+def antialiased_rows(length: int, count: int, factor: float | None, align_corners: bool, cubic: bool) -> tuple[Row, ...]:
+    """PyTorch's interpolation with antialias=True: where it shrinks, the filter is as much wider."""
+    step, rows = _step(length, count, factor, align_corners), []
+    wider = max(step, Fraction(1))
+    support = (2 if cubic else 1) * wider
+    for output in range(count):
+        centre = step * (output + HALF)
+        start, stop = max(math.trunc(centre - support + HALF), 0), min(math.trunc(centre + support + HALF), length)
+        weights = []
+        for place in range(start, stop):
+            distance = (place - centre + HALF) / wider
+            weights.append(cubic_weight(distance, CUBIC_ANTIALIASED) if cubic else max(1 - abs(distance), Fraction(0)))
+        total = sum(weights, Fraction(0))
+        rows.append(tuple((start + index, weight / total) for index, weight in enumerate(weights) if weight))
+    return tuple(rows)
+
+
+def is_unchanged(rows: Sequence[Row], length: int) -> bool:
+    """Whether every output is its own element."""
+    weights = [[(place, weight) for place, weight in row if weight] for row in rows]
+    return weights == [[(index, Fraction(1))] for index in range(length)]
+
+
+def fixed_point(rows: Sequence[Row], length: int, bits: int) -> Tensor | None:
+    """The weights in steps of 2^-bits, rounded half up, the largest of a row taking what their sum is off by: float64 [outputs, length].
+
+    None where every output is its own element.
+    """
+    if is_unchanged(rows, length):
+        return None
+    matrix = torch.zeros(len(rows), length, dtype=torch.float64, device="cpu")
+    for output, row in enumerate(rows):
+        whole = {place: math.floor(weight * 2**bits + HALF) for place, weight in row}
+        largest = max(whole, key=lambda place: whole[place])
+        whole[largest] += 2**bits - sum(whole.values())
+        matrix[output, list(whole)] = torch.tensor([float(value) for value in whole.values()], dtype=torch.float64, device="cpu")
+    return matrix
+
+
+def real_matrix(rows: Sequence[Row], length: int) -> Tensor | None:
+    """The weights as real numbers."""
+    exact = fixed_point(rows, length, 40)
+    return None if exact is None else exact * 2.0**-40

@@ -1,0 +1,293 @@
+"""What a call means where it reads whole numbers or truth values, as PyTorch promotes them.
+
+tokens + 1, places // 2, mask & other      arithmetic on whole numbers, as they are: `fxquant.ops.elementwise.whole`
+scores * places, bytes / 255               whole numbers as real ones, on a grid of their own: `to_real`
+logical_and(scores, mask)                  whether a number is not 0, then on truth values
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.casting import to_integer, to_real, truncated
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import OPERATORS, Operator, operator_of
+from fxquant.ops.elementwise import whole
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.whole import COMPARISONS
+from fxquant.ops.movement.shape import identity, numbers, reshape
+from fxquant.ops.reduction import whole_along
+from fxquant.primitives.comparison import RELATIONS
+from fxquant.primitives.whole import DTYPES
+
+Call = tuple[Callable[..., Any], dict[str, Any]]  # an operator's function, and its arguments by name
+LOGIC = {"logical_and": whole.whole_and, "logical_or": whole.whole_or, "logical_xor": whole.whole_xor}
+NEVER = 2**62  # stands for a number that no whole number is equal to
+
+
+def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
+    """The call that a node means, of which parts may be made with `build`; None where it means what it says, or a reason."""
+    result = fact(node)
+    if not isinstance(result, TensorFact) and operator.name not in ("max_along", "min_along"):
+        return None
+    if isinstance(arguments, str):
+        return None
+    read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
+    if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
+        numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
+        return _of_truth(operator, arguments, build) if numbers or any(fact(value).dtype != torch.bool for value in read) else None
+    if operator.function is truncated:
+        return _narrow(node, operator.function, arguments, build)
+    if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
+        return None
+    if isinstance(result, TensorFact) and result.dtype == torch.float32:
+        return _of_real_numbers(operator, arguments, build)
+    if any(fact(value).dtype.is_floating_point for value in read):
+        return _of_real_numbers(operator, arguments, build) if operator.name in RELATIONS else None
+    if operator.name in ("cat", "stack"):
+        return _joined(node, operator, arguments, build)
+    if isinstance(result, TensorFact) and result.dtype == torch.bool and operator.name not in RELATIONS:
+        return _of_bits(operator, arguments, build)
+    if operator.moves:
+        return _moved(node, operator, arguments, build)
+    return _of_whole_numbers(node, operator, arguments, build)
+
+
+def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(list(arguments.values()), found.append)
+    return found
+
+
+# ---- truth values ---------------------------------------------------------------------------------------------------
+
+
+def truth(value: Any, build: Builder) -> Any:
+    """Whether the numbers of a tensor are not 0."""
+    if not isinstance(value, fx.Node):
+        return build.constant(torch.tensor(bool(value), device="cpu", dtype=torch.bool))
+    if fact(value).dtype == torch.bool:
+        return value
+    if is_parameter(value) or fact(value).dtype.is_floating_point:
+        return build.host(torch.ne, value, 0)
+    return build.host(COMPARISONS["ne"], wide(value, build), 0)
+
+
+def _of_truth(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call:
+    made = {name: truth(value, build) if name in operator.reads else value for name, value in arguments.items()}
+    return operator.function, made
+
+
+def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
+    """Arithmetic on truth values alone."""
+    values = [truth(arguments[name], build) for name in ("input", "other") if isinstance(arguments.get(name), fx.Node)]
+    if operator.name == "where" and isinstance(arguments["condition"], fx.Node):
+        condition, numbers = arguments["condition"], [arguments["input"], arguments["other"]]
+        if len(values) == 1 and numbers[1] in (0.0, False):  # a product
+            return torch.logical_and, {"input": condition, "other": values[0]}
+        if len(values) == 2:
+            left = build.host(torch.logical_and, condition, values[0])
+            right = build.host(torch.logical_and, build.host(torch.logical_not, condition), values[1])
+            return torch.logical_or, {"input": left, "other": right}
+        return None
+    function = {"mul": torch.logical_and, "minimum": torch.logical_and, "add": torch.logical_or, "maximum": torch.logical_or}
+    if operator.name in function and len(values) == 2:
+        return function[operator.name], {"input": values[0], "other": values[1]}
+    return None
+
+
+# ---- real numbers ---------------------------------------------------------------------------------------------------
+
+
+def real(value: Any, build: Builder) -> Any:
+    """Truth values or whole numbers as real numbers; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(real(item, build) for item in value)
+    known = fact(value) if isinstance(value, fx.Node) and not is_parameter(value) else None
+    if not isinstance(known, TensorFact) or known.dtype.is_floating_point or known.dtype.is_complex:
+        return value
+    if known.dtype == torch.bool:
+        return build.host(where, value, 1.0, 0.0)
+    return build.host(to_real, wide(value, build))
+
+
+def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
+    if operator.function is to_real:
+        return None if fact(arguments["input"]).dtype == torch.int64 else (to_real, {"input": wide(arguments["input"], build)})
+    if operator.moves or not operator.operands:
+        return None
+    made = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
+    return None if made == arguments else (operator.function, made)
+
+
+# ---- whole numbers --------------------------------------------------------------------------------------------------
+
+
+def wide(value: Any, build: Builder) -> Any:
+    """Truth values or whole numbers as int64; what only moves narrower ones moves these instead."""
+    if not isinstance(value, fx.Node) or is_parameter(value) or fact(value).dtype == torch.int64:
+        return value
+    record = operator_of(value)
+    if record is not None and record.function is to_integer and _is_narrow_of_the_same(value):
+        return value.args[0]
+    return build.host(to_integer, value, torch.int64)
+
+
+def _is_narrow_of_the_same(node: fx.Node) -> bool:
+    """Whether a node gives numbers their own narrow dtype again, in which they were before they were moved."""
+    source, dtype = node.args[0], fact(node).dtype
+    while isinstance(source, fx.Node) and (record := operator_of(source)) is not None:
+        if record.function is to_integer:
+            before = source.args[0]
+            return isinstance(before, fx.Node) and fact(before).dtype == dtype
+        if not record.moves or not isinstance(source.args[0], fx.Node):
+            return False
+        source = source.args[0]
+    return False
+
+
+def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, Any], build: Builder) -> Call:
+    """The call, and behind it the dtype that the node's result has."""
+    known = fact(node)
+    plain = not isinstance(known, TensorFact) or known.dtype not in DTYPES or known.dtype == torch.int64
+    if plain:
+        return function, arguments
+    bound = OPERATORS[function].bind((), arguments)
+    return to_integer, {"input": build.host(function, *bound.values()), "dtype": known.dtype}
+
+
+def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
+    """Narrow whole numbers are moved as int64."""
+    if fact(node).dtype not in DTYPES or fact(node).dtype == torch.int64:
+        return None
+    made = {
+        name: [wide(item, build) for item in value] if isinstance(value, list | tuple) and name in operator.operands else wide(value, build)
+        if name in operator.operands else value
+        for name, value in arguments.items()
+    }  # fmt: skip
+    bound = operator.normalize(node, made)
+    return None if isinstance(bound, str) else _narrow(node, operator.function, bound, build)
+
+
+def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
+    """Whole numbers, or truth values, one after another."""
+    known, dim = fact(node), arguments["dim"]
+    made = [value if known.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
+    if operator.name == "stack":
+        dim %= len(known.shape)
+        shapes = [numbers(fact(value).shape) for value in made]
+        if any(shape.count(-1) > 1 for shape in shapes):
+            return None
+        made = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(made, shapes, strict=True)]
+    return _narrow(node, whole_along.whole_cat, {"tensors": made, "dim": dim}, build)
+
+
+def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
+    name = operator.name
+    if name in ("max_along", "min_along"):
+        return _along(name, arguments, build)
+    if name in RELATIONS:
+        return _compared(name, arguments, build)
+    if name.startswith("logical_") and fact(node).dtype != torch.bool:  # of bits
+        if name == "logical_not":
+            return _narrow(node, whole.whole_sub, {"input": -1, "other": wide(arguments["input"], build), "alpha": 1}, build)
+        return _narrow(node, LOGIC[name], {each: wide(value, build) for each, value in arguments.items()}, build)
+    if name == "where":
+        made = {each: wide(value, build) if each != "condition" else value for each, value in arguments.items()}
+        if any(isinstance(value, float) and not value.is_integer() for value in made.values()):
+            return None
+        made = {each: int(value) if isinstance(value, float) else value for each, value in made.items()}
+        return _narrow(node, whole_along.whole_where, made, build)
+    if operator.function is to_integer:
+        dtype = arguments["dtype"]
+        return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
+    if name in ("whole_lshift", "whole_rshift"):
+        return _narrow(node, operator.function, {each: wide(value, build) for each, value in arguments.items()}, build)
+    meaning = MEANINGS.get(name)
+    if meaning is None or not isinstance(fact(node), TensorFact) or fact(node).dtype not in DTYPES:
+        return None
+    operand = fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
+    call = meaning({each: wide(value, build) for each, value in arguments.items()}, operand)
+    return call if isinstance(call, str | None) else _narrow(node, *call, build)
+
+
+def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
+    """The extreme ones along a dimension, and their places."""
+    function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
+    return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
+
+
+def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
+    """A comparison with a number that is not whole is one with the whole number beside it."""
+    made: dict[str, Any] = {}
+    for name, value in arguments.items():
+        holds = relation if name == "other" else {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(relation, relation)
+        if isinstance(value, bool):
+            value = int(value)
+        if isinstance(value, float) and math.isfinite(value):
+            whole_number = math.floor(value) if holds in ("gt", "le") else math.ceil(value)
+            value = whole_number if holds not in ("eq", "ne") or value.is_integer() else NEVER
+        made[name] = wide(value, build)
+    return COMPARISONS[relation], made
+
+
+Meaning = Callable[[dict[str, Any], "TensorFact | None"], "Call | str | None"]
+
+
+def _with(function: Callable[..., Any]) -> Meaning:
+    """The arguments of the same names."""
+    return lambda arguments, operand: (function, arguments)
+
+
+def _dims(function: Callable[..., Any]) -> Meaning:
+    """A reduction, whose dimensions are named one by one."""
+
+    def meaning(arguments: dict[str, Any], operand: TensorFact | None) -> Call | None:
+        if operand is None:
+            return None
+        dim = arguments.get("dim")
+        chosen = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+        return function, {"input": arguments["input"], "dim": chosen or list(range(len(operand.shape))), "keepdim": arguments["keepdim"]}
+
+    return meaning
+
+
+MEANINGS: dict[str, Meaning] = {
+    "add": _with(whole.whole_add),
+    "sub": _with(whole.whole_sub),
+    "mul": _with(whole.whole_mul),
+    "floor_divide": _with(whole.whole_floor_divide),
+    "trunc_divide": _with(whole.whole_trunc_divide),
+    "floor_quotient": _with(whole.whole_floor_divide),
+    "trunc_quotient": _with(whole.whole_trunc_divide),
+    "floor_remainder": _with(whole.whole_remainder),
+    "trunc_remainder": _with(whole.whole_fmod),
+    "remainder": _with(whole.whole_remainder),
+    "fmod": _with(whole.whole_fmod),
+    "maximum": _with(whole.whole_maximum),
+    "minimum": _with(whole.whole_minimum),
+    "neg": lambda arguments, operand: (whole.whole_sub, {"input": 0, "other": arguments["input"], "alpha": 1}),
+    "abs": _with(whole.whole_abs),
+    "sign": _with(whole.whole_sign),
+    "square": lambda arguments, operand: (whole.whole_mul, {"input": arguments["input"], "other": arguments["input"]}),
+    "pow": _with(whole.whole_pow),
+    "clamp": lambda arguments, operand: (whole.whole_clamp, {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in arguments.items()
+    }),
+    "clamp_between": _with(whole.whole_clamp),
+    "sum": _dims(whole_along.whole_sum),
+    "amax": _dims(whole_along.whole_amax),
+    "amin": _dims(whole_along.whole_amin),
+    "cumsum": _with(whole_along.whole_cumsum),
+    "argmax": _with(whole_along.whole_argmax),
+    "argmin": _with(whole_along.whole_argmin),
+    **{name: lambda arguments, operand: (identity, arguments) for name in ("ceil", "floor", "trunc")},
+    "round": lambda arguments, operand: (identity, {"input": arguments["input"]}),
+}  # fmt: skip

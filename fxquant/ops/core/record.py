@@ -1,0 +1,400 @@
+"""What an operator is: one record.
+
+The record says how the operator is spelled in PyTorch, what it demands of its result's grid, and either how it lowers to
+integer primitives or how it expands into calls of other records. Its shape function is its float function, run on tensors
+without data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, stated_demand
+from fxquant.lowering.lowering import Quantized
+from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.traits import Trait
+from fxquant.primitives.arithmetic import Arithmetic
+
+# How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
+Adapt = Callable[..., "dict[str, Any] | str | Instead"]
+Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
+
+
+@dataclass(frozen=True)
+class Own:
+    """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
+
+    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
+    shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
+    otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
+    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen are still told apart;
+                   only for that dtype
+    """
+
+    dtype: str | None = None
+    shared_where: str | None = None
+    otherwise: str | None = None
+    headroom: float = 1.0
+
+
+# Of an inner tensor of a composite: what its result is worth nothing without, and what it is better with.
+WIDE = Own("int16", headroom=2.0)
+INNER = Own("int16", otherwise="int8")
+
+
+@dataclass(frozen=True)
+class Same:
+    """The grid of the operands of these parameters; of all operands, where none is named."""
+
+    operands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A grid that is given, whatever the values: this scale and this dtype.
+
+    zero_point  of an affine dtype; None: the one that covers what a symmetric dtype does
+    otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
+    """
+
+    scale: float
+    dtype: str
+    zero_point: int | None = None
+    otherwise: Fixed | Own | None = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """No grid: the result is truth values or whole numbers ("bool", "int64"), which are read as they are. It has no gradient."""
+
+    dtype: str
+
+
+Demand = Own | Same | Fixed | Plain
+
+
+def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
+    """What is demanded on a target with activations of these dtypes: what is demanded otherwise, where it has not the first."""
+    if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
+        return demanded
+    if isinstance(demanded, Own):
+        return replace(demanded, dtype=demanded.otherwise, otherwise=None, headroom=1.0)
+    return settled(demanded.otherwise, dtypes)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Marks, among the arguments taken from a module, the module's own parameter or buffer of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What an adaption returns where a call with these arguments is another operator's: its function, and its arguments by name."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def _never_lowered(*_: Any, **__: Any) -> Quantized:
+    raise AssertionError("a composite is expanded before anything is lowered")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    name       its name, PyTorch's
+    function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
+    operands   the parameters that take activations (a tensor, or a list of them)
+    moves      whether its result is elements of its operands, in whatever place, or their places: it moves truth values and whole numbers
+               as well, and then demands no grid; `lower` has them as a `Quantized` without one
+    carries    the parameters whose elements its result holds as they are: tensors, constants, numbers. Its grid is there for what reads it,
+               and real numbers are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
+    reads      the parameters that take truth values or whole numbers as they are: a mask, an index
+    dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
+    demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
+    keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
+               is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
+               matter of its result
+    observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
+               show but some rows
+    lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
+               every operator has it but a composite. An argument that is no operand, a mask or an index, comes as it is: a value of the
+               lowering, or, where it is a constant, a tensor (`Lowering.given`)
+    expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
+               `build` is a `composite.Builder`
+    functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
+    methods    the same for Tensor methods
+    modules    the same for modules, by exact class: module -> arguments
+    read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
+    absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
+    window     of an operator whose result is the largest element of windows: how far these reach along the last dimensions
+    normalize  brings the arguments of a node to their simplest form, or says why they have none
+    parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
+    adapt      how the arguments of `function` itself become canonical ones (None: by name)
+    refuses    says why a particular node must stay in float, or None
+    idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
+    adds       whether its operands are terms of a sum, brought to one scale: one may be too small for the others
+    sums       whether it forms a sum of products that may stand as it is, a 32-bit output
+    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
+               that absorb one
+    weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
+               channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
+    channels   the dimension of its operand, and of its result, whose indices are channels, given its arguments; of operators that have
+               parameters for each channel. None: it has no such
+    rescaled   its arguments by name, the factors of the channels it reads, and of those it gives -> the arguments that change, so that
+               its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
+               operators with `channels`
+    macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
+    dynamic    whether its operands and its result are real numbers, and it makes integers of an operand by what that is at run time:
+               it demands no grid, and nothing of it is calibrated
+    onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
+               where these only move elements, or else `function` as PyTorch's exporter writes it
+    traits     the criteria that it meets, by which passes and backends tell operators apart
+    """
+
+    name: str
+    function: Callable[..., Any]
+    operands: tuple[str, ...]
+    lower: Callable[..., Any] = _never_lowered
+    demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
+    moves: bool = False
+    carries: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    expand: Callable[..., Any] | None = None
+    keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    observes: Callable[[dict[str, Any]], Tensor | None] | None = None
+    functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
+    methods: Mapping[str, Adapt | None] = field(default_factory=dict)
+    modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)
+    read_off: frozenset[str] = frozenset()
+    absorbs: frozenset[str] = frozenset()
+    refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
+    idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
+    window: Callable[[dict[str, Any]], list[int]] | None = None
+    normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    adapt: Adapt | None = None
+    adds: bool = False
+    sums: bool = False
+    folded: Callable[..., tuple[Tensor, Tensor]] | None = None
+    weight: Callable[..., Tensor | None] = lambda **arguments: None
+    channels: Callable[[dict[str, Any]], int] | None = None
+    rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
+    macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
+    dynamic: bool = False
+    onnx: Callable[[Call], str] | None = None
+    traits: frozenset[Trait] = frozenset()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Copied and pickled by name: its functions are code.
+        return (operator_named, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
+        signature = _SIGNATURES[self.function]
+        if len(args) > len(signature):
+            raise TypeError(f"{self.name} takes {len(signature)} arguments, got {len(args)}")
+        bound = dict(signature)
+        bound.update(zip(signature, args, strict=False))
+        for name, value in kwargs.items():
+            name = _ALIASES.get(name, name) if name not in signature else name
+            if name not in signature:
+                raise TypeError(f"{self.name} has no argument {name!r}")
+            bound[name] = value
+        for name, value in bound.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name} is missing its argument {name!r}")
+        return bound
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The canonical parameters, in order; keywords of `function` that say what is fused are none of them."""
+        return tuple(_SIGNATURES[self.function])
+
+    def arguments(self, node: fx.Node) -> dict[str, Any]:
+        """The arguments of a canonical node, by name; keywords that were not given are absent."""
+        return self.bind_call(node.args, node.kwargs)
+
+    def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for the arguments of a call to `function` that a canonical node makes."""
+        return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
+
+
+def operator_named(name: str) -> Operator:
+    """The operator of this name, which there is."""
+    return BY_NAME[name]
+
+
+_SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {}
+_ALIASES = {"self": "input", "x": "input", "tensor": "input"}
+OPERATORS: dict[Callable[..., Any], Operator] = {}  # by canonical function
+BY_NAME: dict[str, Operator] = {}
+FUNCTIONS: dict[Callable[..., Any], tuple[Operator, Adapt | None]] = {}
+METHODS: dict[str, tuple[Operator, Adapt | None]] = {}
+MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Instead]]] = {}
+
+
+def register(operator: Operator) -> Operator:
+    """Add an operator to the table. Raises ValueError if one of its spellings is taken."""
+    if operator.parameters:
+        _SIGNATURES[operator.function] = dict(operator.parameters)
+    else:
+        signature = inspect.signature(operator.function).parameters.values()
+        _SIGNATURES[operator.function] = {p.name: p.default for p in signature if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    _claim(OPERATORS, operator.function, operator)
+    BY_NAME[operator.name] = operator
+    for function, adapt in {operator.function: operator.adapt, **operator.functions}.items():
+        _claim(FUNCTIONS, function, (operator, adapt))
+    for method, adapt in operator.methods.items():
+        _claim(METHODS, method, (operator, adapt))
+    for module, extract in operator.modules.items():
+        _claim(MODULES, module, (operator, extract))
+    return operator
+
+
+def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if key in table:
+        raise ValueError(f"{key!r} already spells an operator")
+    table[key] = value
+
+
+def operator_of(node: fx.Node) -> Operator | None:
+    """The record of a canonical node; None if the node is no known operator, or computes a parameter."""
+    return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
+
+
+def traits_of(node: fx.Node) -> frozenset[Trait]:
+    """The traits of a canonical node's operator; none of a node that is no known operator."""
+    operator = operator_of(node)
+    return frozenset() if operator is None else operator.traits
+
+
+def demand(node: fx.Node) -> Demand | None:
+    """What a canonical node demands of its result's grid; None if the node is no known operator.
+
+    A part of a composite has its demand from that, any other node from its operator.
+    """
+    operator = operator_of(node)
+    if operator is None:
+        return None
+    known, stated = fact(node), stated_demand(node)
+    if stated is not None:
+        return stated  # type: ignore[no-any-return]
+    if moved_plain(operator, operator.arguments(node)) and isinstance(known, TensorFact):
+        return Plain(str(known.dtype).removeprefix("torch."))
+    return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
+
+
+def shares(node: fx.Node) -> bool:
+    """Whether a canonical node demands its operands' grid."""
+    return isinstance(demand(node), Same)
+
+
+def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
+    """The operands with which a node has one grid on a target of this arithmetic."""
+    operator, demanded = operator_of(node), demand(node)
+    where = demanded.shared_where if isinstance(demanded, Own) else None
+    if operator is not None and where is not None and getattr(arithmetic, where):
+        return operand_nodes(operator, operator.arguments(node))
+    return on_grid_of(node)
+
+
+def on_grid_of(node: fx.Node) -> list[fx.Node]:
+    """The operands whose grid a canonical node demands, on any target."""
+    operator, demanded = operator_of(node), demand(node)
+    if operator is None or not isinstance(demanded, Same):
+        return []
+    arguments = operator.arguments(node)
+    named = {name: value for name, value in arguments.items() if name in demanded.operands} if demanded.operands else arguments
+    return operand_nodes(operator, named)
+
+
+def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
+    """The dtypes, of those offered, that nodes should have for the sake of what reads them (`Operator.dtypes`), however far behind."""
+    found: dict[fx.Node, str] = {}
+    for reader in reversed(graph.nodes):
+        for operand in reader.all_input_nodes:
+            dtype = preferred_by(reader, operand, found)
+            if dtype is not None and dtype in offered:
+                found[operand] = dtype
+    return found
+
+
+def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
+    """The dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+
+    Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
+    """
+    operator = operator_of(reader)
+    if operator is None:
+        return None
+    arguments = operator.arguments(reader)
+    for name, dtype in operator.dtypes.items():
+        if arguments.get(name) is operand:
+            return dtype
+    if reader not in preferred or operator.sums or "weight" in arguments:
+        return None
+    passed_on = on_grid_of(reader) if shares(reader) else operand_nodes(operator, arguments)
+    return preferred[reader] if operand in passed_on else None
+
+
+def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
+    """Which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
+    operator = operator_of(node)
+    if operator is not None and operator.keeps is not None:
+        return operator.keeps(operator.arguments(node), after)
+    return after if shares else EVERYTHING
+
+
+def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
+    """The nodes of all activations among the arguments, the residual included, in order; parameters are none."""
+    found: list[fx.Node] = []
+    for name in (*operator.operands, "residual"):
+        value = arguments.get(name)
+        found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    nodes = [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
+    return [value for value in nodes if not _is_plain(value)] if operator.moves else nodes
+
+
+def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
+    """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
+    found: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
+    return [*moved_plain(operator, arguments), *(value for value in found if not is_parameter(value))]
+
+
+def moved_plain(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
+    """The nodes of the truth values and whole numbers that an operator moves; parameters are none."""
+    found: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], found.append)
+    return [value for value in found if not is_parameter(value) and _is_plain(value)]
+
+
+def _is_plain(value: fx.Node) -> bool:
+    """Whether a node holds truth values or whole numbers that are no quantized tensor's."""
+    known = fact(value)
+    return isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
+
+
+def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The arguments with `function(parameter, value)` in place of every activation."""
+    mapped = dict(arguments)
+    for name in (*operator.operands, "residual"):
+        value = mapped.get(name)
+        if isinstance(value, list | tuple):
+            mapped[name] = [function(name, item) for item in value]
+        elif isinstance(value, fx.Node | Tensor):
+            mapped[name] = function(name, value)
+    return mapped

@@ -1,0 +1,49 @@
+"""Sizes and bounds that a model computes as tensors of one whole number from its constants: they are that number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, parameter_value
+
+SIZED = frozenset((
+    "pad", "_pad", "constant_pad_nd", "narrow", "view", "reshape", "expand", "repeat", "unflatten", "split",
+    "new_zeros", "new_ones", "new_full",
+))  # fmt: skip
+
+
+def settle(node: fx.Node) -> None:
+    """Bounds of slices, and sizes beside the operand, that are computed from constants alone stand in the node as numbers."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if not any(map(is_parameter, node.all_input_nodes)):
+        return
+    arguments: Any = (_bounds(tuple(node.args[1:])), _bounds(dict(node.kwargs)))
+    if name in SIZED:
+        arguments = fx.map_arg(arguments, _number)
+    node.args, node.kwargs = (*node.args[:1], *arguments[0]), dict(arguments[1])
+
+
+def _bounds(value: Any) -> Any:
+    """The same nest, with numbers for the bounds of its slices."""
+    if isinstance(value, slice):
+        return fx.map_arg(value, _number)
+    if isinstance(value, list | tuple):
+        items = [_bounds(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return {key: _bounds(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _number(value: fx.Node) -> Any:
+    """The number that a node holds, where it is one whole number that follows from constants; otherwise the node."""
+    known, model = fact(value), value.graph.owning_module
+    if not is_parameter(value) or model is None or not isinstance(known, TensorFact) or known.shape:
+        return value
+    if known.dtype.is_floating_point or known.dtype.is_complex or known.dtype == torch.bool:
+        return value
+    return int(parameter_value(model, value))

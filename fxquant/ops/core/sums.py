@@ -1,0 +1,206 @@
+"""The integer meaning of sums of two operands, of which one may be a constant."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, power_of_two
+from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
+from fxquant.numerics.rounding import straight_through
+from fxquant.primitives import elementwise
+from fxquant.primitives.arithmetic import SUM, ShiftedSums
+
+Operand = Quantized | Tensor | float
+LARGEST_CONSTANT = 2**22  # steps of the common scale; with int8 terms beside it the sum stays below 2^24
+LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2^31
+
+
+def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    """The integer meaning of input + alpha · other."""
+    return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
+
+
+def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    """The integer meaning of input - alpha · other."""
+    return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
+
+
+def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
+    """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
+    tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
+    if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
+        return _lower_narrow_sum(lowering, tensors, clamp)
+    constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
+    plain = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Tensor)}
+    if lowering.arithmetic.shifted_sums is not None and len(plain) == 2 and all(_counts(*term) for term in plain.values()):
+        return _lower_shifted_sum(lowering, plain, lowering.arithmetic.shifted_sums, clamp)
+    steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
+    larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
+    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
+    lowering.parameters |= {f"its constant {role!r}": operand for role, (operand, _) in constants.items() if isinstance(operand, Tensor)}
+    magnitude = max((_magnitude(operand) * abs(factor) for operand, factor in constants.values()), default=0.0)
+    if not math.isfinite(magnitude):
+        raise lowering.not_finite()
+    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, magnitude, larger, LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT)
+    unit = _factor(2.0**bits, larger)
+
+    bound = torch.zeros((), dtype=torch.float64, device="cpu")
+    total: Any = None
+    for role, (operand, factor) in tensors.items():
+        aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
+        if total is None:
+            total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
+        else:
+            total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+        bound = bound + math.ceil(2.0**bits * operand.grid.magnitude)
+    for role, (constant, factor) in constants.items():
+        if magnitude:
+            held = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
+            bound = bound + float(held.detach().abs().max())
+            name = role if isinstance(constant, Tensor) else "number"
+            total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
+    lowering.prove(bound, "the sum")
+    return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that rounds up to 2^15 is one less
+
+
+def _lower_shifted_sum(
+    lowering: Lowering, terms: dict[str, tuple[Quantized | float, float]], how: ShiftedSums, clamp: Clamp | None
+) -> Quantized:
+    """x · 2^n + e · E, of which x has the larger scale, requantized once; a number is ±127 on its own scale."""
+    device = next(operand.scale.device for operand, _ in terms.values() if isinstance(operand, Quantized))
+    steps: dict[str, Ratio] = {}
+    for role, (operand, factor) in terms.items():
+        if isinstance(operand, Quantized):
+            steps[role] = _step(operand, factor)
+        else:
+            steps[role] = Ratio((torch.tensor(abs(float(operand) * factor), dtype=torch.float32, device=device) / WEIGHT_INT8.high,))
+    (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
+    ratio = e.over(*x.numerators)
+    wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
+    # A bit is spared, or a sum of 16-bit integers would saturate behind the largest first shift of its requantization to 8 bits.
+    spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
+    largest = how.largest_wide if wide_x else how.largest
+    exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
+    exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
+    factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent).clamp_max(LARGEST_FACTOR)}
+    bound = torch.zeros((), dtype=torch.float64, device=device)
+    for role, (operand, _) in terms.items():
+        magnitude = operand.grid.magnitude if isinstance(operand, Quantized) else WEIGHT_INT8.high
+        bound = bound + factors[role].double() * magnitude
+    wide = lowering.prove(bound, "the sum") >= FLOAT32_EXACT
+    total: Any = None
+    for role, (operand, factor) in terms.items():
+        sign = 1 if factor > 0 else -1
+        if isinstance(operand, Quantized):
+            zero = torch.zeros((), dtype=torch.int32, device=device)
+            held = lowering.constant(f"{role}_multiplier", factors[role], torch.int32)
+            shift = lowering.constant(f"{role}_right_shift", zero, torch.int32)
+            exact = steps[role].over(*x.numerators).times(power_of_two(exponent))
+            term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, held, shift, wide)
+            if total is None:
+                total = term if sign > 0 else lowering.call(elementwise.negate, term)
+            else:
+                total = lowering.call(elementwise.add if sign > 0 else elementwise.subtract, total, term)
+    for role, (operand, factor) in terms.items():
+        if not isinstance(operand, Quantized):
+            whole = factors[role] * int(math.copysign(WEIGHT_INT8.high, operand * factor))
+            total = lowering.call(elementwise.add_constant, total, lowering.constant("number", whole, torch.int32))
+    unit = x.over(power_of_two(exponent))
+    if terms[larger][1] > 0 or not isinstance(terms[larger][0], Quantized) or lowering.output.dtype == INT32:
+        return lowering.requantize(total, unit, clamp, kind=SUM)
+
+    def lift(scale: Tensor) -> Tensor:  # it is x · 2^n - e · E that is rounded, and multiplied by a negative number
+        return lowering.arithmetic.negated(unit.over(scale), lowering.output.grid)
+
+    if not lowering.lifts_late:
+        held = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
+        total = lowering.call(elementwise.add_constant, total, held)
+    return lowering.requantize(total, unit, clamp, lift=lift, kind=SUM)
+
+
+def _counts(operand: Quantized | float, factor: float) -> bool:
+    """Whether a term is an activation, or a number other than 0."""
+    return isinstance(operand, Quantized) or operand * factor != 0
+
+
+def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:
+    narrow = all(operand.dtype.bits <= 8 for operand, _ in tensors.values()) and lowering.output.dtype.bits <= 8
+    return lowering.arithmetic.adds_in_output_steps and narrow
+
+
+def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
+    """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
+
+    def total() -> tuple[Any, Tensor]:
+        ratios = {role: _step(operand, factor).over(lowering.output.grid.scale) for role, (operand, factor) in terms.items()}
+        bits, multipliers = narrow_multipliers(list(ratios.values()))
+        total: Any = None
+        for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
+            held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
+            step = ratios[role].times(_factor(2.0**bits, ratios[role]))
+            aligned = lowering.multiplied(elementwise.align_real, operand.value, step, held, False)
+            if total is None:
+                total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
+            else:
+                total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+        return total, _factor(2.0**-bits, next(iter(ratios.values())))
+
+    def real() -> Tensor:
+        summed: Any = sum(operand.real() * factor for operand, factor in terms.values())
+        found: Tensor = summed if clamp is None else clamped(summed, *clamp)
+        return found
+
+    largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
+    lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
+    return lowering.requantize_in_steps(total, real, clamp, [operand.scale for operand, _ in terms.values()])
+
+
+def _magnitude(constant: Tensor | float) -> float:
+    return float(constant.detach().double().abs().max()) if isinstance(constant, Tensor) else abs(constant)
+
+
+def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
+    """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
+
+    The gradient of a tensor passes straight through.
+    """
+    value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
+    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(
+        torch.zeros((), dtype=torch.int64, device="cpu")
+    )
+    exact = whole * torch.sign(value.detach() * factor).long()
+    if isinstance(constant, Tensor):
+        lowering.describe(role, (1 / (steps.approximate() * factor)).float())
+    if value.requires_grad and torch.is_grad_enabled():
+        return straight_through(value * (steps.approximate() * factor), exact.double())
+    return exact
+
+
+def _step(operand: Quantized, factor: float) -> Ratio:
+    return Ratio(
+        (operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu"))
+    )
+
+
+def _factor(value: float, like: Ratio) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.numerators[0].device)
+
+
+def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> int:
+    """The n for which the common scale is 2^-n of the larger step: the largest, up to `most`, for which a constant has few enough steps.
+
+    It is negative where a constant dwarfs the terms: the output's scale covers the constant, so it is coarser still.
+    """
+    if not magnitude:
+        return most
+    steps = magnitude / float(larger.approximate())
+    return min(most, math.floor(math.log2(largest / steps)))

@@ -1,0 +1,506 @@
+"""What operators with weights have in common: their sums of products, and everything that is fused into them.
+
+The integer meaning, per output channel c:
+
+    acc = Σ x·w_q + b_q  (+ r·k_c),   w_q = round(w/s_c),  b_q = round(b/(s_x·s_c)),  k_c = round(s_r/(s_x·s_c))
+    y   = requantize(acc, s_x·s_c/s_y), limited to the fused clamp
+
+An int16 operand whose sums could exceed the accumulator is first brought to a scale 2^n larger, rounding half up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.errors import ConfigurationError
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact, is_parameter, resolve
+from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, named_parameters
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import (
+    FLOAT32_EXACT,
+    INT32,
+    INT32_MAX,
+    INT48_MAX,
+    SMALLEST_SCALE,
+    WEIGHT_INT8,
+    Grid,
+    IntType,
+    accumulator_bound,
+    bias_limit,
+    ends_of,
+    least_scale_for_bias,
+    least_scale_for_residual,
+    power_of_two,
+)
+from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.rounding import straight_through
+from fxquant.ops.core.sums import lower_add
+from fxquant.primitives import accumulate, elementwise
+from fxquant.primitives.arithmetic import LAYER, WIDE_LAYER
+from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import QuantizedWeight
+from fxquant.training import fused_layers
+
+MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
+
+IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
+
+FUSED = ("batch_norm", "residual", "clamp")  # the keywords of what is fused into a layer, in the order in which it is computed
+ABSORBED = frozenset(FUSED)
+
+BeforeResidual = Callable[[Tensor], None]
+
+
+def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before_residual: BeforeResidual | None) -> Tensor:
+    """What is fused behind the sum: residual, then clamp. `before_residual` is shown the value before the residual."""
+    if residual is not None:
+        if before_residual is not None:
+            before_residual(value)
+        value = value + residual
+    if clamp is None:
+        return value
+    return clamped(value, *clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
+
+
+# ---- the integer meaning --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """How primitives form a sum of products.
+
+    narrow      the primitive whose sums stay below 2^24
+    wide        the one for larger ones
+    attributes  what both take behind input, weight and bias
+    trailing    how many dimensions follow the channels in the output
+    layout      brings the weight, whose output channels are dimension 0, into the form that both take
+    channels    the dimension where that has its output channels
+    in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
+    """
+
+    narrow: Callable[..., Tensor]
+    wide: Callable[..., Tensor]
+    attributes: tuple[Any, ...] = ()
+    trailing: int = 0
+    layout: Callable[[Tensor], Tensor] = lambda weight: weight
+    channels: int = 0
+    in_parts: bool = False
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A sum of products from where its weight's integers are known: its operand, of this magnitude at most, and its weight."""
+
+    lowering: Lowering
+    product: Product
+    input: Quantized
+    magnitude: int
+    weight: QuantizedWeight
+
+    @property
+    def limit(self) -> int:
+        """The largest accumulator."""
+        return _limit(self.lowering)
+
+    @property
+    def kind(self) -> str:
+        """What its accumulator is to `Arithmetic.requantize`."""
+        return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
+
+    @property
+    def whole(self) -> torch.dtype:
+        """What holds a number of steps: a bias, a multiplier."""
+        return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
+
+    def bound(self, bias: Tensor | None) -> Tensor:
+        """The largest |accumulator| that any input can cause, per output channel."""
+        bound = self.weight.total * self.magnitude
+        return bound if bias is None else bound + bias.detach().double().abs()
+
+    def form(self, largest: float, bias: Tensor | None) -> Any:
+        """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
+        lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
+        operands = (
+            self.input.value,
+            lowering.constant("weight", product.layout(self.weight.integers), dtype.storage),
+            None if bias is None else lowering.constant("bias", bias, self.whole),
+            *product.attributes,
+        )
+        if largest < FLOAT32_EXACT:
+            return lowering.call(product.narrow, *operands)
+        axis = IN_PARTS.get(product.narrow)
+        parts = 0 if axis is None else lowering.parts(self.input.value, self.weight.integers, bias)
+        if parts == 1:
+            return lowering.call(product.narrow, *operands)
+        if parts and self.input.value.shape[axis] == operands[1].shape[1]:  # not in groups
+            return self._in_channels(parts, operands[1], bias)
+        cut = [list(_cut(self.weight.integers.detach(), self.magnitude, dtype))] if product.in_parts else []
+        how = "in parts" if product.in_parts else "in float64"
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
+        return lowering.call(product.wide, *operands, *cut)
+
+    def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The sums over parts of the input channels, joined in float64."""
+        lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
+        pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
+        terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
+        total: Tensor = functools.reduce(torch.add, terms)
+        return total if bias is None else total + _broadcast(bias, product.trailing)
+
+
+def lower_weighted(
+    lowering: Lowering,
+    product: Product,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
+    batch_norm: BatchNorm | None = None,
+) -> Quantized:
+    """A sum of products, and what is fused into it; output channels are the weight's dimension 0.
+
+    A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
+    that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
+    """
+    lowering.parameters.update(named_parameters(weight, bias, batch_norm))
+    unfolded, gain = bias, None
+    if batch_norm is not None:
+        gain = running_gain(batch_norm)
+        bias = fold_bias(bias, batch_norm)
+    if batch_norm is not None and lowering.live_batch_norm:
+        lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
+    bias = lowering.weight.corrected(bias)
+    least = _least_scale(lowering, input, bias, residual)
+    quantized = lowering.weight.folded(weight, gain, least)
+    if quantized is None:
+        folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
+        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start)
+    layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
+
+    live: _Live | None = None
+    steps = lowering.arithmetic.step(layer.input.scale, quantized.scale)
+    if batch_norm is not None and lowering.live_batch_norm:
+        live = _live(layer, batch_norm, unfolded)
+        bias, steps = live.bias, (*steps, live.correction)
+    bias_q = None if bias is None else _bias_integers(lowering, bias, layer.input.scale, quantized.scale)
+
+    bound, factor = layer.bound(bias_q), None
+    if residual is not None:
+        factor, bound = _residual_factor(layer, residual, steps, bound)
+    apart = residual is not None and factor is None
+    to = lowering.intermediate if apart else lowering.output
+    lift = _lift(layer, bias_q, steps, to)
+    if lift is not None and lowering.lifts_late and bias_q is not None:  # one step for all channels, but a lift for each
+        steps = (steps[0].reshape(-1).expand(len(bias_q)), *steps[1:])
+    lifted: int | Tensor = 0
+    if to is not None and lift is not None and not lowering.lifts_late:
+        lifted = lift(to.grid.scale).flatten().expand(len(quantized.integers))
+        bias_q, bound = lifted if bias_q is None else bias_q + lifted, bound + lifted.abs()
+    largest = lowering.prove(bound, "the sum", layer.limit)
+    lowering.describe("weight", quantized.scale, product.channels - weight.dim())
+    lowering.describe("bias", layer.input.scale * quantized.scale, -1, lifted)
+    if live is None:
+        return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
+    shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)
+    return _finished(layer, live.sums, steps, residual, factor, clamp, largest, shaped, live.statistics, lift)
+
+
+def lower_uniform(
+    lowering: Lowering,
+    product: Product,
+    input: Quantized,
+    shape: Sequence[int],
+    value: float,
+    clamp: Clamp | None,
+    bias: float = 0.0,
+    residual: Quantized | None = None,
+) -> Quantized:
+    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias.
+
+    What is added to it is added in the accumulator, which it has to fit.
+    """
+    device = input.scale.device
+    scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
+    integers = torch.full(tuple(shape), math.copysign(WEIGHT_INT8.high, value), dtype=torch.float32, device=device)
+    total = accumulator_bound(integers, None, 0, 1)
+    layer = _Layer(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
+    steps = lowering.arithmetic.step(input.scale, scale)
+    given = torch.tensor([bias], dtype=torch.float32, device=device)
+    bias_q = lowering.arithmetic.bias(given, input.scale, scale).expand(len(integers)) if bias else None
+    lift = _lift(layer, bias_q, steps, lowering.output)
+    bound, lifted = layer.bound(bias_q), torch.zeros(1, dtype=torch.float32, device=device)
+    if lift is not None and not lowering.lifts_late:
+        lifted = lift(lowering.output.grid.scale).flatten()
+        bias_q = (lifted if bias_q is None else bias_q + lifted).expand(len(integers))
+        bound = bound + lifted.abs()
+    factor = None
+    if residual is not None:
+        factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+        bound = bound + added
+    largest = lowering.prove(bound, "the sum", layer.limit)
+    lowering.describe("weight", scale)
+    lowering.describe("bias", scale * input.scale, -1, lifted.expand(len(integers)))
+    return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
+
+
+def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
+    """What the integers of the bias become larger by for the scale of an output; None where its accumulator is rounded otherwise."""
+    arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
+    if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
+        return None
+    step = functools.reduce(torch.mul, steps).detach()
+    own = torch.zeros((), dtype=torch.float64, device=step.device) if bias is None else bias.detach().double()
+
+    def lift(scale: Tensor) -> Tensor:
+        return _broadcast(arithmetic.layer_bias(own, step, scale.detach()) - own, trailing)
+
+    return lift
+
+
+def _limit(lowering: Lowering) -> int:
+    return INT48_MAX if lowering.weight.dtype.bits > 8 else INT32_MAX
+
+
+def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
+    """What the weight's scales must not fall below, so that bias and residual, in steps of the sum, leave it room."""
+    found = []
+    if bias is not None:
+        found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
+    if residual is not None and not _requantizes(lowering):
+        limit = (_limit(lowering) + 1) // 2
+        found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
+    return functools.reduce(torch.maximum, found) if found else None
+
+
+def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
+    """The operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
+    bits = input.dtype.bits
+    if bits <= 8:
+        return input, input.grid.magnitude
+    for n in range(MOST_NARROWED + 1):
+        raised = input.scale * 2.0**n
+        bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), raised, weight.scale)
+        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= _limit(lowering):
+            break
+    if n == 0:
+        return input, input.grid.magnitude
+    lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
+    value = lowering.call(elementwise.shift_right, input.value, n)
+    return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
+
+
+class _Live(NamedTuple):
+    """Sums without a bias, and what gives them the statistics of their batch."""
+
+    sums: Tensor
+    correction: Tensor
+    bias: Tensor
+    statistics: fused_layers.Collected | None
+
+
+def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
+    """The sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
+
+    `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
+    """
+    lowering, weight = layer.lowering, layer.weight
+    if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
+        raise lowering.not_finite()
+    sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
+    axis = sums.dim() - 1 - layer.product.trailing
+    _check_statistics(lowering, sums.numel() // sums.shape[axis])
+    one = weight.scale.numel() == 1
+    alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
+    usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
+    statistics: fused_layers.Collected | None = None
+    form = fused_layers.form_of(sums, layer.product.trailing) if fused_layers.plain(sums, dtypes=(torch.float32, torch.float64)) else None
+    if form is None:
+        dims = [d for d in range(sums.dim()) if d != axis]
+        variance, mean = torch.var_mean(sums, dims, correction=0)
+    else:
+        statistics = fused_layers.collected(sums, form)
+        sums, variance, mean = statistics.sums, statistics.variance, statistics.mean
+    count = sums.numel() // sums.shape[axis]
+    step = layer.input.scale * weight.scale
+    return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
+
+
+def _narrow(sums: Tensor) -> Tensor:
+    """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
+    if sums.dtype != torch.float64:
+        return sums
+    low, high = ends_of(sums)
+    return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
+
+
+def _check_statistics(lowering: Lowering, values: int) -> None:
+    if values < 2:
+        raise ConfigurationError(
+            f"the batch norm of %{lowering.name} cannot use the statistics of this batch",
+            **lowering.place,
+            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance",
+            remedy="train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first",
+        )
+
+
+def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
+    """The nearest integers to b / (s_x · s), float64, gradients straight through."""
+    exact = lowering.arithmetic.bias(bias.detach(), input_scale, scale)
+    return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
+
+
+def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
+    """(factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    lowering = layer.lowering
+    if _requantizes(lowering):
+        lowering.note("residual", "added after a requantization, as this target does")
+        return None, bound
+    factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+    with_residual = bound + added
+    shifts = factor.right_shift is not None
+    reason = _not_in_accumulator(layer, residual, factor.value().detach(), float(with_residual.max()), shifts)
+    if reason is not None:
+        lowering.note("residual", f"added after a requantization: {reason}")
+        return None, bound
+    lowering.note("residual", "added in the accumulator")
+    return factor, with_residual
+
+
+def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
+    """What a residual is multiplied by for it to be in steps of the sum, and how much it can add to an accumulator."""
+    bits, right_shift = layer.lowering.arithmetic.residual_bits, None
+    if bits:
+        mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
+        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
+    else:
+        shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
+        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=steps[0].device))
+    added = torch.ceil(ResidualFactor(multiplier, right_shift).value() * residual.grid.magnitude)
+    real = ratio.approximate()
+    if real.requires_grad and torch.is_grad_enabled():
+        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), multiplier.double())
+    return ResidualFactor(multiplier, right_shift), added
+
+
+def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
+    """Why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
+    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
+    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
+        return "its target adds 16 bits apart"
+    if not shifts and int(factor.min()) < smallest:
+        return f"its multiplier falls to {int(factor.min())}, below {smallest}"
+    return f"the accumulator could reach {largest:.0f}" if largest > layer.limit else None
+
+
+def _requantizes(lowering: Lowering) -> bool:
+    """Whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
+
+
+def _finished(
+    layer: _Layer,
+    accumulator: Any,
+    steps: tuple[Tensor, ...],
+    residual: Quantized | None,
+    factor: ResidualFactor | None,
+    clamp: Clamp | None,
+    largest: float,
+    bias: Tensor | None = None,
+    statistics: fused_layers.Collected | None = None,
+    lift: Lift | None = None,
+) -> Quantized:
+    """With bias, unless the sum has it, and residual, in the accumulator if it has a factor; requantized to the clamp."""
+    lowering, trailing = layer.lowering, layer.product.trailing
+    ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
+    if residual is not None and factor is None:
+        to = lowering.intermediate
+        between = lowering.complete(
+            accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_", lift=lift, kind=layer.kind
+        )
+        return lower_add(lowering, between, residual, clamp=clamp)
+    shaped = None
+    if factor is not None:
+        multiplier = lowering.constant("residual_multiplier", _broadcast(factor.multiplier, trailing), layer.whole)
+        shaped = ResidualFactor(multiplier)
+        if factor.right_shift is not None:
+            shift = lowering.constant("residual_right_shift", _broadcast(factor.right_shift, trailing), torch.int32)
+            shaped = ResidualFactor(multiplier, shift)
+    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics, lift=lift, kind=layer.kind)
+
+
+def _broadcast(channels: Tensor, trailing: int) -> Tensor:
+    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
+    return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
+
+
+def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
+    """The fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
+    bits = (magnitude - 1).bit_length() + 1
+    largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
+    for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
+        cut = accumulate.Split(parts, -(-bits // parts), weight_parts, -(-dtype.bits // weight_parts))
+        if weight_parts not in largest:
+            factors = accumulate.split(integers, weight_parts, cut.weight_bits)
+            largest[weight_parts] = max(float(accumulator_bound(factor, None, 0, 1).max()) for factor in factors)
+        if largest[weight_parts] * 2 ** (cut.bits - 1) < FLOAT32_EXACT:
+            return cut
+    raise AssertionError("parts of one bit always fit: a channel has fewer than 2^24 weights")
+
+
+# ---- what their records share ------------------------------------------------------------------------------------------
+
+
+def sizes(value: Any, rank: int) -> list[int]:
+    """One whole number per dimension."""
+    values = [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)]
+    return values * rank if len(values) == 1 else values
+
+
+def shape_of(value: Any) -> tuple[Size, ...] | None:
+    """The shape of an argument: a parameter's own, or what was traced; None if it is no tensor."""
+    if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
+        parameter = resolve(value.graph.owning_module, str(value.target))
+        return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
+    known = fact(value) if isinstance(value, fx.Node) else None
+    return known.shape if isinstance(known, TensorFact) else None
+
+
+def rescaled(
+    arguments: dict[str, Any], inputs: Tensor, outputs: Tensor, arrange: Callable[[Tensor, int], Tensor] = lambda weight, groups: weight
+) -> dict[str, Any]:
+    """The parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
+
+    `arrange` makes its weight (out, in/groups, …), and undoes itself. Where a batch norm is fused, it takes the factors of the result.
+    """
+    groups = arguments.get("groups", 1)
+    rows = arrange(arguments["weight"], groups)
+    trailing = [1] * (rows.dim() - 2)
+    read = inputs.reshape(groups, 1, -1).expand(-1, len(rows) // groups, -1).reshape(*rows.shape[:2], *trailing)
+    batch_norm = arguments.get("batch_norm")
+    if batch_norm is not None:
+        return {"weight": arrange(rows / read, groups), "batch_norm": multiplied(batch_norm, outputs)}
+    weight = arrange(rows * (outputs.reshape(-1, 1, *trailing) / read), groups)
+    bias = arguments.get("bias")
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias * outputs}
+
+
+def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why a layer cannot be integer: its weight or bias is computed; None if neither is."""
+    for name in ("weight", "bias"):
+        value = arguments[name]
+        if isinstance(value, fx.Node) and not is_parameter(value):
+            return f"its {name} is computed by %{value.name} from more than parameters"
+    return None

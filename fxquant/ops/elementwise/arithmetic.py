@@ -1,0 +1,257 @@
+"""Addition, subtraction and multiplication: of activations, of constants, of numbers.
+
+Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; a number or a constant tensor
+is added in whole steps of that scale, which is coarser where it dwarfs the terms. Products are formed as they are: a
+constant tensor is quantized like a weight, a number is an exact factor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Instead, Operator, register
+from fxquant.ops.core.sums import Operand, lower_add, lower_sub
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.selection import where
+from fxquant.primitives import elementwise, product
+from fxquant.primitives.arithmetic import PRODUCT
+
+SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
+
+
+def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
+    operands = [arguments["input"], arguments["other"]]
+    if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
+        return "none of its operands is an activation"
+    if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and not is_parameter(o) for o in operands):
+        return "one of its operands depends on the batch size"
+    numbers = [arguments.get("alpha", 1), *(o for o in operands if not isinstance(o, fx.Node))]
+    return None if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) else "one of its numbers is not finite"
+
+
+def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
+    """A constant tensor as integers with one scale; activations and numbers as they are."""
+    return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    """input + alpha · other, and a fused clamp."""
+    return _clamped(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
+
+
+def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    """input - alpha · other, and a fused clamp."""
+    return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
+
+
+def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    tensor, number = (input, other) if isinstance(input, Quantized) else (other, input)
+    if lowering.arithmetic.rescales_by_layers and isinstance(tensor, Quantized) and isinstance(number, int | float):
+        factor, bias = (1.0, number * alpha) if tensor is input else (alpha, number)
+        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(factor), clamp, float(bias))
+    if _is_layer(lowering, input, other, alpha):
+        assert isinstance(input, Quantized)
+        assert isinstance(other, Quantized)
+        return lower_uniform(lowering, SCALED, other, (1, 1), float(alpha), clamp, residual=input)
+    return lower_add(lowering, input, other, alpha, clamp=clamp)
+
+
+def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
+    """Whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
+    arithmetic = lowering.arithmetic
+    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
+        return False
+    scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
+    return (
+        arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype))
+    )
+
+
+def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
+        return _lower_add(lowering, input, other, -alpha, clamp=clamp)
+    if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
+        return lower_sub(lowering, input, other, alpha, clamp=clamp)
+    return _lower_add(lowering, input, other, -alpha, clamp=clamp)
+
+
+def _adds_zero(arguments: dict[str, Any]) -> bool:
+    return _is(arguments["input"], 0) or _is(arguments["other"], 0)
+
+
+def _subtracts_zero(arguments: dict[str, Any]) -> bool:
+    return _is(arguments["other"], 0)
+
+
+def _is(value: Any, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
+def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
+    """torch.rsub: other - alpha · input."""
+    return {"input": other, "other": input, "alpha": alpha}
+
+
+def _scaled(c: Call, role: str) -> str:
+    if role not in c.arguments and role not in c.constants:  # a constant of zeros, which is not held
+        return c.number(0)
+    alpha = c.arguments.get("alpha", 1)
+    return c.operand(role) if alpha == 1 else c.do("Mul", c.operand(role), c.number(alpha))
+
+
+def _term(c: Call) -> str:
+    return c.operand("input") if "input" in c.arguments or "input" in c.constants else c.number(0)
+
+
+def _onnx_number_layer(c: Call, alpha: float) -> str:
+    """A number, added as the bias of a layer whose weight is the tensor's factor."""
+    first = isinstance(c["input"], str)
+    tensor, number = (c["input"], c["other"]) if first else (c["other"], c["input"])
+    weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    bias = torch.full((len(weight),), float(number) * (alpha if first else 1), dtype=torch.float32, device="cpu")
+    return c.epilogue(c.do("Conv", tensor, c.e.constant(weight), c.e.constant(bias), kernel_shape=[1, 1], group=len(weight)))
+
+
+def _onnx_add(c: Call) -> str:
+    layer = c.primitive(product.scale_channels)
+    numbers = any(isinstance(c.arguments.get(role), int | float) for role in ("input", "other"))
+    if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
+        return _onnx_number_layer(c, c["alpha"])
+    return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
+
+
+def _onnx_sub(c: Call) -> str:
+    layer = c.primitive(product.scale_channels)
+    if layer is not None and c.by_layers and all(isinstance(c.arguments.get(role), str) for role in ("input", "other")):
+        return c.epilogue(c.do("Add", c["input"], c.do("Mul", c["other"], c.number(-c["alpha"]))))
+    if layer is not None and c.by_layers and len(c.operand_shape) == 4:
+        return _onnx_number_layer(c, -c["alpha"])
+    return c.epilogue(c.do("Sub", _term(c), _scaled(c, "other")))
+
+
+for _name, _function, _lower, _spellings, _methods in (
+    ("add", add, _lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
+    (
+        "sub",
+        sub,
+        _lower_sub,
+        (torch.sub, torch.subtract, operator.sub, operator.isub),
+        ("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"),
+    ),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input", "other"),
+            _lower,
+            functions={**dict.fromkeys(_spellings), **({torch.rsub: _reversed_sub} if _name == "sub" else {})},
+            methods=dict.fromkeys(_methods),
+            absorbs=frozenset({"clamp"}),
+            adds=True,
+            traits=frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
+            refuses=needs_activation,
+            idle=_adds_zero if _name == "add" else _subtracts_zero,
+            onnx=_onnx_add if _name == "add" else _onnx_sub,
+        )
+    )
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
+    """input · other, and a fused clamp."""
+    return _clamped(input * other, clamp)
+
+
+def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
+    """The product of the integers; a number only changes the step and, if negative, the sign."""
+    left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
+    if isinstance(left, Quantized) and isinstance(right, Quantized):
+        largest = lowering.prove(
+            torch.tensor(float(left.grid.magnitude * right.grid.magnitude), dtype=torch.float64, device="cpu"), "the product"
+        )
+        multiplied = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
+        steps = Ratio(lowering.arithmetic.step(left.scale, right.scale))
+        return lowering.requantize(multiplied, steps, clamp, kind=PRODUCT)
+    tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
+    assert isinstance(tensor, Quantized)
+    assert not isinstance(number, Quantized)
+    if lowering.arithmetic.multiplies_by_layers:
+        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(number), clamp)
+    step = Ratio((tensor.scale, torch.tensor(abs(float(number)), dtype=torch.float64, device=tensor.scale.device)))
+    return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
+
+
+def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else needs_activation(node, arguments)
+
+
+def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
+    """A product with truth values chooses: the tensor where they hold, else 0. One with 0 limits it to 0."""
+    for mask, tensor in ((input, other), (other, input)):
+        known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
+        if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):
+            return Instead(where, {"condition": mask, "input": tensor, "other": 0.0})
+        known = fact(tensor) if isinstance(tensor, fx.Node) and not is_parameter(tensor) else None
+        if _is(mask, 0) and isinstance(known, TensorFact) and known.dtype == torch.float32:
+            return Instead(clamp, {"input": tensor, "min": 0.0, "max": 0.0})
+    return {"input": input, "other": other}
+
+
+def _onnx_mul(c: Call) -> str:
+    return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
+
+
+register(
+    Operator(
+        "mul",
+        mul,
+        ("input", "other"),
+        _lower_mul,
+        functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul), _multiplied),
+        methods=dict.fromkeys(("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"), _multiplied),
+        idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_mul,
+        traits=frozenset({Trait.AFFINE}),
+        onnx=_onnx_mul,
+    )
+)
+register(
+    Operator(
+        "neg",
+        torch.neg,
+        ("input",),
+        lambda lowering, input: _lower_mul(lowering, input, -1.0),
+        functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
+        methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
+        traits=frozenset({Trait.HOMOGENEOUS}),
+        parameters={"input": inspect.Parameter.empty},
+        onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
+    )
+)

@@ -1,0 +1,73 @@
+"""A function of one tensor, element by element, that is made of several operators: one table in integers.
+
+Its meaning is written as a nest, which a file holds as it is: `INPUT` stands for the operand, and ("sub", ("sqrt", INPUT), 1.0, 1) for a
+call of an operator of the table with its arguments in order. Only operators in `POINTWISE` occur.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.record import BY_NAME, Operator, register
+from fxquant.ops.elementwise.unary import SINGULAR, UNARY, by_table
+
+INPUT = "input"
+COMPARED = ("le", "lt", "ge", "gt", "eq", "ne", "isnan", "isinf", "isfinite")
+COMBINED = ("add", "sub", "mul", "div", "true_divide", "maximum", "minimum", "where", "nan_to_num", "clamp", "shifted")
+LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
+_MAPPING = "mapping"  # ("mapping", ((name, value), …)) stands for a dict among the arguments
+
+Steps = Any  # a nest as above
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether the operator of this name may be a part of such a function, should its operands be of one size."""
+    return name in UNARY or name in COMPARED or name in COMBINED or name in LOGICAL
+
+
+def written(value: Any) -> Steps:
+    """Another argument of a call, as a nest holds it: hashable."""
+    if isinstance(value, dict):
+        return (_MAPPING, tuple((name, written(item)) for name, item in value.items()))
+    return tuple(written(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def curve(input: Tensor, steps: Steps) -> Tensor:
+    """What the nest says of a tensor. Raises ValueError at what is no operator that may be a part of it."""
+    found: Tensor = _value(steps, input)
+    return found if found.is_floating_point() else found.to(input.dtype)
+
+
+def _value(steps: Steps, input: Tensor) -> Any:
+    if steps == INPUT:
+        return input
+    if not isinstance(steps, tuple):
+        return steps
+    name, *arguments = steps
+    if name == _MAPPING:
+        return {key: _value(value, input) for key, value in arguments[0]}
+    record = BY_NAME.get(name) if isinstance(name, str) and is_pointwise(name) else None
+    if record is None:
+        raise ValueError(f"{name!r} is no function of one tensor, element by element")
+    values = [_value(argument, input) for argument in arguments]
+    if name == "shifted":
+        values[1] = arguments[1]  # the name of a function
+    return record.function(*values)
+
+
+def _on_number(x: float, steps: Steps) -> float:
+    with torch.no_grad():
+        return float(curve(torch.tensor(x, dtype=torch.float64, device="cpu"), steps))
+
+
+def _lower(lowering: Lowering, input: Quantized, steps: Steps) -> Quantized:
+    return by_table(lowering, input, curve.__name__, steps=written(steps))
+
+
+UNARY[curve.__name__] = curve, _on_number
+SINGULAR.add(curve.__name__)  # some have poles, or slopes without a bound
+CURVE = register(Operator(curve.__name__, curve, ("input",), _lower))

@@ -1,0 +1,70 @@
+"""Dropout in all its kinds: nothing at all, except while training. What drops in eval mode, too, is no operator of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.traits import Trait
+
+DROPOUTS: dict[type, str] = {
+    nn.Dropout: "dropout",
+    nn.Dropout1d: "dropout1d",
+    nn.Dropout2d: "dropout2d",
+    nn.Dropout3d: "dropout3d",
+    nn.AlphaDropout: "alpha_dropout",
+    nn.FeatureAlphaDropout: "feature_alpha_dropout",
+}
+
+
+SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
+
+
+def dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
+    """The input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
+    return input
+
+
+def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) -> Quantized:
+    """What is dropped is noise on real numbers, which need not lie on the grid; the next operator puts them there."""
+    return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input
+
+
+def _drops(kind: str) -> Callable[..., dict[str, Any]]:
+    """The canonical arguments of one of PyTorch's functions.
+
+    One that was told to act acts in eval mode, too, since the model was traced in it: as in Monte Carlo dropout, it is no
+    function of its input, and stays what it is.
+    """
+
+    def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:
+        if (training if train is None else train) and p > 0:
+            return "it drops at random in eval mode as well (training=True), so no two runs are equal"
+        return {"input": input, "p": p, "kind": kind}
+
+    return arguments
+
+
+register(
+    Operator(
+        "dropout",
+        dropout,
+        ("input",),
+        _lower_dropout,
+        Same(),
+        idle=lambda arguments: arguments["p"] == 0,
+        traits=frozenset({Trait.HOMOGENEOUS}),
+        functions={
+            **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
+            **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
+            torch.feature_dropout: _drops("dropout2d"),
+        },
+        modules={module: lambda m: {"p": m.p, "kind": DROPOUTS[type(m)]} for module in DROPOUTS},
+    )
+)

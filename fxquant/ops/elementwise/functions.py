@@ -1,0 +1,257 @@
+"""More unary functions, each by a table: one line each, as in `unary`.
+
+Where a function has no value, as the arcsine of 2, its table holds 0, as that of the logarithm does; calibration refuses values there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.record import Instead
+from fxquant.ops.elementwise.unary import spelled, unary
+
+
+def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
+    """A function of `math` that is NaN where it has no value, and infinite where it has a pole."""
+
+    def on_numbers(x: float, **settings: Any) -> float:
+        try:
+            return function(x, **settings)
+        except ValueError:
+            return ends.get("pole", math.nan) if x == ends.get("at", math.nan) else math.nan
+
+    return on_numbers
+
+
+def by_torch(function: Callable[..., Tensor]) -> Callable[..., float]:
+    """A function that `math` does not have, on one number: PyTorch's, in float64."""
+    return lambda x, **settings: float(function(torch.tensor(x, dtype=torch.float64, device="cpu"), **settings))
+
+
+# ---- trigonometric and hyperbolic ------------------------------------------------------------------------------------
+
+unary("asin", torch.asin, within_domain(math.asin), "arcsin", onnx="Asin")
+unary("acos", torch.acos, within_domain(math.acos), "arccos", onnx="Acos")
+unary("atan", torch.atan, math.atan, "arctan", onnx="Atan")
+unary("tan", torch.tan, math.tan, onnx="Tan")
+unary("sinh", torch.sinh, math.sinh, onnx="Sinh")
+unary("cosh", torch.cosh, math.cosh, onnx="Cosh")
+unary("asinh", torch.asinh, math.asinh, "arcsinh", onnx="Asinh")
+unary("acosh", torch.acosh, within_domain(math.acosh), "arccosh", onnx="Acosh")
+unary("atanh", torch.atanh, by_torch(torch.atanh), "arctanh", onnx="Atanh")
+unary("sinc", torch.sinc, by_torch(torch.sinc))
+unary("deg2rad", torch.deg2rad, math.radians)
+unary("rad2deg", torch.rad2deg, math.degrees)
+
+# ---- whole numbers ---------------------------------------------------------------------------------------------------
+
+
+def _round(x: float, decimals: int = 0) -> float:
+    return float(round(x * 10**decimals) / 10**decimals)  # half to even, as PyTorch's
+
+
+def _onnx_round(c: Any) -> str:
+    return str(c.do("Round", c.input)) if c["decimals"] == 0 else str(c.exported())
+
+
+def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
+    """PyTorch's round, whose setting is a keyword."""
+    return torch.round(input, decimals=decimals)
+
+
+unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil")
+unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor")
+unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix")
+unary("round", _rounded, _round, decimals=0, onnx=_onnx_round)
+unary("frac", torch.frac, lambda x: x - math.trunc(x))
+unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign")
+
+# ---- exponentials and logarithms -------------------------------------------------------------------------------------
+
+
+def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda x: function(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
+def _logit(input: Tensor, eps: float | None = None) -> Tensor:
+    """PyTorch's logit."""
+    return torch.logit(input, eps)
+
+
+def _logit_number(x: float, eps: float | None = None) -> float:
+    x = x if eps is None else min(max(x, eps), 1 - eps)
+    return math.log(x / (1 - x)) if 0 < x < 1 else -math.inf if x == 0 else math.inf if x == 1 else math.nan
+
+
+unary("log2", torch.log2, _logarithm(math.log2))
+unary("log10", torch.log10, _logarithm(math.log10))
+unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf))
+unary("expm1", torch.expm1, math.expm1)
+unary("exp2", torch.exp2, lambda x: 2.0**x)
+unary("logit", _logit, _logit_number, torch.logit, torch.special.logit, "logit", "logit_", eps=None)
+
+# ---- the error function and its kin -----------------------------------------------------------------------------------
+
+unary("erfc", torch.erfc, math.erfc)
+unary("erfinv", torch.erfinv, by_torch(torch.erfinv))
+unary("erfcx", torch.special.erfcx, by_torch(torch.special.erfcx))
+unary("lgamma", torch.lgamma, by_torch(torch.lgamma), "gammaln")
+unary("digamma", torch.digamma, by_torch(torch.digamma), "psi")
+unary("i0", torch.i0, by_torch(torch.i0))
+unary("i0e", torch.special.i0e, by_torch(torch.special.i0e))
+unary("i1", torch.special.i1, by_torch(torch.special.i1))
+unary("i1e", torch.special.i1e, by_torch(torch.special.i1e))
+unary("entr", torch.special.entr, by_torch(torch.special.entr))
+unary("ndtr", torch.special.ndtr, by_torch(torch.special.ndtr))
+unary("ndtri", torch.special.ndtri, by_torch(torch.special.ndtri))
+unary("log_ndtr", torch.special.log_ndtr, by_torch(torch.special.log_ndtr))
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def _threshold(input: Tensor, threshold: float, value: float) -> Tensor:
+    """PyTorch's threshold."""
+    return F.threshold(input, threshold, value)
+
+
+def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
+    """rrelu as it is where the slope is not drawn: their mean."""
+    return F.leaky_relu(input, (lower + upper) / 2)
+
+
+def _drawn(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> dict[str, Any] | str:
+    return "it draws its slopes" if training else {"input": input, "lower": lower, "upper": upper}
+
+
+def _onnx_rrelu(c: Any) -> str:
+    return str(c.do("LeakyRelu", c.input, alpha=float((c["lower"] + c["upper"]) / 2)))
+
+
+unary("celu", F.celu, lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha), nn.CELU, alpha=1.0)
+unary(
+    "threshold",
+    _threshold,
+    lambda x, threshold, value: x if x > threshold else float(value),
+    F.threshold,
+    nn.Threshold,
+    threshold=0.0,
+    value=0.0,
+)
+unary("hardshrink", F.hardshrink, lambda x, lambd=0.5: 0.0 if -lambd <= x <= lambd else x, nn.Hardshrink, lambd=0.5)
+unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) - lambd, 0.0), x), nn.Softshrink, lambd=0.5)
+unary(
+    "rrelu",
+    _rrelu,
+    lambda x, lower=1 / 8, upper=1 / 3: x if x >= 0 else x * (lower + upper) / 2,
+    onnx=_onnx_rrelu,
+    lower=1 / 8,
+    upper=1 / 3,
+    adapted={F.rrelu: _drawn, torch.rrelu: _drawn},
+    module=(nn.RReLU, lambda m: "it draws its slopes" if m.training else {"lower": m.lower, "upper": m.upper}),
+)
+
+# ---- of a number and a tensor ----------------------------------------------------------------------------------------
+
+
+def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
+    """numerator / input."""
+    return numerator / input
+
+
+def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
+    """⌊input / other⌋."""
+    return torch.div(input, other, rounding_mode="floor")
+
+
+def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
+    """input / other, rounded towards 0."""
+    return torch.div(input, other, rounding_mode="trunc")
+
+
+def remainder(input: Tensor, other: float = 1.0) -> Tensor:
+    """input - other · ⌊input / other⌋."""
+    return torch.remainder(input, other)
+
+
+def fmod(input: Tensor, other: float = 1.0) -> Tensor:
+    """What is left of input divided by other, with the sign of input."""
+    return torch.fmod(input, other)
+
+
+def _quotient(x: float, numerator: float = 1.0) -> float:
+    return numerator / x if x else math.copysign(math.inf, numerator)
+
+
+def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
+    """⌊input / other⌋ for a divisor that is a tensor, with the gradient of a rounded number, which `torch.floor_divide` has not."""
+    return torch.div(_as_tensor(input, other), other, rounding_mode="floor")
+
+
+def trunc_quotient(input: Tensor | float, other: Tensor) -> Tensor:
+    """input / other for a divisor that is a tensor, rounded towards 0."""
+    return torch.div(_as_tensor(input, other), other, rounding_mode="trunc")
+
+
+def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full_like(like, value)
+
+
+def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
+    """input - other · ⌊input / other⌋ for a divisor that is a tensor."""
+    return torch.remainder(input, other)
+
+
+def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
+    """What is left of input divided by a tensor, with the sign of input."""
+    return torch.fmod(input, other)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument is a node with a tensor, an activation or a parameter."""
+    return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
+
+
+def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[..., dict[str, Any] | Instead]:
+    """A quotient or remainder by a number is a table, by a tensor a composite."""
+
+    def adapt(input: Any, other: Any) -> dict[str, Any] | Instead:
+        input, other = (other, input) if reverse else (input, other)
+        arguments = {"input": input, "other": other}
+        return Instead(composite, arguments) if is_tensor(other) else arguments
+
+    return adapt
+
+
+unary("quotient_of", quotient_of, _quotient, numerator=1.0)
+unary(
+    "floor_divide",
+    floor_divided,
+    lambda x, other=1.0: float(x // other),
+    other=1.0,
+    adapted={
+        **dict.fromkeys((*spelled("floor_divide"), operator.floordiv, operator.ifloordiv), _by(floor_quotient)),
+        **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
+        "__rfloordiv__": _by(floor_quotient, reverse=True),
+    },
+)
+unary("trunc_divide", trunc_divided, lambda x, other=1.0: float(math.trunc(x / other)), other=1.0)
+unary(
+    "remainder",
+    remainder,
+    lambda x, other=1.0: x % other,
+    other=1.0,
+    adapted={
+        **dict.fromkeys((*spelled("remainder"), operator.mod, operator.imod, "__mod__", "__imod__"), _by(floor_remainder)),
+        "__rmod__": _by(floor_remainder, reverse=True),
+    },
+)
+unary("fmod", fmod, lambda x, other=1.0: math.fmod(x, other), other=1.0, adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)))

@@ -1,0 +1,214 @@
+"""Functions of two tensors, element by element: composites, 16 bits wide inside.
+
+    x ** y = exp(y · log x)                 for x > 0; a constant exponent of few values is a table for each
+    x ** n = ± exp(n · log |x|)             for whole numbers n, negative where x is and n is odd
+    ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near a whole number it may fall on the other side
+
+A power of a negative number has a value for whole exponents alone, which real numbers on a grid do not tell: calibration refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, parameter_value
+from fxquant.ops.core.casting import to_real
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import INNER, WIDE, Operator, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.division import true_divide
+from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.unary import power, spelled, unary
+from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
+from fxquant.ops.reduction.extremum import maximum
+
+SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is no number
+FEW = 8  # values of a constant exponent, each of which is a table
+
+# ---- powers ----------------------------------------------------------------------------------------------------------
+
+
+def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
+    few = _values(exponent)
+    if few is None and exponent.target is to_real:
+        return _whole_power(build, input, exponent)
+    if few is None:
+        logarithm = build(log_of_base, input, demand=WIDE)
+        return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
+    values, constant = few
+    result = build(torch.pow, input, values[0])
+    for value in values[1:]:
+        result = build(where, build.constant(constant == value), build(torch.pow, input, value), result)
+    return result
+
+
+def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
+    """Of what is below 0 as well: the sign is that of the input, where the exponent, an int64 tensor in front of its grid, is odd."""
+    logarithm = build(log_of_base, build(torch.abs, input), demand=WIDE)
+    magnitude = build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
+    odd = build(COMPARISONS["ne"], build(whole_remainder, exponent.args[0], 2), 0)
+    return build(where, build(torch.logical_and, odd, build(torch.lt, input, 0.0)), build(torch.neg, magnitude), magnitude)
+
+
+def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
+    """The values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
+    model = exponent.graph.owning_module
+    if exponent.op != "get_attr" or model is None:
+        return None
+    constant = parameter_value(model, exponent)
+    if isinstance(constant, nn.Parameter) and constant.requires_grad:
+        return None
+    values = sorted({float(value) for value in constant.detach().float().flatten().tolist()})
+    return (values, constant.detach().float()) if 0 < len(values) <= FEW and all(map(math.isfinite, values)) else None
+
+
+def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    base, model = arguments["input"], node.graph.owning_module
+    if isinstance(base, fx.Node) and is_parameter(base) and model is not None and not bool((parameter_value(model, base) > 0).all()):
+        return "its base, a constant, is not positive"
+    return None
+
+
+def log_of_base(input: Tensor) -> Tensor:
+    """log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
+    return torch.log(torch.where(input == 0, SMALLEST, input))
+
+
+unary("log_of_base", log_of_base, lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
+register(Operator("power", power, ("input", "exponent"), expand=_expand_power, refuses=_refuses_power))
+
+
+def ldexp(input: Tensor, other: Tensor) -> Tensor:
+    """input · 2 ** other."""
+    return torch.ldexp(input, other)
+
+
+def _expand_ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
+
+
+# ---- quotients that are rounded, and what is left of them ----------------------------------------------------------
+
+
+def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> fx.Node:
+    if isinstance(input, fx.Node):
+        quotient = build(true_divide, input, other, demand=WIDE)
+    else:
+        quotient = build(quotient_of, other, float(input), demand=WIDE)
+    made: fx.Node = build(rounding, quotient, **demand)
+    return made
+
+
+def _quotient(rounding: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda build, input, other: _rounded_quotient(build, input, other, rounding)
+
+
+def _remainder(rounding: Callable[..., Tensor]) -> Callable[..., Any]:
+    def expand(build: Builder, input: Any, other: fx.Node) -> Any:
+        whole = _rounded_quotient(build, input, other, rounding, demand=WIDE)
+        return build(sub, input, build(mul, whole, other, demand=WIDE))
+
+    return expand
+
+
+_ROUNDED: tuple[tuple[str, Callable[..., Tensor], Callable[..., Any]], ...] = (
+    ("floor_quotient", floor_quotient, _quotient(torch.floor)),
+    ("trunc_quotient", trunc_quotient, _quotient(torch.trunc)),
+    ("floor_remainder", floor_remainder, _remainder(torch.floor)),
+    ("trunc_remainder", trunc_remainder, _remainder(torch.trunc)),
+)
+for _name, _function, _expand in _ROUNDED:
+    register(Operator(_name, _function, ("input", "other"), expand=_expand, traits=frozenset({Trait.DIVIDES})))
+
+# ---- signs and steps ---------------------------------------------------------------------------------------------------
+
+
+def copysign(input: Tensor, other: Tensor | float) -> Tensor:
+    """The magnitude of input with the sign of other."""
+    return torch.copysign(input, other)
+
+
+def heaviside(input: Tensor, values: Tensor) -> Tensor:
+    """0 of what is negative, 1 of what is positive, and `values` of 0."""
+    return torch.heaviside(input, values)
+
+
+def _expand_copysign(build: Builder, input: fx.Node, other: Any) -> Any:
+    magnitude = build(torch.abs, input)
+    if not isinstance(other, fx.Node):
+        return build(torch.neg, magnitude) if math.copysign(1, other) < 0 else magnitude
+    below = build.host(torch.signbit, other) if is_parameter(other) else build(torch.signbit, other)
+    return build(where, below, build(torch.neg, magnitude), magnitude)
+
+
+def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
+    """The sign of what is small is asked of 16 bits, where there are any: what is rounded to 0 would be taken for it."""
+    above = build(where, build(torch.gt, input, 0.0), 1.0, values)
+    return build(where, build(torch.lt, input, 0.0), 0.0, above)
+
+
+# ---- logarithms --------------------------------------------------------------------------------------------------------
+
+
+def xlog1py(input: Tensor, other: Tensor) -> Tensor:
+    """input · log(1 + other)."""
+    return torch.special.xlog1py(input, other)  # type: ignore[no-any-return]
+
+
+def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
+    """log2(2 ** input + 2 ** other)."""
+    return torch.logaddexp2(input, other)
+
+
+def log2_of_one_and_power(input: Tensor) -> Tensor:
+    """log2(1 + 2 ** -|input|)."""
+    return torch.log2(1 + torch.exp2(-input.abs()))
+
+
+def _expand_xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    return build(mul, input, build(torch.log1p, other, demand=WIDE))
+
+
+def _expand_logaddexp2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    more = build(log2_of_one_and_power, build(sub, input, other, demand=INNER), demand=INNER)
+    return build(add, build(maximum, input, other, demand=INNER), more)
+
+
+def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    whole = [value for value in arguments.values() if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact)]
+    return "one of its operands is a number" if [value for value in whole if not _is_parameter(value)] else None
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, fx.Node) and is_parameter(value)
+
+
+unary("log2_of_one_and_power", log2_of_one_and_power, lambda x: math.log2(1 + 2.0 ** -abs(x)))
+for _name, _function, _expand, _operands, _dtypes in (
+    ("ldexp", ldexp, _expand_ldexp, ("input", "other"), {}),
+    ("copysign", copysign, _expand_copysign, ("input", "other"), {}),
+    ("heaviside", heaviside, _expand_heaviside, ("input", "values"), {"input": "int16"}),
+    ("xlog1py", xlog1py, _expand_xlog1py, ("input", "other"), {}),
+    ("logaddexp2", logaddexp2, _expand_logaddexp2, ("input", "other"), {}),
+):
+    _spellings = spelled(_name)
+    register(
+        Operator(
+            _name,
+            _function,
+            _operands,
+            expand=_expand,
+            dtypes=_dtypes,
+            functions=dict.fromkeys(spelling for spelling in _spellings if callable(spelling)),
+            methods=dict.fromkeys(spelling for spelling in _spellings if isinstance(spelling, str)),
+            refuses=(lambda node, arguments: None) if _name == "copysign" else _two_tensors,
+        )
+    )

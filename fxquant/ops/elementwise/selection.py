@@ -1,0 +1,84 @@
+"""Choosing between two tensors, element by element, by truth values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, register
+from fxquant.ops.core.traits import Trait
+from fxquant.primitives import comparison
+
+
+def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
+    """`input` where the condition holds, else `other`; each is a tensor or a number."""
+    result = torch.where(condition, input, other)
+    return result if result.is_floating_point() else result.float()
+
+
+def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
+    """Each branch on the output's scale, then chosen."""
+    chosen = lowering.given("condition", condition, torch.bool)
+    return lowering.result(
+        lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
+        lambda: where(condition, real(input), real(other)),
+    )
+
+
+def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    condition = fact(arguments["condition"]) if isinstance(arguments["condition"], fx.Node) else None
+    if not isinstance(condition, TensorFact) or condition.dtype != torch.bool:
+        return "its condition is no tensor of truth values"
+    for name in ("input", "other"):
+        value = arguments[name]
+        if isinstance(value, fx.Node):
+            if not isinstance(fact(value), TensorFact):
+                return f"its {name!r} is a number that is computed"
+        elif not isinstance(value, int | float) or not math.isfinite(value):
+            return f"its {name!r} is {value!r}"
+    return None
+
+
+def _filled(input: Any, mask: Any, value: Any) -> dict[str, Any]:
+    """masked_fill: the value where the mask holds."""
+    return {"condition": mask, "input": value, "other": input}
+
+
+def _method(input: Any, condition: Any, other: Any) -> dict[str, Any]:
+    return {"condition": condition, "input": input, "other": other}
+
+
+def _function(condition: Any, input: Any = None, other: Any = None, **named: Any) -> dict[str, Any] | str:
+    input = named.get("self", input)
+    if input is None or other is None:
+        return "the size of its result depends on the data"
+    return {"condition": condition, "input": input, "other": other}
+
+
+def _onnx_where(c: Call) -> str:
+    return c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other"))
+
+
+register(
+    Operator(
+        "where",
+        where,
+        ("input", "other"),
+        _lower_where,
+        carries=("input", "other"),
+        reads=("condition",),
+        functions={torch.where: _function, torch.masked_fill: _filled},
+        methods={"where": _method, "masked_fill": _filled, "masked_fill_": _filled},
+        refuses=_refuses_where,
+        traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
+        onnx=_onnx_where,
+    )
+)

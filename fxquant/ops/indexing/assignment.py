@@ -1,0 +1,219 @@
+"""Assigning to a part of a tensor: slices, lists, a mask."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir import functional
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.places import index_put, is_list, plain_entries
+from fxquant.ops.core.record import Instead, Operator, register
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.indexing.index import WHOLE, dimensions
+from fxquant.ops.movement.views import put_lists
+from fxquant.primitives import comparison, shape
+
+
+def setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
+    """A copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
+    return functional.setitem(input, tuple(index), value)
+
+
+def _positions(entry: Any, size: Size) -> list[int] | None:
+    """Where an entry writes along a dimension; None: everywhere."""
+    if isinstance(entry, builtins.slice) and entry == WHOLE:
+        return None
+    assert isinstance(size, int)
+    if isinstance(entry, builtins.slice):
+        found = list(range(*entry.indices(size)))
+    else:
+        found = [int(position) % size for position in ([entry] if isinstance(entry, int) else torch.as_tensor(entry).flatten().tolist())]
+    return None if found == list(range(size)) else found
+
+
+def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
+    """The value spread out to where it is written, and chosen there."""
+    whole = _sizes(input)
+    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
+    device = lowering.device
+    mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
+    for dim, found in written.items():
+        size = whole[dim]
+        assert isinstance(size, int)
+        along = torch.zeros(size, dtype=torch.bool, device=device)
+        along[found] = True
+        mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
+
+    sizes = _aligned(index, _sizes(value))
+
+    def source(dim: int) -> Tensor:
+        """Which of the value's elements each position takes; one that is not written to takes any."""
+        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
+        found[written[dim]] = torch.arange(len(written[dim]), device=device)
+        return found
+
+    def exact() -> Any:
+        if isinstance(value, Quantized):
+            spread = on_the_output(lowering, value, "value")
+            if any(isinstance(entry, int) for entry in index) or len(sizes) > len(value.shape):
+                spread = lowering.call(shape.reshape, spread, [size if isinstance(size, int) else -1 for size in sizes])
+            for dim in written:
+                if sizes[dim] != 1:
+                    spread = lowering.call(shape.select, spread, dim, lowering.constant(f"source{dim}", source(dim), torch.int64))
+        else:
+            constant = torch.as_tensor(value, dtype=torch.float32, device=device).reshape(sizes)  # type: ignore[arg-type]
+            for dim in written:
+                constant = constant.index_select(dim, source(dim)) if sizes[dim] != 1 else constant
+            spread = on_the_output(lowering, constant, "value")
+        return lowering.call(comparison.choose, spread, on_the_output(lowering, input, "input"), lowering.given("mask", mask, torch.bool))
+
+    return lowering.result(exact, lambda: setitem(real(input), index, real(value)))
+
+
+def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
+    if isinstance(value, fx.Node):
+        return shape_of(value)
+    return value.shape if isinstance(value, Quantized) else tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
+    """The shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
+    left = list(sizes)
+    found: list[Size] = []
+    for entry in reversed(index):
+        found.insert(0, 1 if isinstance(entry, int) or not left else left.pop())
+    return found
+
+
+def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, value = fact(arguments["input"]), arguments["value"]
+    if not isinstance(known, TensorFact) or known.dtype != fact(node).dtype:
+        return "it assigns to something that is no tensor"
+    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
+        return f"it assigns {value!r}"
+    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
+        return "it assigns a number that is computed"
+    lists = 0
+    for entry, size in zip(arguments["index"], known.shape, strict=True):
+        if isinstance(entry, builtins.slice):
+            if not all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step)):
+                return "the bounds of its index are computed"
+        elif isinstance(entry, bool) or (isinstance(entry, fx.Node) and not is_parameter(entry)):
+            return "its index is computed"
+        lists += not isinstance(entry, int | builtins.slice)
+        if not isinstance(size, int) and entry != WHOLE:
+            return "it assigns to a part of the batch"
+    if lists > 1:
+        return "it indexes several dimensions by lists"
+    many = sum(not isinstance(size, int) for size in known.shape) > 1
+    return "more than one of its sizes depends on the batch size" if many else None
+
+
+def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Instead:
+    known = fact(tensor)
+    if not isinstance(known, TensorFact):
+        return "it assigns to something that is no tensor"
+    mask = fact(index) if isinstance(index, fx.Node) else None
+    if isinstance(mask, TensorFact) and mask.dtype == torch.bool:
+        if mask.shape != known.shape:
+            return "its mask is not of the shape of what it assigns to"
+        if isinstance(value, fx.Node) and shape_of(value):
+            return "where it assigns what depends on the data"
+        return Instead(where, {"condition": index, "input": value, "other": tensor})
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(entry is None for entry in entries):
+        return "its index makes dimensions"
+    missing = len(known.shape) - sum(map(dimensions, entries))
+    if missing < 0:
+        return "its index has too many entries"
+    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
+    if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
+        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value):
+            return Instead(put_lists, {"input": tensor, "value": value, "lists": [entry if is_list(entry) else None for entry in whole]})
+        return Instead(index_put, {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value})
+    return {"input": tensor, "index": whole, "value": value}
+
+
+def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> dict[str, Any] | str | Instead:
+    """index_put: its indices are of the first dimensions."""
+    if accumulate:
+        return "it adds up what it assigns to one place"
+    return _assigned(input, tuple(WHOLE if entry is None else entry for entry in indices), values)
+
+
+def _along(input: Any, dim: int, entry: Any, value: Any) -> dict[str, Any]:
+    index: list[Any] = [WHOLE] * len(shape_of(input))
+    index[dim] = entry
+    return {"input": input, "index": index, "value": value}
+
+
+def _slice_scattered(
+    input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> dict[str, Any] | str:
+    return _along(input, dim, builtins.slice(start, end, step), src)
+
+
+def _select_scattered(input: Any, src: Any, dim: int, index: int) -> dict[str, Any] | str:
+    return _along(input, dim, index, src)
+
+
+def _index_copied(input: Any, dim: int, index: Any, source: Any) -> dict[str, Any] | str:
+    return _along(input, dim, index, source)
+
+
+def _index_filled(input: Any, dim: int, index: Any, value: Any) -> dict[str, Any] | str:
+    return _along(input, dim, index, value)
+
+
+def _onnx_setitem(c: Call) -> str:
+    """The value spread out as the integer graph does it, chosen where it is written."""
+    value = c.operand("value")
+    for node in c.primitives:
+        if node.target is shape.reshape:
+            value = c.do("Reshape", value, c.integers(node.args[1]))  # type: ignore[arg-type]
+        elif node.target is shape.select:
+            graph, source = node.graph.owning_module, node.args[2]
+            assert graph is not None
+            assert isinstance(source, fx.Node)
+            value = c.do("Gather", value, c.e.constant(resolve(graph, str(source.target))), axis=node.args[1])
+    # Both on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 by itself.
+    return c.do("Where", c.e.constant(c.real("mask")), c.rounded(value), c.rounded(c.operand("input")))
+
+
+register(
+    Operator(
+        "setitem",
+        setitem,
+        ("input", "value"),
+        _lower_setitem,
+        carries=("input", "value"),
+        functions={
+            functional.setitem: _assigned,
+            torch.slice_scatter: _slice_scattered,
+            torch.select_scatter: _select_scattered,
+            torch.index_copy: _index_copied,
+            torch.index_fill: _index_filled,
+            torch.index_put: _put,
+        },
+        methods={
+            "slice_scatter": _slice_scattered,
+            "select_scatter": _select_scattered,
+            **dict.fromkeys(("index_copy", "index_copy_"), _index_copied),
+            **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
+            **dict.fromkeys(("index_put", "index_put_"), _put),
+        },
+        refuses=_refuses_setitem,
+        onnx=_onnx_setitem,
+    )
+)

@@ -1,0 +1,195 @@
+"""Bags of embeddings: the sum, mean or largest of the rows that each of them names.
+
+Bags of other sizes than one, whose offsets are a constant, are filled up to the largest with a row that counts for nothing: zeros in a
+sum, the smallest of each column where the largest counts. So is what `padding_idx` leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import INNER, Operator, Parameter, register
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
+from fxquant.ops.indexing.counting import count_nonzero
+from fxquant.ops.indexing.embedding import embedding, refuses_embedding
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.pooling.pool import mean, sum
+from fxquant.ops.reduction.extremum import amax
+
+
+def embedding_bag(
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    weight: Any = None,
+    mode: str = "mean",
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """For each bag the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features]; zeros of an empty one.
+
+    The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
+    have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
+    """
+    return F.embedding_bag(
+        input,
+        weight,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+
+
+def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
+    """Which places of a row of numbers each bag has; none where the bags are rows themselves."""
+    value = None if offsets is None else constant_value(offsets)
+    if value is None:
+        return []
+    starts: list[int] = value.tolist()
+    size = fact(input).shape[0]
+    ends = starts[1:] if include_last_offset else [*starts[1:], size]
+    return [range(start, end) for start, end in zip(starts, ends, strict=False)]
+
+
+def _expand(
+    build: Builder,
+    input: fx.Node,
+    offsets: fx.Node | None,
+    per_sample_weights: fx.Node | None,
+    weight: fx.Node,
+    mode: str,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Any:
+    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
+    assert isinstance(rows, int)
+    padding = None if padding_idx is None else padding_idx % rows
+    filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
+    if bags:
+        size = max(1, *map(len, bags))
+        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu", dtype=torch.int64)
+        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu", dtype=torch.bool)
+        input = _arranged(build, input, places)
+        per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
+    weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
+    if filled.any():
+        input = build(whole_mul, input, build.constant((~filled).long()))
+        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
+    taken = build(embedding, input, weight)
+    if per_sample_weights is not None:
+        taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
+    if padding is None and not filled.any():
+        return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
+    if mode == "sum":
+        return build(sum, taken, [1], False)
+    # How many rows of each bag count: known, or counted where the padding is among what is read.
+    count = (~filled).sum(1, keepdim=True) if padding is None else None
+    if mode == "mean":
+        total = build(sum, taken, [1], False, demand=INNER)
+        return build(mul, total, _share(build, input, padding, count))
+    largest = build(amax, taken, [1], False)
+    if count is not None:
+        return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
+    assert padding is not None
+    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
+    return build(where, counted, largest, 0.0)
+
+
+def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
+    """A row of numbers as bags, [bags, size]."""
+    taken: fx.Node = build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
+    return taken
+
+
+def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
+    """The table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
+    rows, features = numbers(build.fact(weight).shape)
+    if padding is None and not another:
+        return weight
+    nothing: Any = (
+        build.host(torch.amin, weight, 0, True)
+        if mode == "max"
+        else build.constant(torch.zeros(1, features, device="cpu", dtype=torch.float32))
+    )
+    if padding is not None:
+        mask = torch.arange(rows, device="cpu").reshape(-1, 1) == padding
+        weight = build.host(torch.where, build.constant(mask), nothing, weight)
+    return build.host(torch.cat, [weight, nothing]) if another else weight
+
+
+def _counted(build: Builder, input: fx.Node, padding: int) -> fx.Node:
+    counted: fx.Node = build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
+    return counted
+
+
+def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> fx.Node:
+    """One over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
+    if padding is None:
+        assert count is not None
+        return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))
+    size = numbers(build.fact(input).shape)[1]
+    table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu", dtype=torch.float32)
+    share: fx.Node = build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
+    return share
+
+
+def _function(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> dict[str, Any] | str:
+    if max_norm is not None:
+        return "it changes its weight while it runs (max_norm)"
+    given = {"input": input, "offsets": offsets, "per_sample_weights": per_sample_weights, "weight": weight, "mode": mode}
+    return {**given, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+
+
+def _module(module: Any) -> dict[str, Any] | str:
+    if module.max_norm is not None:
+        return "it changes its weight while it runs (max_norm)"
+    own = {name: getattr(module, name) for name in ("mode", "include_last_offset", "padding_idx")}
+    return {"weight": Parameter("weight"), **own}
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, offsets = fact(arguments["input"]), arguments["offsets"]
+    if not isinstance(known, TensorFact) or not isinstance(known.shape[-1], int):
+        return "the sizes of its bags depend on the batch size"
+    if len(known.shape) == 1 and not (isinstance(offsets, fx.Node) and is_parameter(offsets)):
+        return "the sizes of its bags depend on the data: give offsets that are a buffer, or bags of one size, [bags, size]"
+    return refuses_embedding(node, arguments)
+
+
+register(
+    Operator(
+        "embedding_bag",
+        embedding_bag,
+        ("per_sample_weights",),
+        reads=("input",),
+        expand=_expand,
+        functions={F.embedding_bag: _function},
+        modules={nn.EmbeddingBag: _module},
+        refuses=_refuses,
+    )
+)

@@ -1,0 +1,207 @@
+"""Whole numbers that are counted: one-hot vectors, how many truth values hold, in which of several intervals a number lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Instead, Operator, Plain, register
+from fxquant.ops.elementwise.comparison import threshold
+from fxquant.ops.movement.shape import MANY_SIZES, numbers
+from fxquant.primitives import comparison, scatter, selection, shape
+
+# ---- one-hot vectors -----------------------------------------------------------------------------------------------------
+
+
+def one_hot(input: Tensor, num_classes: int) -> Tensor:
+    """For each whole number a vector of zeros with a 1 at its place, along a new last dimension: int64."""
+    return F.one_hot(input, num_classes)
+
+
+def _lower_one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
+    """Rows of the unit matrix."""
+    unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
+    return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
+
+
+def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, count = fact(arguments["input"]), arguments["num_classes"]
+    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
+        return "its operand is no tensor of whole numbers"
+    return None if isinstance(count, int) and count > 0 else "the size of its result depends on the data"
+
+
+def _one_hot(tensor: Any, num_classes: int = -1) -> dict[str, Any]:
+    return {"input": tensor, "num_classes": num_classes}
+
+
+register(
+    Operator(
+        "one_hot", one_hot, (), _lower_one_hot, Plain("int64"), reads=("input",), functions={F.one_hot: _one_hot}, refuses=_refuses_one_hot
+    )
+)
+
+# ---- how many hold -------------------------------------------------------------------------------------------------------
+
+
+def count_nonzero(input: Tensor, dim: list[int]) -> Tensor:
+    """How many of the truth values along dimensions hold: int64."""
+    return torch.count_nonzero(input, dim)
+
+
+def count_of(input: Tensor, dim: list[int]) -> Tensor:
+    """How many of the numbers along dimensions are not 0: int64."""
+    return torch.count_nonzero(input, dim)
+
+
+def _counted(input: Any, dim: Any = None) -> dict[str, Any] | Instead:
+    rank = len(shape_of(input))
+    chosen = range(rank) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    arguments = {"input": input, "dim": [d % rank for d in chosen]}
+    return arguments if fact(input).dtype == torch.bool else Instead(count_of, arguments)
+
+
+def _lower_count(lowering: Lowering, input: Any, dim: list[int]) -> Any:
+    return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
+
+
+def _expand_count(build: Builder, input: fx.Node, dim: list[int]) -> Any:
+    return build(count_nonzero, build(torch.ne, input, 0), dim)
+
+
+def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = shape_of(arguments["input"])
+    fixed = sizes and all(isinstance(sizes[d], int) for d in arguments["dim"])
+    return None if fixed else "it counts over the batch, whose size is not fixed"
+
+
+register(
+    Operator(
+        "count_nonzero",
+        count_nonzero,
+        (),
+        _lower_count,
+        Plain("int64"),
+        reads=("input",),
+        onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
+        functions={torch.count_nonzero: _counted},
+        methods={"count_nonzero": _counted},
+        refuses=_refuses_count,
+    )
+)
+register(Operator("count_of", count_of, ("input",), demand=Plain("int64"), expand=_expand_count, refuses=_refuses_count))
+
+# ---- between which of several numbers --------------------------------------------------------------------------------------
+
+
+def bucketize(input: Tensor, boundaries: Tensor, right: bool = False) -> Tensor:
+    """How many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
+    return torch.bucketize(input, boundaries, right=right)
+
+
+def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool) -> Any:
+    """Compared with each of them, and counted."""
+    relation = "ge" if right else "gt"
+    lowering.describe("boundaries", input.scale)
+    limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
+    value = lowering.call(shape.reshape, input.value, [*numbers(input.shape), 1])
+    return lowering.call(scatter.count, lowering.call(comparison.compare, value, limits, relation), [len(input.shape)], False)
+
+
+def _onnx_bucketize(c: Call) -> str:
+    """The boundaries are in front, since onnxruntime cannot move QuantizeLinear of opset 21 behind a new dimension by itself."""
+    limits = c.e.constant(c.real("boundaries").reshape(-1, *[1] * len(c.operand_shape)))
+    below = c.do("Not", c.do("Less", c.input, limits)) if c["right"] else c.do("Greater", c.input, limits)
+    return c.reduced("ReduceSum", c.do("Cast", below, to=torch.int64), [0], False)
+
+
+def _refuses_bucketize(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    boundaries = arguments["boundaries"]
+    if not isinstance(boundaries, fx.Node) or not is_parameter(boundaries) or len(shape_of(boundaries)) != 1:
+        return "its boundaries are no constant row of numbers"
+    if fact(node).dtype != torch.int64:
+        return "its result is int32"
+    return MANY_SIZES if sum(not isinstance(size, int) for size in shape_of(arguments["input"])) > 1 else None
+
+
+def _bucketized(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> dict[str, Any]:
+    return {"input": input, "boundaries": boundaries, "right": right}
+
+
+def _searched(
+    sorted_sequence: Any, input: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> dict[str, Any] | str:
+    if sorter is not None:
+        return "its boundaries are in no order"
+    return {"input": input, "boundaries": sorted_sequence, "right": right or side == "right"}
+
+
+register(
+    Operator(
+        "bucketize",
+        bucketize,
+        ("input",),
+        _lower_bucketize,
+        Plain("int64"),
+        onnx=_onnx_bucketize,
+        functions={torch.bucketize: _bucketized, torch.searchsorted: _searched},
+        refuses=_refuses_bucketize,
+    )
+)
+
+# ---- among which of several numbers ------------------------------------------------------------------------------------------
+
+
+def isin(input: Tensor, elements: Tensor) -> Tensor:
+    """Whether each whole number is one of those of a constant."""
+    return torch.isin(input, elements)
+
+
+def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
+    """Compared with each of them."""
+    value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
+    each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
+    known = lowering.given("elements", elements.flatten(), torch.int64)
+    return lowering.call(selection.truth, lowering.call(comparison.compare, each, known, "eq"), [len(input.shape)], False, False)
+
+
+def _onnx_isin(c: Call) -> str:
+    rank = len(c.operand_shape)
+    same = c.do("Equal", c.unsqueezed(c.input, rank), c.e.constant(c.real("elements")))
+    return c.do("Cast", c.reduced("ReduceMax", c.do("Cast", same, to=torch.float32), [rank], False), to=torch.bool)
+
+
+def _is_in(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> dict[str, Any] | str:
+    return "it asks for those that are not" if invert else {"input": elements, "elements": test_elements}
+
+
+def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, elements = fact(arguments["input"]), arguments["elements"]
+    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
+        return "its operand is no tensor of whole numbers"
+    if not isinstance(elements, fx.Node) or not is_parameter(elements) or fact(elements).dtype != torch.int64:
+        return "what it looks for is no constant of whole numbers"
+    return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
+
+
+register(
+    Operator(
+        "isin",
+        isin,
+        ("input",),
+        _lower_isin,
+        Plain("bool"),
+        moves=True,
+        functions={torch.isin: _is_in},
+        refuses=_refuses_isin,
+        onnx=_onnx_isin,
+    )
+)

@@ -1,0 +1,83 @@
+"""Rows of a table, chosen by whole numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.primitives import shape
+
+
+def embedding(input: Tensor, weight: Tensor) -> Tensor:
+    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there."""
+    return F.embedding(input, weight)
+
+
+def _lower_embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
+    """The table on the output's grid, of which rows are taken."""
+    indices = lowering.given("input", input, torch.int64)
+    return lowering.result(
+        lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
+    )
+
+
+def _function(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> dict[str, Any] | str:
+    """F.embedding: what is about gradients alone does not change its result."""
+    return "it changes its weight while it runs (max_norm)" if max_norm is not None else {"input": input, "weight": weight}
+
+
+def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
+    """torch.embedding, and that of an exported program, which take the weight first."""
+    return {"input": indices, "weight": weight}
+
+
+def _module(module: Any) -> dict[str, Any] | str:
+    return "it changes its weight while it runs (max_norm)" if module.max_norm is not None else {"weight": Parameter("weight")}
+
+
+def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why rows of its table cannot be taken as integers."""
+    weight, known = arguments["weight"], fact(arguments["input"])
+    if not isinstance(weight, fx.Node) or not is_parameter(weight):
+        return "its table is an activation, where an integer form takes a constant"
+    table = fact(weight)
+    if isinstance(table, TensorFact) and table.dtype != torch.float32:
+        return f"its table is {str(table.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None if isinstance(known, TensorFact) and not known.dtype.is_floating_point else "its indices are no whole numbers"
+
+
+def _onnx_embedding(c: Call) -> str:
+    return c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0)
+
+
+register(
+    Operator(
+        "embedding",
+        embedding,
+        (),
+        _lower_embedding,
+        reads=("input",),
+        functions={F.embedding: _function, torch.embedding: _aten},
+        modules={nn.Embedding: _module},
+        refuses=refuses_embedding,
+        observes=lambda arguments: arguments["weight"],
+        onnx=_onnx_embedding,
+    )
+)

@@ -1,0 +1,453 @@
+"""Choosing elements: indexing, splitting, reversing, rotating."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BatchDim, Size, TensorFact
+from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core import places
+from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
+from fxquant.ops.core.record import Instead, Operator, Own, Same, register
+from fxquant.ops.indexing.embedding import embedding
+from fxquant.ops.movement.batch import interleave, piece, pieces_of
+from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of, with_dims
+from fxquant.primitives import selection, shape
+
+# ---- indexing -------------------------------------------------------------------------------------------------------
+
+WHOLE = builtins.slice(None)
+
+
+def getitem(input: Tensor, index: list[Any]) -> Tensor:
+    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one."""
+    return input[tuple(index)]
+
+
+def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
+    """A crop, a selection, and a reshape that drops and makes dimensions; each only where something is left to do."""
+    value = input.value
+    entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
+    crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
+    crops = {dim: bounds for dim, bounds in crops.items() if bounds != (0, entries[dim][1], 1) and bounds != (0, shape.UNBOUNDED, 1)}
+    if crops:
+        starts, stops, steps = ([bounds[part] for bounds in crops.values()] for part in range(3))
+        value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
+    for dim, (entry, size) in enumerate(entries):
+        if not isinstance(entry, int | builtins.slice):
+            assert isinstance(size, int)
+            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
+            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
+    if any(entry is None or isinstance(entry, int) for entry in index):
+        value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
+    return input.with_value(value)
+
+
+def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
+    """(start, stop, step) of an entry; counted from the start where the size is known."""
+    if isinstance(entry, int):
+        entry = builtins.slice(entry, None if entry == -1 else entry + 1)
+    if isinstance(size, int):
+        start, stop, step = entry.indices(size)
+        return start, max(start, stop), step
+    start, stop, step = entry.start, entry.stop, entry.step
+    return start or 0, shape.UNBOUNDED if stop is None else stop, step or 1
+
+
+def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
+    """The shape of the result, with -1 for a size that depends on the batch."""
+    remaining = iter(sizes)
+    result = []
+    for entry in index:
+        size = 1 if entry is None else next(remaining)
+        if isinstance(entry, builtins.slice):
+            result.append(len(range(*entry.indices(size))) if isinstance(size, int) else -1)
+        elif entry is None:
+            result.append(1)
+        elif not isinstance(entry, int):
+            result.append(len(entry))
+    return result
+
+
+def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    """The slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    places: tuple[Any, ...] = (*[WHOLE] * dim, index)
+    return input[places]
+
+
+def _lower_pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
+    if isinstance(input, Tensor):
+        places = lowering.given("index", index, torch.int64)
+        return lowering.result(
+            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
+        )
+    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
+
+
+def _onnx_pick(c: Call) -> str:
+    index = c.arguments.get("index")
+    places = index if isinstance(index, str) else c.e.constant(c.real("index"))
+    return c.do("Gather", c.operand("input"), places, axis=c["dim"])
+
+
+def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, index = fact(arguments["input"]), fact(arguments["index"])
+    if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
+        return "its index is no tensor of whole numbers"
+    if is_parameter(arguments["input"]) and known.dtype != torch.float32:
+        return "it picks from a constant that is no float32 tensor"
+    return None if isinstance(known.shape[arguments["dim"]], int) else "it picks from the batch"
+
+
+def _computed(entry: Any) -> bool:
+    return isinstance(entry, fx.Node) and not is_parameter(entry) and isinstance(fact(entry), TensorFact)
+
+
+register(
+    Operator(
+        "pick",
+        pick,
+        ("input",),
+        _lower_pick,
+        lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
+        moves=True,
+        reads=("index",),
+        observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+        onnx=_onnx_pick,
+        refuses=_refuses_pick,
+    )
+)
+
+
+def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
+    """input[index] for a tensor, and for the pieces of a split one."""
+    known = fact(input)
+    if isinstance(known, list | tuple):
+        return _piece(input, index)
+    if not isinstance(known, TensorFact):
+        return "it indexes something that is no tensor"
+    entries = list(index) if isinstance(index, tuple) else [index]
+    missing = len(known.shape) - sum(dimensions(entry) for entry in entries)
+    if missing < 0:
+        return "its index has too many entries"
+    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
+    computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
+    if len(computed) == 1 and all(entry == WHOLE for dim, entry in enumerate(whole) if dim != computed[0]):
+        return _selected(input, computed[0], whole[computed[0]])
+    if len(computed) == 1 and all(isinstance(entry, int | builtins.slice | None) for entry in whole if not _computed(entry)):
+        if fact(whole[computed[0]]).dtype == torch.bool:
+            return "the size of its result depends on the data: its index is a mask"
+        first = [WHOLE if _computed(entry) else entry for entry in whole]
+        dim = sum(not isinstance(entry, int) for entry in whole[: computed[0]])
+        return Instead(places.pick_parts, {"input": input, "index": first, "dim": dim, "places": whole[computed[0]]})
+    if _of_each_item(input, whole, computed):
+        return Instead(pick_each, {"input": input, "dim": computed[-1], "places": whole[computed[-1]]})
+    part = _of_the_batch(known.shape, whole)
+    if part is not None:
+        return Instead(piece, {"input": input, **part})
+    if sum(map(is_list, whole)) > 1 or any(is_list(entry) and any(map(is_list, entry)) for entry in whole):
+        return _by_lists(input, whole)
+    return {"input": input, "index": whole}
+
+
+def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
+    """The piece of the batch that a slice with computed bounds picks and nothing else: x[:n] of 2n items; None of any other index."""
+    sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
+    if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
+        return None
+    dim, entry = sliced[0], entries[sliced[0]]
+    bounds = (entry.start or 0, shape[dim] if entry.stop is None else entry.stop)
+    start, stop = (fact(bound) if isinstance(bound, fx.Node) else bound for bound in bounds)
+    if not isinstance(start, int | BatchDim) or not isinstance(stop, BatchDim) or (isinstance(start, int) and start != 0):
+        return None
+    begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0))
+    size = BatchDim(stop.coefficient - begin.coefficient, stop.offset - begin.offset)
+    found = pieces_of(shape[dim], begin, size)
+    return None if found is None else {"dim": dim, "count": found[0], "number": found[1]}
+
+
+def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
+    """Whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
+    others = sum(entry == WHOLE for entry in entries if not isinstance(entry, fx.Node))
+    if not computed or computed[-1] == 0 or others != len(entries) - 2 or not isinstance(entries[0], fx.Node):
+        return False
+    return fact(entries[computed[-1]]).dtype == torch.int64 and counts_the_batch(entries[0], input, entries[computed[-1]])
+
+
+def dimensions(entry: Any) -> int:
+    """Over how many dimensions an entry of an index reaches."""
+    known = fact(entry) if isinstance(entry, fx.Node) else None
+    if isinstance(known, TensorFact) and known.dtype == torch.bool:
+        return len(known.shape)
+    return int(entry is not None and entry is not Ellipsis)
+
+
+def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Instead:
+    """Numbers, slices and new dimensions first, then the lists."""
+    if not all(entry is None or is_list(entry) or isinstance(entry, int | builtins.slice) for entry in entries):
+        return "its index is computed"
+    if any(isinstance(entry, bool) for entry in entries):
+        return "its index is a mask"
+    first = [WHOLE if is_list(entry) else entry for entry in entries]
+    lists = [entry if is_list(entry) else None for entry in entries if not isinstance(entry, int)]
+    if first == [WHOLE] * len(first):
+        return Instead(places.index, {"input": input, "lists": lists})
+    return Instead(places.index_parts, {"input": input, "index": first, "lists": lists})
+
+
+def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    index = arguments["index"]
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact):
+        return None
+    entries = zip([entry for entry in index if entry is not None], known.shape, strict=True)
+    reason = next((reason for reason in itertools.starmap(_refuses_entry, entries) if reason is not None), None)
+    if reason is not None:
+        return reason
+    if sum(not isinstance(entry, int | builtins.slice | None) for entry in index) > 1:
+        return "it indexes several dimensions by lists"
+    return MANY_SIZES if many_sizes(node) and any(entry is None or isinstance(entry, int) for entry in index) else None
+
+
+def _keeps_everything(arguments: dict[str, Any]) -> bool:
+    """For an index whose result has its operand's shape: whether it has it at every batch size; `[:20]` has not."""
+    known = fact(arguments["input"])
+    return isinstance(known, TensorFact) and all(
+        isinstance(entry, builtins.slice) and (isinstance(size, int) or (not entry.start and entry.stop is None))
+        for entry, size in zip(arguments["index"], known.shape, strict=False)
+    )
+
+
+def _refuses_entry(entry: Any, size: Size) -> str | None:
+    """Why an index of a dimension of this size has no integer form."""
+    if isinstance(entry, builtins.slice):
+        plain = all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step))
+        return None if plain else "the bounds of its index are computed"
+    if isinstance(entry, bool):
+        return "its index is a mask"
+    if isinstance(entry, int):
+        return None
+    if isinstance(entry, fx.Node):
+        known = fact(entry)
+        if not is_parameter(entry) or not isinstance(known, TensorFact):
+            return f"its index is computed by %{entry.name}"
+        if len(known.shape) != 1 or known.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            return "its index is a constant that is no list of whole numbers"
+    elif not isinstance(entry, list | tuple) or not all(type(number) is int for number in entry):
+        return "its index is no list of whole numbers"
+    return None if isinstance(size, int) else "it picks from the batch by a list"
+
+
+def _along(input: Any, dim: int, entry: Any) -> dict[str, Any]:
+    """input indexed by `entry` along `dim` alone."""
+    index: list[Any] = [WHOLE] * rank_of(input)
+    index[dim] = entry
+    return {"input": input, "index": index}
+
+
+def _narrowed(input: Any, dim: int, start: Any, length: Any) -> dict[str, Any] | str:
+    if not isinstance(start, int) or not isinstance(length, int):
+        return "the bounds of its index are computed"
+    size = shape_of(input)[dim]
+    if start < 0 and not isinstance(size, int):
+        return "it counts from the end of the batch"
+    begin = start % size if isinstance(size, int) and size else start
+    return _along(input, dim, builtins.slice(begin, begin + length))
+
+
+def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instead:
+    if _computed(index):
+        if fact(index).dtype == torch.bool:
+            return "the size of its result depends on the data: its index is a mask"
+        if is_parameter(input) and dim == 0 and rank_of(input) == 2:
+            return Instead(embedding, {"input": index, "weight": input})
+        return Instead(pick, {"input": input, "dim": dim % rank_of(input), "index": index})
+    return _along(input, dim, index)
+
+
+def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str | Instead:
+    if dim is None and rank_of(input) != 1:
+        return "it repeats each element of the flattened tensor"
+    dim = dim or 0
+    dim, size = dim % rank_of(input), shape_of(input)[dim]
+    if not isinstance(size, int) and isinstance(repeats, int) and repeats > 0:
+        return Instead(interleave, {"input": input, "dim": dim, "repeats": repeats})
+    if not isinstance(size, int):
+        return "it repeats along the batch"
+    counts = constant_value(repeats)
+    each = [repeats] if isinstance(repeats, int) else None if counts is None else counts.flatten().tolist()
+    if each is None:
+        return "how often it repeats each element is computed"
+    each = each * size if len(each) == 1 else each
+    return _along(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
+
+
+# Where the dimension stands among the arguments of what returns a tensor in pieces.
+_SPLITS: dict[Any, int] = {
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"), 2),
+    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_chunk, torch.unsafe_split), 2),
+}
+_SPLITS_ALONG: dict[Any, Callable[[int], int]] = {  # the dimension from the rank
+    **dict.fromkeys(("hsplit", torch.hsplit), lambda rank: min(1, rank - 1)),
+    **dict.fromkeys(("vsplit", torch.vsplit), lambda rank: 0),
+    **dict.fromkeys(("dsplit", torch.dsplit), lambda rank: 2),
+}
+_UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
+
+
+def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
+    """One piece of a split tensor, as an index of the whole."""
+    position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
+    source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
+    if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
+        return f"it picks from the results of %{pieces.name}, which is in float"
+    dim = pieces.kwargs.get("dim", pieces.args[position] if len(pieces.args) > position else 0)
+    if pieces.target in _SPLITS_ALONG:
+        dim = _SPLITS_ALONG[pieces.target](rank_of(source))
+    assert isinstance(dim, int)
+    known = fact(pieces)
+    number %= len(known)
+    if pieces.target in _UNBINDS:
+        return _along(source, dim, number)
+    sizes = [piece.shape[dim] for piece in known]
+    if not all(isinstance(size, int) for size in sizes):
+        found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
+        if found is None:
+            return "it is a piece of the batch, whose size is not fixed"
+        return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
+    start = sum(sizes[:number])
+    return _along(source, dim, builtins.slice(start, start + sizes[number]))
+
+
+register(
+    Operator(
+        "getitem",
+        getitem,
+        ("input",),
+        _lower_getitem,
+        Same(),
+        moves=True,
+        idle=_keeps_everything,
+        functions={
+            operator.getitem: _indexed,
+            torch.narrow: _narrowed,
+            torch.select: _selected,
+            torch.index_select: _selected,
+            torch.repeat_interleave: _interleaved,
+        },
+        methods={
+            "__getitem__": _indexed,
+            "narrow": _narrowed,
+            "select": _selected,
+            "index_select": _selected,
+            "repeat_interleave": _interleaved,
+        },
+        refuses=_refuses_getitem,
+    )
+)
+
+# ---- reversing and rotating -----------------------------------------------------------------------------------------
+
+
+def flip(input: Tensor, dims: list[int]) -> Tensor:
+    """The elements in reverse order along `dims`."""
+    return input.flip(dims)
+
+
+def _lower_flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    value = input.value
+    for dim in dims:
+        size = input.shape[dim]
+        assert isinstance(size, int)
+        backwards = torch.arange(size - 1, -1, -1, device=input.scale.device)
+        value = lowering.call(shape.select, value, dim, lowering.constant(f"indices{dim}", backwards, torch.int64))
+    return input.with_value(value)
+
+
+def _refuses_flip(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    flips_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
+    return "it reverses the batch" if flips_batch else None
+
+
+register(
+    Operator(
+        "flip",
+        flip,
+        ("input",),
+        _lower_flip,
+        Same(),
+        moves=True,
+        functions={
+            torch.flip: with_dims,
+            torch.fliplr: lambda input: {"input": input, "dims": [1]},
+            torch.flipud: lambda input: {"input": input, "dims": [0]},
+        },
+        methods={
+            "flip": with_dims,
+            "fliplr": lambda input: {"input": input, "dims": [1]},
+            "flipud": lambda input: {"input": input, "dims": [0]},
+        },
+        refuses=_refuses_flip,
+    )
+)
+
+
+def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
+    """The elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
+    return input.roll(shifts, dims)
+
+
+def _lower_roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
+    """The two parts of each dimension, joined in the other order."""
+    value = input.value
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = input.shape[dim]
+        assert isinstance(size, int)
+        if size and shift % size:
+            cut = size - shift % size
+            ends = ((cut, size), (0, cut))
+            value = lowering.call(shape.concatenate, [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ends], dim)
+    return input.with_value(value)
+
+
+def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
+    rolled = [dims] if isinstance(dims, int) else list(dims or ())
+    if not rolled:
+        return "it rolls the flattened tensor"
+    return {"input": input, "shifts": [shifts] if isinstance(shifts, int) else list(shifts), "dims": [d % rank_of(input) for d in rolled]}
+
+
+def _refuses_roll(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if not all(isinstance(shift, int) for shift in arguments["shifts"]):
+        return "its shifts are computed"
+    known = fact(arguments["input"])
+    rolls_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
+    return "it rolls along the batch" if rolls_batch else None
+
+
+register(
+    Operator(
+        "roll",
+        roll,
+        ("input",),
+        _lower_roll,
+        Same(),
+        moves=True,
+        functions={torch.roll: _rolled},
+        methods={"roll": _rolled},
+        refuses=_refuses_roll,
+    )
+)

@@ -1,0 +1,205 @@
+"""What is made of an order: both extremes, running extremes, quantiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, shape_of
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import INNER, Operator, Same, register
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.indexing.ranking import gather, ranked, sort
+from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.reduction.extremum import amax, amin, maximum, minimum
+
+
+def _fixed(verb: str) -> Any:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        known = fact(arguments["input"])
+        if not isinstance(known, TensorFact) or not known.shape:
+            return "its operand has no dimensions"
+        dims = range(len(known.shape)) if arguments["dim"] is None else [arguments["dim"]]
+        return None if all(isinstance(known.shape[d], int) for d in dims) else f"it {verb} the batch, whose size is not fixed"
+
+    return refuses
+
+
+# ---- both extremes ---------------------------------------------------------------------------------------------------------
+
+
+def aminmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The smallest and the largest element along a dimension, or of all."""
+    return torch.aminmax(input, dim=dim, keepdim=keepdim)
+
+
+def _expand_aminmax(build: Builder, input: fx.Node, dim: int | None, keepdim: bool) -> Any:
+    dims = [] if dim is None else [dim]
+    return build(amin, input, dims, keepdim), build(amax, input, dims, keepdim)
+
+
+register(
+    Operator(
+        "aminmax",
+        aminmax,
+        ("input",),
+        expand=_expand_aminmax,
+        functions={torch.aminmax: None},
+        methods={"aminmax": None},
+        refuses=_fixed("looks through"),
+    )
+)
+
+
+def msort(input: Tensor) -> Tensor:
+    """The elements along the first dimension in order."""
+    return torch.msort(input)
+
+
+def _expand_msort(build: Builder, input: fx.Node) -> Any:
+    return build(sort, input, 0)[0]
+
+
+def _refuses_msort(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = shape_of(arguments["input"])
+    return None if sizes and isinstance(sizes[0], int) else "it ranks the batch, whose size is not fixed"
+
+
+register(
+    Operator(
+        "msort", msort, ("input",), expand=_expand_msort, functions={torch.msort: None}, methods={"msort": None}, refuses=_refuses_msort
+    )
+)
+
+# ---- running extremes --------------------------------------------------------------------------------------------------------
+
+
+def cummax(input: Tensor, dim: int) -> Any:
+    """The largest element so far along a dimension, and where it is."""
+    return torch.cummax(input, dim)
+
+
+def cummin(input: Tensor, dim: int) -> Any:
+    """The smallest element so far along a dimension, and where it is."""
+    return torch.cummin(input, dim)
+
+
+def _expand_running(build: Builder, input: fx.Node, dim: int, extremum: Any) -> Any:
+    """Of twice as many elements in each step: of itself and what lies 1, 2, 4, … before."""
+    sizes = build.fact(input).shape
+    length, dim = sizes[dim], dim % len(sizes)
+    assert isinstance(length, int)
+    before: list[Any] = [WHOLE] * dim
+    distance = 1
+    while distance < length:
+        first = build(getitem, input, [*before, slice(0, distance), *[WHOLE] * (len(sizes) - dim - 1)])
+        later = build(getitem, input, [*before, slice(distance, length), *[WHOLE] * (len(sizes) - dim - 1)])
+        earlier = build(getitem, input, [*before, slice(0, length - distance), *[WHOLE] * (len(sizes) - dim - 1)])
+        joined = [first, build(extremum, later, earlier, demand=Same())]
+        input = build(cat, joined, dim, demand=Same())
+        distance *= 2
+    return (input,)
+
+
+def _refuses_running(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    because: str | None = _fixed("looks through")(node, arguments)
+    if because is not None:
+        return because
+    picked = [reader.args[1] if getattr(reader.target, "__name__", "") == "getitem" else 1 for reader in node.users]
+    if any(pick != 0 for pick in picked):
+        return "where its elements lie is read as well"
+    return None if fact(arguments["input"]).shape[arguments["dim"]] != 1 else "it has one element to look at"
+
+
+for _function, _extremum in ((cummax, maximum), (cummin, minimum)):
+
+    def _expand(build: Builder, input: fx.Node, dim: int, extremum: Any = _extremum) -> Any:
+        return _expand_running(build, input, dim, extremum)
+
+    _name = _function.__name__
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input",),
+            expand=_expand,
+            functions={getattr(torch, _name): None},
+            methods={_name: None},
+            refuses=_refuses_running,
+        )
+    )
+
+# ---- quantiles -----------------------------------------------------------------------------------------------------------------
+
+
+def quantile(input: Tensor, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Tensor:
+    """The q-th quantile along a dimension; of a list of them, along a new first dimension."""
+    of = q if isinstance(q, int | float) else torch.tensor(q, dtype=input.dtype, device=input.device)
+    return torch.quantile(input, of, dim, keepdim, interpolation=interpolation)
+
+
+def _share(position: float, interpolation: str) -> float:
+    """How much of the later of two neighbours counts at a position between them."""
+    part = position - math.floor(position)
+    return {
+        "linear": part,
+        "lower": 0.0,
+        "higher": float(part > 0),
+        "midpoint": 0.5 if part > 0 else 0.0,
+        "nearest": float(round(position) - math.floor(position)),
+    }[interpolation]
+
+
+def _expand_quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool, interpolation: str) -> Any:
+    sizes = build.fact(input).shape
+    length, dim = sizes[dim], dim % len(sizes)
+    assert isinstance(length, int)
+    in_order = build(gather, input, dim, build(ranked, input, dim, length, False))
+
+    def at(place: int) -> fx.Node:
+        entry = slice(place, place + 1) if keepdim else place
+        found: fx.Node = build(getitem, in_order, [*[WHOLE] * dim, entry, *[WHOLE] * (len(sizes) - dim - 1)])
+        return found
+
+    def of(quantity: float) -> fx.Node:
+        position = float(torch.tensor(quantity, dtype=torch.float32, device="cpu") * (length - 1))  # which PyTorch computes so
+        share = _share(position, interpolation)
+        first = min(math.floor(position), length - 1)
+        if share in (0.0, 1.0):
+            return at(first + int(share))
+        found: fx.Node = build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
+        return found
+
+    if isinstance(q, int | float):
+        return of(float(q))
+    return build(stack, [of(float(quantity)) for quantity in q], 0)
+
+
+def _of_constants(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> dict[str, Any] | str:
+    value = constant_value(q)
+    if value is not None:
+        q = value.tolist()
+    if not isinstance(q, int | float | list):
+        return "which quantile it takes is computed"
+    if dim is None and len(shape_of(input)) != 1:
+        return "it ranks the flattened tensor"
+    return {"input": input, "q": q, "dim": dim or 0, "keepdim": keepdim, "interpolation": interpolation}
+
+
+register(
+    Operator(
+        "quantile",
+        quantile,
+        ("input",),
+        expand=_expand_quantile,
+        functions=dict.fromkeys((torch.quantile, torch.nanquantile), _of_constants),
+        methods=dict.fromkeys(("quantile", "nanquantile"), _of_constants),
+        refuses=_fixed("ranks"),
+    )
+)

@@ -1,0 +1,285 @@
+"""What is written, or added, at places that whole numbers say: scatter, scatter_add, index_add.
+
+    x.scatter_add(1, index, source)   →   x + Σ of the source at each place, an accumulator of at most as many terms as the source is long
+
+Where the places are a constant, the sum is a product with a matrix of zeros and ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, inherit, is_parameter, set_fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import INNER, Instead, Operator, register
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.indexing.ranking import refuses_index
+from fxquant.ops.pooling.pool import too_many
+from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
+from fxquant.primitives import scatter as primitives
+
+SUMMING_OPSET = 16  # the first whose ScatterElements adds
+LARGEST = torch.finfo(torch.float32).max
+
+# ---- in the place of others ---------------------------------------------------------------------------------------------
+
+
+def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tensor:
+    """The tensor with other elements, or one number, at these places along a dimension."""
+    return torch.scatter(input, dim, index, src)
+
+
+def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
+    places = lowering.given("index", index, torch.int64)
+    number = (True,) if not isinstance(src, Quantized) and (not isinstance(src, Tensor) or src.dim() == 0) else ()
+
+    def exact() -> Any:
+        values = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
+        return lowering.call(selection.put_along, *values, dim, places, *number)
+
+    return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
+
+
+def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    value = arguments["src"]
+    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
+        return "it scatters a number that is computed"
+    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
+        return f"it scatters {value!r}"
+    return refuses_index(node, arguments)
+
+
+def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Of a source that is larger than the index its first elements count."""
+    known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
+    if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
+        return arguments
+    if len(known.shape) != len(index.shape):
+        return "its source has not the dimensions of its index"
+    if not known.shape:  # a number, as a tensor
+        return arguments
+    entries = [WHOLE if own == size else slice(0, size) for own, size in zip(known.shape, index.shape, strict=True)]
+    if not all(entry == WHOLE or isinstance(entry.stop, int) for entry in entries):
+        return "it scatters to a part of the batch"
+    with node.graph.inserting_before(node):
+        cut = inherit(node.graph.call_function(getitem, (arguments["src"], entries)), node, "canonical.rewrite")
+    set_fact(cut, TensorFact(index.shape, known.dtype))
+    return {**arguments, "src": cut}
+
+
+def _scattered(
+    input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None
+) -> dict[str, Any] | str | Instead:
+    if reduce == "add" and isinstance(src, fx.Node):
+        return Instead(scatter_add, scatter_added(input, dim, index, src))
+    if reduce is not None:
+        return f"it reduces by {reduce!r}"
+    return {"input": input, "dim": dim, "index": index, "src": value if src is None else src}
+
+
+def _onnx_scatter(c: Call) -> str:
+    """Both on the result's scale; a number as often as there are places."""
+    places, source = places_of(c), c.rounded(c.operand("src"))
+    if isinstance(c.arguments.get("src"), int | float):
+        source = c.do("Expand", source, c.do("Shape", places))
+    return c.do("ScatterElements", c.rounded(c.operand("input")), places, source, axis=c["dim"])
+
+
+register(
+    Operator(
+        "scatter",
+        scatter,
+        ("input", "src"),
+        _lower_scatter,
+        carries=("input", "src"),
+        reads=("index",),
+        functions={torch.scatter: _scattered},
+        methods={"scatter": _scattered, "scatter_": _scattered},
+        onnx=_onnx_scatter,
+        refuses=_refuses_scatter,
+        normalize=as_large_as_index,
+    )
+)
+
+# ---- sums --------------------------------------------------------------------------------------------------------------
+
+
+def sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
+    """Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
+    zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
+    return zeros.scatter_add(dim, index, src)
+
+
+def _lower_sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
+    terms = src.shape[dim]
+    assert isinstance(terms, int)
+    largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    places = lowering.given("index", index, torch.int64)
+    total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
+    return lowering.requantize(total, Ratio((src.scale,)))
+
+
+def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    terms = fact(arguments["src"]).shape[arguments["dim"]]
+    return too_many([terms], 2**31) if isinstance(terms, int) else "it adds up the batch, whose size is not fixed"
+
+
+def places_of(c: Call) -> str:
+    """The index of a call, which may be a constant."""
+    index = c.arguments.get("index")
+    return index if isinstance(index, str) else c.e.constant(c.real("index"))
+
+
+def _onnx_sum_at(c: Call) -> str:
+    if c.e.opset < SUMMING_OPSET:
+        return c.exported()
+    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places_of(c), c["size"], False)
+
+
+register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at))
+
+
+def index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
+    """Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
+    zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
+    return zeros.index_add(dim, index, src)
+
+
+def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
+    """The product with a matrix of zeros and ones, along the last dimension."""
+    rank = len(src.shape)
+    matrix = torch.nn.functional.one_hot(index.flatten() % size, size).t().to(torch.float32)
+    terms = float(matrix.sum(1).max())
+    largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
+    order = [d for d in range(rank) if d != dim] + [dim]
+    value = lowering.call(shape.permute, src.value, order)
+    lowering.describe("places", torch.empty(0, device="cpu", dtype=torch.float32))
+    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
+    total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
+    result = lowering.requantize(total, Ratio((src.scale,)))
+    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
+
+
+def _onnx_index_sum(c: Call) -> str:
+    """No transposition, behind which onnxruntime cannot move QuantizeLinear of opset 21 by itself, where there is another form."""
+    order = [d for d in range(len(fact(c.node).shape)) if d != c["dim"]] + [c["dim"]]
+    matrix = c.real("places")
+    if c.e.opset >= SUMMING_OPSET:
+        places = c.e.constant(matrix.argmax(0).reshape([-1 if d == c["dim"] else 1 for d in range(len(order))]))
+        index = c.do("Expand", places, c.do("Shape", c.operand("src")))
+        return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], index, c["size"], False)
+    total = c.do("MatMul", c.do("Transpose", c.operand("src"), perm=order), c.e.constant(matrix.float().t().contiguous()))
+    return c.do("Transpose", total, perm=[order.index(d) for d in range(len(order))])
+
+
+register(Operator("index_sum", index_sum, ("src",), _lower_index_sum, onnx=_onnx_index_sum))
+
+
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """The tensor with the elements of `src` added at their places along a dimension."""
+    return torch.scatter_add(input, dim, index, src)
+
+
+def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
+    """The tensor with alpha times the slices of `source` added at their places along a dimension."""
+    return torch.index_add(input, dim, index, source, alpha=alpha)
+
+
+def size_along(build: Builder, input: fx.Node, dim: int) -> int:
+    """How many places there are along a dimension, which is not the batch."""
+    size = build.fact(input).shape[dim]
+    assert isinstance(size, int)
+    return size
+
+
+def _expand_scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
+    alone = made_number(input) == 0
+    total = build(sum_at, src, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    return total if alone else build(add, input, total)
+
+
+def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float) -> Any:
+    alone = made_number(input) == 0
+    if is_parameter(source):
+        return build(add, input, build.host(index_sum, source, dim, index, size_along(build, input, dim)), float(alpha))
+    if alpha != 1:
+        source = build(mul, source, alpha, demand=INNER)
+    total = build(index_sum, source, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    return total if alone else build(add, input, total)
+
+
+def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why what is added at places has no integer form."""
+    because = refuses_index(node, arguments)
+    if because is not None:
+        return because
+    src, dim = arguments["src"], arguments["dim"]
+    known, wanted = fact(src) if isinstance(src, fx.Node) else None, list(fact(arguments["input"]).shape)
+    if not isinstance(known, TensorFact) or is_parameter(src):
+        return "what it adds is no activation"
+    if not isinstance(known.shape[dim], int):
+        return "it adds up the batch, whose size is not fixed"
+    wanted[dim] = known.shape[dim]
+    return None if list(known.shape) == wanted else "it adds to a part of the tensor alone"
+
+
+def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if not isinstance(arguments["index"], fx.Node) or not is_parameter(arguments["index"]):
+        return "its places are computed"
+    if not isinstance(fact(arguments["input"]).shape[arguments["dim"]], int):
+        return "it adds to a part of the batch"
+    source = arguments["source"]
+    if not isinstance(source, fx.Node) or not isinstance(arguments["alpha"], int | float):
+        return "what it adds is no activation"
+    return None
+
+
+def _with_dim(dim: int, input: Any) -> int:
+    return dim % max(len(fact(input).shape), 1)
+
+
+def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
+    """The arguments of what adds at places, by name."""
+    return {"input": input, "dim": _with_dim(dim, input), "index": index, "src": src}
+
+
+def _index_added(input: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> dict[str, Any]:
+    return {"input": input, "dim": _with_dim(dim, input), "index": index, "source": source, "alpha": alpha}
+
+
+register(
+    Operator(
+        "scatter_add",
+        scatter_add,
+        ("input", "src"),
+        reads=("index",),
+        expand=_expand_scatter_add,
+        functions={torch.scatter_add: scatter_added},
+        methods=dict.fromkeys(("scatter_add", "scatter_add_"), scatter_added),
+        refuses=refuses_scatter_add,
+        normalize=as_large_as_index,
+    )
+)
+register(
+    Operator(
+        "index_add",
+        index_add,
+        ("input", "source"),
+        expand=_expand_index_add,
+        functions={torch.index_add: _index_added},
+        methods=dict.fromkeys(("index_add", "index_add_"), _index_added),
+        refuses=_refuses_index_add,
+    )
+)

@@ -1,0 +1,155 @@
+"""The mean, the largest and the smallest of what has a place that whole numbers say: scatter_reduce.
+
+x.scatter_reduce(1, index, source, "mean")   →   (x + Σ of the source at each place) / (1 + how many have it)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.casting import to_real
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import INNER, Fixed, Instead, Operator, register
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.division import reciprocal_of
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.whole import whole_add, whole_mul
+from fxquant.ops.indexing.scatter import (
+    LARGEST,
+    as_large_as_index,
+    places_of,
+    refuses_scatter_add,
+    scatter_add,
+    scatter_added,
+    size_along,
+    sum_at,
+)
+from fxquant.primitives import PRIMITIVES, selection
+from fxquant.primitives import scatter as primitives
+
+COUNTS = Fixed(1.0, "int16", otherwise=Fixed(1.0, "int8"))
+
+
+def scatter_sum(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """The sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
+    return torch.scatter_reduce(input, dim, index, src, "sum", include_self=False)
+
+
+def scatter_mean(input: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool = True) -> Tensor:
+    """The mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
+    return torch.scatter_reduce(input, dim, index, src, "mean", include_self=include_self)
+
+
+def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
+    """How many elements have each place, as real numbers, which are steps of a grid of whole numbers."""
+    ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
+    many: fx.Node = build(sum_at, ones, dim, index, size, demand=COUNTS)
+    return many
+
+
+def _expand_scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
+    size = size_along(build, input, dim)
+    total = build(sum_at, src, dim, index, size)
+    return build(where, build(torch.gt, _many(build, dim, index, size), 0.0), total, input)
+
+
+def _expand_scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool) -> Any:
+    size = size_along(build, input, dim)
+    many = _many(build, dim, index, size)
+    total, alone = build(sum_at, src, dim, index, size, demand=INNER), made_number(input) == 0
+    if include_self:
+        total = total if alone else build(add, input, total, demand=INNER)
+        return build(mul, total, reciprocal_of(build, build(add, many, 1.0, demand=COUNTS)))
+    share = reciprocal_of(build, build(clamp, many, 1.0, None))
+    if alone:
+        return build(mul, total, share)
+    return build(where, build(torch.gt, many, 0.0), build(mul, total, share, demand=INNER), input)
+
+
+for _name, _function, _expand in (("scatter_sum", scatter_sum, _expand_scatter_sum), ("scatter_mean", scatter_mean, _expand_scatter_mean)):
+    register(
+        Operator(
+            _name, _function, ("input", "src"), reads=("index",), expand=_expand, refuses=refuses_scatter_add, normalize=as_large_as_index
+        )
+    )
+
+# ---- the larger and the smaller ------------------------------------------------------------------------------------------
+
+
+def scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
+    """The largest, or smallest, of an element and those of `src` that have its place; `include_self` is about places that are named."""
+    return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
+
+
+def _lower_scatter_extremum(
+    lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool
+) -> Quantized:
+    """Without the elements themselves: these are as small, or as large, as can be, where a place is named."""
+    places = lowering.given("index", index, torch.int64)
+    terms = src.shape[dim]
+    grid = lowering.output.grid
+
+    def exact() -> Any:
+        value, other = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
+        if not include_self:
+            end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
+            held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
+            value = lowering.call(selection.put_along, value, held, dim, places, True)
+        return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
+
+    return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))
+
+
+def _onnx_scatter_extremum(c: Call) -> str:
+    """Both on the result's scale."""
+    places, value = places_of(c), c.rounded(c.operand("input"))
+    if not c["include_self"]:
+        end = c.do("Expand", c.number(-LARGEST if c["largest"] else LARGEST), c.do("Shape", places))
+        value = c.do("ScatterElements", value, places, end, axis=c["dim"])
+    write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
+    assert node is not None
+    return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
+
+
+# ---- how it is spelled ------------------------------------------------------------------------------------------------
+
+
+_REDUCTIONS = {"amax": True, "amin": False}
+
+
+def _scatter_reduced(
+    input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+) -> dict[str, Any] | str | Instead:
+    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
+        return Instead(scatter_add, scatter_added(input, dim, index, src))
+    if reduce == "mean":
+        return Instead(scatter_mean, {**scatter_added(input, dim, index, src), "include_self": include_self})
+    if reduce in ("sum", "add"):
+        return Instead(scatter_sum, scatter_added(input, dim, index, src))
+    if reduce not in _REDUCTIONS:
+        return f"a {reduce} of any number of elements has more bits than any accumulator: add logarithms in its place"
+    return {**scatter_added(input, dim, index, src), "largest": _REDUCTIONS[reduce], "include_self": include_self}
+
+
+register(
+    Operator(
+        "scatter_extremum",
+        scatter_extremum,
+        ("input", "src"),
+        _lower_scatter_extremum,
+        reads=("index",),
+        onnx=_onnx_scatter_extremum,
+        functions={torch.scatter_reduce: _scatter_reduced},
+        methods=dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _scatter_reduced),
+        refuses=refuses_scatter_add,
+        normalize=as_large_as_index,
+    )
+)

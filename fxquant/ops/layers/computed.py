@@ -1,0 +1,160 @@
+"""Layers whose weight is computed by the model, convolutions with one for all items or one for each: composites.
+
+linear(x, w, b)                         →   x · wᵀ + b
+conv2d(x, w)                            →   w as a matrix · unfold(x)
+conv2d(x as one item, w, groups=B)      →   for each item, its w as a matrix · unfold(x)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.equations import computed_linear, is_computed
+from fxquant.ops.core.record import Instead, Operator, Shape, register
+from fxquant.ops.core.weighted import sizes
+from fxquant.ops.elementwise.arithmetic import add
+from fxquant.ops.layers.linear import matmul
+from fxquant.ops.movement.patches import unfold
+from fxquant.ops.movement.shape import permute, reshape
+
+
+def computed_conv1d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Tensor:
+    """A convolution with a weight that the model computes."""
+    return torch.conv1d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def computed_conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Tensor:
+    """A convolution with a weight that the model computes."""
+    return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+COMPUTED: dict[int, Callable[..., Tensor]] = {1: computed_conv1d, 2: computed_conv2d}
+
+
+def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
+    """How a call of a convolution is adapted: one whose weight the model computes is an operator of its own."""
+
+    def adapt(
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+    ) -> dict[str, Any] | Instead:
+        given = {
+            "input": input, "weight": weight, "bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups
+        }  # fmt: skip
+        return Instead(COMPUTED[rank], given) if is_computed(weight) else given
+
+    return adapt
+
+
+def _each(size: Any, groups: Any) -> int:
+    """How many there are of a size for each group, or, where groups are items, for each item."""
+    if isinstance(size, BatchDim) and isinstance(groups, BatchDim):
+        return int(size.coefficient)
+    return int(size) if isinstance(size, int) else 0
+
+
+def _number_of(groups: Any) -> Any:
+    return fact(groups) if isinstance(groups, fx.Node) else groups
+
+
+def _margins(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
+    """The rows and columns of zeros before an image, and as many behind it."""
+    if padding == "same":
+        return [apart * (taps - 1) // 2 for apart, taps in zip(dilation, kernel, strict=True)]
+    return sizes(0 if padding == "valid" else padding, len(kernel))
+
+
+def _expand(
+    build: Builder, input: fx.Node, weight: fx.Node, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, rank: int
+) -> Any:
+    number = _number_of(groups)
+    by_item = isinstance(number, BatchDim)
+    inner = int(number.coefficient) if isinstance(number, BatchDim) else number
+    shape, weights = build.fact(input).shape, build.fact(weight).shape
+    channels, results = _each(shape[1], number), _each(weights[0], number)
+    kernel, image = [int(size) for size in weights[2:]], [int(size) for size in shape[2:]]  # type: ignore[arg-type]
+    steps, apart = sizes(stride, rank), sizes(dilation, rank)
+    around = _margins(padding, kernel, apart)
+    if rank == 1:
+        kernel, image, steps, around, apart = [1, *kernel], [1, *image], [1, *steps], [0, *around], [1, *apart]
+    if by_item or rank == 1:
+        input = build(reshape, input, [-1, channels, *image])
+    columns = build(unfold, input, kernel, apart, around, steps)
+    taps = int(weights[1]) * kernel[0] * kernel[1]  # type: ignore[arg-type]
+    windows = build.fact(columns).shape[2]
+    matrix = build(reshape, weight, [-1 if by_item else 1, inner, results // inner, taps])
+    result = build(matmul, matrix, build(reshape, columns, [-1, inner, taps, windows]))
+    if bias is not None:
+        result = build(add, result, build(reshape, bias, [-1 if by_item else 1, inner, results // inner, 1]))
+    size = [
+        (length + 2 * margin - apart_ * (taps_ - 1) - 1) // step + 1
+        for length, margin, apart_, taps_, step in zip(image, around, apart, kernel, steps, strict=True)
+    ]
+    return build(reshape, result, [1, -1, *size[-rank:]] if by_item else [-1, results, *size[-rank:]])
+
+
+def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        known, weight, number = fact(arguments["input"]), fact(arguments["weight"]), _number_of(arguments["groups"])
+        if not isinstance(known, TensorFact) or not isinstance(weight, TensorFact) or len(known.shape) != rank + 2:
+            return "its input has no batch dimension"
+        by_item = isinstance(number, BatchDim)
+        if by_item and (known.shape[0] != 1 or number.offset != 0 or number.coefficient.denominator != 1):
+            return "its groups depend on the batch size, and its input is not one item"
+        fixed = [*known.shape[2:], *weight.shape[1:], *(() if by_item else (known.shape[1], weight.shape[0], number))]
+        if not all(isinstance(size, int) for size in fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
+            return "a size of it depends on the batch in a way that is no item's"
+        apart, taps = sizes(arguments["dilation"], rank), weight.shape[2:]
+        if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):  # type: ignore[operator]
+            return "its weight is computed, and padding='same' is one more behind than before: give numbers"
+        bias = arguments["bias"]
+        return "its bias is no parameter of its size" if by_item and bias is not None and is_parameter(bias) else None
+
+    return refuses
+
+
+def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
+    """The products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
+    return math.prod(result) * math.prod(shapes["weight"][1:])
+
+
+for _rank, _function in COMPUTED.items():
+
+    def _expand_rank(build: Builder, rank: int = _rank, **arguments: Any) -> Any:
+        return _expand(build, **arguments, rank=rank)
+
+    register(
+        Operator(_function.__name__, _function, ("input", "weight", "bias"), expand=_expand_rank, refuses=_refuses(_rank), macs=_products)
+    )
+
+
+# ---- linear layers ---------------------------------------------------------------------------------------------------
+
+
+def _expand_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any) -> Any:
+    product = build(matmul, input, build(permute, weight, [1, 0]))
+    return product if bias is None else build(add, product, bias)
+
+
+def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    weight = fact(arguments["weight"])
+    return None if isinstance(weight, TensorFact) and len(weight.shape) == 2 else "its weight is computed, and no matrix"
+
+
+register(
+    Operator(
+        "computed_linear", computed_linear, ("input", "weight", "bias"), expand=_expand_linear, refuses=_refuses_linear, macs=_products
+    )
+)

@@ -1,0 +1,323 @@
+"""Contractions: einsum and what it spells, as a matrix product between permutations and reshapes. Composites.
+
+    Σ_k a[b, i, k] · c[b, k, j]      b in both and in the result, k in both alone, i and j in one and in the result
+
+Dimensions of one kind become one, unless there is one of them; what stands in one operand alone, and not in the result, is summed first.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.equations import added_product, einsum, spelled
+from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.indexing.advanced import diagonal
+from fxquant.ops.layers.linear import matmul
+from fxquant.ops.movement.shape import numbers, permute, reshape
+from fxquant.ops.pooling.pool import sum
+
+# ---- two operands ---------------------------------------------------------------------------------------------------
+
+
+def _split(equation: str) -> tuple[list[str], str]:
+    left, _, right = equation.partition("->")
+    return left.split(","), right
+
+
+def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
+    letters, result = _split(equation)
+    values = list(operands)
+    for number in range(len(values)):
+        letters[number], values[number] = _without_repetition(build, letters[number], values[number])
+    while len(values) > 2:  # from left to right
+        later = set("".join([*letters[2:], result]))
+        between = "".join(dict.fromkeys(letter for letter in letters[0] + letters[1] if letter in later))
+        values[:2] = [_product(build, (letters[0], values[0]), (letters[1], values[1]), between)]
+        letters[:2] = [between]
+    if len(values) == 2:
+        return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
+    kept, value = _summed(build, letters[0], values[0], set(result))
+    return _ordered(build, value, kept, result)
+
+
+def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[str, fx.Node]:
+    """An operand with one dimension for each letter: two of one letter are their diagonal."""
+    while (repeated := next((letter for letter in letters if letters.count(letter) > 1), None)) is not None:
+        one, other = [position for position, letter in enumerate(letters) if letter == repeated][:2]
+        value = build(diagonal, value, 0, one, other)
+        letters = "".join(letter for position, letter in enumerate(letters) if position not in (one, other)) + repeated
+    return letters, value
+
+
+def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+    """The product of two operands, given with their letters."""
+    one, left = _summed(build, *first, {*second[0], *result})
+    other, right = _summed(build, *second, {*first[0], *result})
+    batch = "".join(letter for letter in one if letter in other and letter in result)
+    inner = "".join(letter for letter in one if letter in other and letter not in result)
+    rows = "".join(letter for letter in one if letter not in other)
+    columns = "".join(letter for letter in other if letter not in one)
+    if is_parameter(left) and not batch:  # a matrix of parameters is a weight where it stands on the right
+        (one, left, rows), (other, right, columns) = (other, right, columns), (one, left, rows)
+    sizes = dict(zip(one + other, (*numbers(fact(left).shape), *numbers(fact(right).shape)), strict=True))
+    if not inner:
+        return _outer(build, (one, left), (other, right), result)
+    left = _ordered(build, left, one, batch + rows + inner)
+    right = _ordered(build, right, other, batch + inner + columns)
+    rows_apart = len(rows) == 1 or (not batch and rows)  # PyTorch's product takes any number of them in front
+    if len(inner) > 1 or not rows_apart:
+        length = _length(inner, sizes)
+        left = build(
+            reshape, left, [*(sizes[b] for b in batch), *([sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]), length]
+        )
+    if len(inner) > 1 or len(columns) != 1:
+        right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
+    made: fx.Node = build(matmul, left, right)
+    if not rows_apart or len(columns) != 1:
+        made = build(reshape, made, [sizes[letter] for letter in batch + rows + columns])
+    return _ordered(build, made, batch + rows + columns, result)
+
+
+def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+    """The product, element by element, of operands that share no dimension that is summed."""
+
+    def aligned(letters: str, value: fx.Node) -> fx.Node:
+        value = _ordered(build, value, letters, "".join(letter for letter in result if letter in letters))
+        size = iter(numbers(fact(value).shape))
+        shape = [next(size) if letter in letters else 1 for letter in result]
+        return value if len(shape) == len(letters) else build(reshape, value, shape)
+
+    made: fx.Node = build(mul, aligned(*first), aligned(*second))
+    return made
+
+
+def _length(letters: str, sizes: dict[str, int]) -> int:
+    """How many elements dimensions have together; -1 where that depends on the batch."""
+    lengths = [sizes[letter] for letter in letters]
+    return -1 if -1 in lengths else math.prod(lengths)
+
+
+def _summed(build: Builder, letters: str, value: fx.Node, kept: set[str]) -> tuple[str, fx.Node]:
+    """The operand without the dimensions that nothing else has."""
+    alone = [position for position, letter in enumerate(letters) if letter not in kept]
+    if not alone:
+        return letters, value
+    return "".join(letter for letter in letters if letter in kept), build(sum, value, alone, False)
+
+
+def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> fx.Node:
+    if letters == wanted:
+        return value
+    made: fx.Node = build(permute, value, [letters.index(letter) for letter in wanted])
+    return made
+
+
+def _einsum(equation: Any, *operands: Any) -> dict[str, Any] | str:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):
+        return "its dimensions are given as numbers"
+    return spelled(equation, *operands)
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    letters, result = _split(arguments["equation"])
+    sizes: dict[str, Any] = {}
+    for each, operand in zip(letters, arguments["operands"], strict=True):
+        for letter, size in zip(each, fact(operand).shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return "it repeats one of its operands"
+    summed = [size for letter, size in sizes.items() if letter not in result]
+    if not all(isinstance(size, int) for size in summed):
+        return "it sums over the batch, whose size is not fixed"
+    return None if sum_of(not isinstance(size, int) for size in sizes.values()) <= 1 else "two of its sizes depend on the batch"
+
+
+def sum_of(values: Any) -> int:
+    """How many are true."""
+    return len([value for value in values if value])
+
+
+def _matrix_vector(input: Any, vec: Any) -> dict[str, Any] | str:
+    return spelled("ij,j->i", input, vec)
+
+
+def _dot(input: Any, tensor: Any = None, **named: Any) -> dict[str, Any] | str:
+    return spelled("i,i->", input, named.get("other", tensor))
+
+
+def _outer_product(input: Any, vec2: Any) -> dict[str, Any] | str:
+    return spelled("i,j->ij", input, vec2)
+
+
+def _inner(input: Any, other: Any) -> dict[str, Any] | str:
+    first, second = (fact(operand) for operand in (input, other))
+    if not isinstance(first, TensorFact) or not isinstance(second, TensorFact) or not first.shape or not second.shape:
+        return "one of its operands is no tensor with dimensions"
+    letters = string.ascii_lowercase
+    one, two = letters[: len(first.shape) - 1], letters[len(first.shape) - 1 :][: len(second.shape) - 1]
+    return spelled(f"{one}z,{two}z->{one}{two}", input, other)
+
+
+def _chained(*matrices: Any, **_: Any) -> dict[str, Any] | str:
+    chain = tuple(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], list | tuple) else matrices
+    letters = string.ascii_lowercase
+    pairs = [letters[number : number + 2] for number in range(len(chain))]
+    if any(len(fact(matrix).shape) != 2 for matrix in chain):
+        return "one of its operands is no matrix"
+    return spelled(f"{','.join(pairs)}->{letters[0]}{letters[len(chain)]}", *chain)
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> dict[str, Any] | str:
+    ranks = [len(fact(operand).shape) for operand in (a, b)]
+    if isinstance(dims, int):
+        dims = (list(range(ranks[0] - dims, ranks[0])), list(range(dims)))
+    if not isinstance(dims, list | tuple) or not all(isinstance(each, list | tuple) for each in dims):
+        return "its dimensions are computed"
+    first, second = ([dim % rank for dim in each] for each, rank in zip(dims, ranks, strict=True))
+    one = list(string.ascii_lowercase[: ranks[0]])
+    two = list(string.ascii_uppercase[: ranks[1]])
+    for left, right in zip(first, second, strict=True):
+        two[right] = one[left]
+    kept = [letter for letter in one if letter not in two] + [letter for letter in two if letter not in one]
+    return spelled(f"{''.join(one)},{''.join(two)}->{''.join(kept)}", a, b)
+
+
+def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
+    letters = string.ascii_lowercase[: len(fact(x).shape)]
+    return spelled(f"{letters},{letters}->{letters.replace(letters[dim], '')}", x, y)
+
+
+register(
+    Operator(
+        "einsum",
+        einsum,
+        ("operands",),
+        expand=_expand,
+        traits=frozenset({Trait.MATRIX_PRODUCT}),
+        functions={
+            torch.einsum: _einsum,
+            torch.trace: lambda input: spelled("ii->", input),
+            torch.mv: _matrix_vector,
+            torch.dot: _dot,
+            torch.vdot: _dot,
+            **dict.fromkeys((torch.outer, torch.ger), _outer_product),
+            torch.inner: _inner,
+            torch.chain_matmul: _chained,
+            torch.linalg.multi_dot: _chained,
+            torch.tensordot: _tensordot,
+            torch.linalg.vecdot: _vecdot,
+        },
+        methods={
+            "trace": lambda input: spelled("ii->", input),
+            "mv": _matrix_vector,
+            "dot": _dot,
+            "vdot": _dot,
+            **dict.fromkeys(("outer", "ger"), _outer_product),
+            "inner": _inner,
+        },
+        refuses=_refuses,
+    )
+)
+
+# ---- products that are added to something ---------------------------------------------------------------------------
+
+
+def _expand_added(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, equation: str, beta: float, alpha: float) -> Any:
+    product = build(einsum, equation, [one, other])
+    if beta == 0:
+        return product if alpha == 1 else build(mul, product, float(alpha))
+    if beta == 1:
+        return build(add, input, product, float(alpha))
+    return build(add, build(mul, input, float(beta)), product, float(alpha))
+
+
+def _added(equation: str) -> Any:
+    def adapt(input: Any, one: Any, other: Any, *, beta: float = 1, alpha: float = 1) -> dict[str, Any] | str:
+        if not all(isinstance(number, int | float) for number in (beta, alpha)):
+            return "beta or alpha is computed"
+        return {"input": input, "one": one, "other": other, "equation": equation, "beta": beta, "alpha": alpha}
+
+    return adapt
+
+
+def _named(adapt: Any, *names: str) -> Any:
+    """The same with PyTorch's names of the two operands."""
+
+    def renamed(input: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs.pop(name) for name in names[len(args) :])]
+        return adapt(input, *given, **kwargs)
+
+    return renamed
+
+
+def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    operands = [arguments["one"], arguments["other"]]
+    if not all(isinstance(operand, fx.Node) and isinstance(fact(operand), TensorFact) for operand in operands):
+        return "one of its operands is no tensor"
+    return _refuses(node, {"equation": arguments["equation"], "operands": operands})
+
+
+ADDED = {
+    "addmv": _named(_added("ij,j->i"), "mat", "vec"),
+    "addr": _named(_added("i,j->ij"), "vec1", "vec2"),
+    "baddbmm": _named(_added("bij,bjk->bik"), "batch1", "batch2"),
+    "addbmm": _named(_added("bij,bjk->ik"), "batch1", "batch2"),
+}
+register(
+    Operator(
+        "added_product",
+        added_product,
+        ("input", "one", "other"),
+        expand=_expand_added,
+        functions={getattr(torch, name): adapt for name, adapt in ADDED.items()},
+        methods={name: adapt for name, adapt in ADDED.items()},
+        refuses=_refuses_added,
+    )
+)
+
+# ---- bilinear -------------------------------------------------------------------------------------------------------
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · W_o · y + b_o for each output channel o."""
+    return F.bilinear(input1, input2, weight, bias)
+
+
+def _expand_bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Any:
+    """The products of x with every channel's matrix, and then with y."""
+    channels, width, height = fact(weight).shape
+    turned = build(reshape, build(permute, weight, [1, 0, 2]), [width, channels * height])
+    shape = numbers(fact(input1).shape)
+    first = build(reshape, build(matmul, input1, turned), [*shape[:-1], channels, height])
+    column = build(reshape, input2, [*shape[:-1], height, 1])
+    result = build(reshape, build(matmul, first, column), [*shape[:-1], channels])
+    return result if bias is None else build(add, result, bias)
+
+
+def _bilinear_module(module: Any) -> dict[str, Any]:
+    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
+
+
+register(
+    Operator(
+        "bilinear",
+        bilinear,
+        ("input1", "input2"),
+        expand=_expand_bilinear,
+        functions={F.bilinear: None, torch.bilinear: None},
+        modules={nn.Bilinear: _bilinear_module},
+    )
+)

@@ -1,0 +1,306 @@
+"""Convolution and transposed convolution in one to three dimensions: one description, two kinds."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, resolve
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.weighted import (
+    ABSORBED,
+    BeforeResidual,
+    Product,
+    epilogue,
+    lower_weighted,
+    refuses_weighted,
+    rescaled,
+    shape_of,
+    sizes,
+)
+from fxquant.ops.layers.computed import COMPUTED, convolved
+from fxquant.ops.movement.pad import pad_before
+from fxquant.primitives import accumulate, transposed
+from fxquant.primitives.accumulate import CONVOLUTIONS
+from fxquant.primitives.transposed import TRANSPOSED, swap_channels
+from fxquant.quantization.batch_norm import BatchNorm, fold
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells one kind of convolution from the other.
+
+    kernels     the float functions by rank
+    attributes  what follows weight and bias, with defaults, in PyTorch's order
+    order       the attributes as the primitives take them
+    arrange     weight and groups -> the weight as (out, in/groups, …); it undoes itself. Folded and quantized like that, it has one
+                scale per output channel
+    channels    where the weight as it is has its output channels
+    narrow      the primitive for sums below 2^24, wide the other one
+    spread      which tensor each of whose elements meets a kernel of one channel group: the result, or the input
+    """
+
+    name: str
+    kernels: dict[int, Callable[..., Tensor]]
+    attributes: dict[str, Any]
+    order: tuple[str, ...]
+    arrange: Callable[[Tensor, int], Tensor]
+    channels: int
+    narrow: Callable[..., Tensor]
+    wide: Callable[..., Tensor]
+    spread: str
+
+
+PLAIN = Kind(
+    "conv",
+    CONVOLUTIONS,
+    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
+    ("stride", "padding", "dilation", "groups"),
+    lambda weight, groups: weight,
+    0,
+    accumulate.convolution,
+    accumulate.convolution_wide,
+    "result",
+)
+REVERSED = Kind(
+    "conv_transpose",
+    TRANSPOSED,
+    {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
+    ("stride", "padding", "output_padding", "dilation", "groups"),
+    swap_channels,
+    1,
+    transposed.transposed_convolution,
+    transposed.transposed_convolution_wide,
+    "input",
+)
+
+
+def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[..., tuple[Tensor, Tensor]]]:
+    """The float function, the lowering, and the folding of one kind of convolution in `rank` dimensions."""
+    kernel = kind.kernels[rank]
+
+    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
+        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
+        return kind.arrange(weight, groups), bias
+
+    def function(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *attributes: Any,
+        batch_norm: BatchNorm | None = None,
+        residual: Tensor | None = None,
+        clamp: Clamp | None = None,
+        before_residual: BeforeResidual | None = None,
+    ) -> Tensor:
+        given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
+        if batch_norm is not None:
+            weight, bias = folded(weight, bias, batch_norm, **given)
+        return epilogue(kernel(input, weight, bias, **given), residual, clamp, before_residual)
+
+    def lower(
+        lowering: Lowering,
+        input: Quantized,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        batch_norm: BatchNorm | None = None,
+        residual: Quantized | None = None,
+        clamp: Clamp | None = None,
+        **attributes: Any,
+    ) -> Quantized:
+        given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
+        groups = given["groups"]
+        product = Product(
+            kind.narrow,
+            kind.wide,
+            attributes=tuple(given[name] for name in kind.order),
+            trailing=rank,
+            layout=lambda integers: kind.arrange(integers, groups),
+            channels=kind.channels,
+            in_parts=True,
+        )
+        return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
+
+    function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
+    function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
+    function.__signature__ = _signature(function, kind)  # type: ignore[attr-defined]
+    return function, lower, folded
+
+
+def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
+    """The function's, with the attributes by name."""
+    own = inspect.signature(function)
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
+    before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    behind = [p for p in own.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return own.replace(parameters=[*before, *named, *behind])
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+
+class Margin(NamedTuple):
+    """Padding that the convolution's own zeros cannot be: `around` and `mode` are what F.pad takes."""
+
+    around: list[int]
+    mode: str
+
+
+_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
+    """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
+    rank = len(kernel)
+    if padding == "same":
+        totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
+    if all(before == behind for before, behind in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
+        return [before for before, _ in pairs]
+    return Margin([size for pair in reversed(pairs) for size in pair], _MODES[mode])
+
+
+def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
+
+    %y = conv2d(%x, %w, padding="same")     →       %y_pad = pad(%x, [0, 1, 0, 1])
+                                                    %y = conv2d(%y_pad, %w)
+    """
+    padding = arguments["padding"]
+    if isinstance(padding, str):
+        kernel = shape_of(arguments["weight"])
+        if kernel is None:
+            return f"padding={padding!r} depends on its weight, which is no tensor"
+        padding = _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])  # type: ignore[arg-type]
+    if not isinstance(padding, Margin):
+        return {**arguments, "padding": padding}
+    return {**arguments, "input": pad_before(node, arguments["input"], padding.around, padding.mode), "padding": 0}
+
+
+def _convolution_module(module: Any) -> dict[str, Any]:
+    return {
+        **_parameters(module),
+        **{name: getattr(module, name) for name in ("stride", "dilation", "groups")},
+        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode),
+    }
+
+
+def _parameters(module: Any) -> dict[str, Any]:
+    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
+
+
+# ---- transposed convolution -----------------------------------------------------------------------------------------
+
+
+def _transposed_module(module: Any) -> dict[str, Any]:
+    return {**_parameters(module), **{name: getattr(module, name) for name in REVERSED.attributes}}
+
+
+def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The padding that gives the output size a module was called with: it is read off the result."""
+    operand, result = fact(arguments["input"]), fact(node)
+    given = len(node.args) > 1 or "output_size" in node.kwargs
+    if node.op != "call_module" or not given or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):
+        return arguments
+    kernel = resolve(node.graph.owning_module, str(node.target)).kernel_size  # type: ignore[arg-type]
+    names = ("stride", "padding", "dilation")
+    rows = zip(operand.shape[2:], result.shape[2:], kernel, *(sizes(arguments[name], len(kernel)) for name in names), strict=True)
+    extra = [found - (size - 1) * stride + 2 * padding - dilation * (taps - 1) - 1 for size, found, taps, stride, padding, dilation in rows]
+    return {**arguments, "output_padding": extra}
+
+
+# ---- the records ----------------------------------------------------------------------------------------------------
+
+
+def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = shape_of(arguments["input"])
+        if operand is not None and len(operand) != rank + 2:
+            return "its input has no batch dimension"
+        return refuses_weighted(node, arguments)
+
+    return refuses
+
+
+# ---- as operators of ONNX -------------------------------------------------------------------------------------------
+
+
+def _onnx_window(c: Call, rank: int) -> dict[str, Any]:
+    padding = sizes(c["padding"], rank)
+    if c.arguments.get("padding_mode", "zeros") != "zeros":
+        padding = [0] * rank  # it is put around the operand first
+    # One size for each dimension, or the sizes before and behind each, the last dimension first.
+    pads = padding * 2 if len(padding) == rank else [*padding[::2][::-1], *padding[1::2][::-1]]
+    return {"strides": sizes(c["stride"], rank), "pads": pads, "dilations": sizes(c["dilation"], rank), "group": c["groups"]}
+
+
+def _onnx_convolution(c: Call) -> str:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel))}
+    operand = c.selected()  # with its own elements around it, where it is padded with those
+    if len(kernel) == 1 and c.as_convolution():
+        pads = attributes["pads"]
+        attributes.update(
+            {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}, pads=[pads[0], 0, pads[1], 0]
+        )
+        flat = c.unsqueezed(operand, 3)
+        made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
+        return c.epilogue(c.squeezed(made, 3))
+    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
+
+
+def _onnx_transposed(c: Call) -> str:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
+    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), len(kernel)))
+
+
+# ---- the records ----------------------------------------------------------------------------------------------------
+
+
+def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[[Any], dict[str, Any]], normalize: Any) -> Any:
+    function, lower, folded = _convolution(kind, rank)
+    register(
+        Operator(
+            f"{kind.name}{rank}d",
+            function,
+            ("input",),
+            lower,
+            functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
+            modules={module: extract},
+            read_off=frozenset({"output_size"} if kind is REVERSED else ()),
+            traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
+            absorbs=ABSORBED,
+            refuses=_refuses(rank),
+            sums=True,
+            normalize=normalize,
+            folded=folded,
+            weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+            channels=lambda arguments: 1,
+            rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
+            # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
+            macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+            onnx=_onnx_transposed if kind is REVERSED else _onnx_convolution,
+        )
+    )
+    return function
+
+
+conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _padded)
+conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _padded)
+conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _padded)
+conv_transpose1d = _register(REVERSED, 1, nn.ConvTranspose1d, _transposed_module, _output_padding)
+conv_transpose2d = _register(REVERSED, 2, nn.ConvTranspose2d, _transposed_module, _output_padding)
+conv_transpose3d = _register(REVERSED, 3, nn.ConvTranspose3d, _transposed_module, _output_padding)

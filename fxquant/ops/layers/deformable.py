@@ -1,0 +1,211 @@
+"""Deformable convolution: a convolution whose every tap is read where an offset moves it. A composite: the taps, and a convolution.
+
+taps (N, C, H'·kh, W'·kw), read between the pixels;   y = conv(taps · mask, weight), kernel and stride (kh, kw)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import EVERYTHING
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.weighted import shape_of, sizes
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.layers.convolution import conv2d
+from fxquant.ops.movement.shape import expand, permute, reshape
+from fxquant.ops.sampling.grid import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
+from fxquant.primitives import shape
+from fxquant.primitives.sampling import sample
+
+Geometry = tuple[Any, Any, Any, Any]  # kernel, stride, padding, dilation
+
+
+def deform_conv2d(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Deformable convolution, version 2 with a mask, with the arguments of torchvision.ops.deform_conv2d.
+
+    input (N, C, H, W); offset (N, 2·groups·kh·kw, H', W'), in pixels, y before x; mask (N, groups·kh·kw, H', W'), a factor for each tap;
+    weight (O, C / groups of the convolution, kh, kw). Outside of the image is 0. From: Zhu et al., Deformable ConvNets v2, 2019.
+    """
+    given = tuple(value for value in (input, offset, weight, bias, mask) if value is not None)
+    if has_torch_function(given):
+        result: Tensor = handle_torch_function(deform_conv2d, given, input, offset, weight, bias, stride, padding, dilation, mask)
+        return result
+    kernel = list(weight.shape[2:])
+    taps = deformed_taps(input, offset, kernel, stride, padding, dilation)
+    if mask is not None:
+        taps = taps * _spread_mask(mask, taps, kernel)
+    return F.conv2d(taps, weight, bias, kernel, 0, 1, input.shape[1] // weight.shape[1])
+
+
+# ---- the taps -------------------------------------------------------------------------------------------------------
+
+
+def _base(height: int, width: int, geometry: Geometry) -> Tensor:
+    """(x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
+    axes = []
+    for count, taps, stride, padding, dilation in zip((height, width), *(sizes(value, 2) for value in geometry), strict=True):
+        starts = torch.arange(count, dtype=torch.float64, device="cpu") * stride - padding
+        axes.append((starts.unsqueeze(1) + torch.arange(taps, dtype=torch.float64, device="cpu") * dilation).flatten())
+    rows, columns = axes
+    return torch.stack((columns.expand(len(rows), -1), rows.unsqueeze(1).expand(-1, len(columns))), -1)
+
+
+def deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1) -> Tensor:
+    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
+    (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
+    groups = offset.shape[1] // (2 * rows * columns)
+    moved = offset.reshape(-1, rows, columns, 2, height, width).permute(0, 4, 1, 5, 2, 3).flip(-1)
+    moved = moved.reshape(-1, height * rows, width * columns, 2)
+    absolute = moved + _base(height, width, (kernel_size, stride, padding, dilation)).to(moved)
+    images = input.reshape(-1, input.shape[1] // groups, *input.shape[2:])
+    extent = torch.tensor([input.shape[3], input.shape[2]], dtype=moved.dtype, device=moved.device)
+    taps = F.grid_sample(images, (2 * absolute + 1) / extent - 1, "bilinear", "zeros", False)
+    return taps.reshape(-1, input.shape[1], height * rows, width * columns)
+
+
+def _lower_taps(
+    lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any
+) -> Quantized:
+    (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
+    channels, *spatial = input.shape[1:]
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    assert isinstance(channels, int)
+    assert isinstance(offset.shape[1], int)
+    groups = offset.shape[1] // (2 * rows * columns)
+
+    def exact() -> Any:
+        moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
+        moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
+        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
+        moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
+        moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
+        images = input.value
+        if groups > 1:
+            images = lowering.call(shape.reshape, images, [-1, channels // groups, *spatial])
+        image = replace(input, value=images, shape=(input.shape[0], channels // groups, *spatial))
+        positions = Positions([1.0, 1.0], _base(height, width, (kernel_size, stride, padding, dilation)), False)
+        taps = lower_sample(lowering, image, offset.with_value(moved), positions, "bilinear", "zeros")
+        return lowering.call(shape.reshape, taps, [-1, channels, height * rows, width * columns])
+
+    return lowering.result(exact, lambda: deformed_taps(input.real(), offset.real(), kernel_size, stride, padding, dilation))
+
+
+def _onnx_taps(c: Call) -> str:
+    """GridSample of the taps' positions; the offsets are scaled first, since onnxruntime cannot move a DequantizeLinear behind Reshape."""
+    node = c.primitive(sample)
+    assert node is not None
+    assert isinstance(node.args[0], fx.Node)
+    height, width = spatial_of(c)
+    channels, rows, columns = (int(size) for size in fact(c.node).shape[1:])
+    taps = sizes(c["kernel_size"], 2)
+    geometry = c["kernel_size"], c["stride"], c["padding"], c["dilation"]
+    groups = channels // fact(node.args[0]).shape[1]
+    factors = (
+        torch.tensor([2 / height, 2 / width], device="cpu", dtype=torch.float32).repeat(groups * taps[0] * taps[1]).reshape(1, -1, 1, 1)
+    )
+    moved = c.do("Mul", c.operand("offset"), c.e.constant(factors))
+    moved = c.do("Reshape", moved, c.integers([-1, *taps, 2, rows // taps[0], columns // taps[1]]))
+    moved = c.do("Gather", c.do("Transpose", moved, perm=[0, 4, 1, 5, 2, 3]), c.integers([1, 0]), axis=5)
+    base = _base(rows // taps[0], columns // taps[1], geometry)
+    start = (2 * base + 1) / torch.tensor([width, height], dtype=torch.float64, device="cpu") - 1
+    grid = c.do("Add", c.do("Reshape", moved, c.integers([-1, rows, columns, 2])), c.e.constant(start.float()))
+    image = c.operand("input")
+    if groups > 1:  # on the result's grid, which is the image's: rounding it changes nothing
+        image = c.rounded(c.do("Reshape", image, c.integers([-1, channels // groups, height, width])))
+    mode = "linear" if c.e.opset >= LINEAR_OPSET else "bilinear"
+    value = c.do("GridSample", image, grid, mode=mode, padding_mode="zeros", align_corners=0)
+    return value if groups == 1 else c.do("Reshape", value, c.integers([-1, channels, rows, columns]))
+
+
+def _refuses_taps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["offset"])
+    if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
+        return "its offsets have no size that is known"
+    return refuses_image(arguments["input"], "bilinear", "zeros")
+
+
+register(
+    Operator(
+        "deformed_taps",
+        deformed_taps,
+        ("input", "offset"),
+        _lower_taps,
+        Same(("input",)),
+        dtypes={"offset": "int16"},
+        keeps=lambda arguments, after: EVERYTHING,
+        refuses=_refuses_taps,
+        onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
+    )
+)
+
+
+# ---- the composite --------------------------------------------------------------------------------------------------
+
+
+def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
+    """The factor of every tap, in the taps' shape."""
+    (rows, columns), (height, width) = kernel, mask.shape[2:]
+    groups, channels = mask.shape[1] // (rows * columns), taps.shape[1]
+    spread = mask.reshape(-1, groups, rows, columns, height, width).permute(0, 1, 4, 2, 5, 3)
+    spread = spread.reshape(-1, groups, 1, height * rows, width * columns).expand(-1, -1, channels // groups, -1, -1)
+    return spread.reshape(-1, channels, height * rows, width * columns)
+
+
+def _expand(
+    build: Builder,
+    input: fx.Node,
+    offset: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    mask: fx.Node | None,
+) -> Any:
+    weights = shape_of(weight)
+    assert weights is not None
+    rows, columns = (int(size) for size in weights[2:])  # type: ignore[arg-type]
+    taps = build(deformed_taps, input, offset, [rows, columns], stride, padding, dilation)
+    channels, tall, wide = (int(size) for size in build.fact(taps).shape[1:])  # type: ignore[arg-type]
+    if mask is not None:
+        given, height, width = (int(size) for size in build.fact(mask).shape[1:])  # type: ignore[arg-type]
+        groups = given // (rows * columns)
+        factors = build(permute, build(reshape, mask, [-1, groups, rows, columns, height, width]), [0, 1, 4, 2, 5, 3])
+        factors = build(reshape, factors, [-1, groups, 1, tall, wide])
+        if groups > 1:
+            factors = build(expand, factors, [-1, -1, channels // groups, -1, -1])
+        taps = build(mul, taps, build(reshape, factors, [-1, channels if groups > 1 else 1, tall, wide]))
+    return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // int(weights[1]))  # type: ignore[arg-type]
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if shape_of(arguments["weight"]) is None:
+        return "its weight is no tensor of known shape"
+    mask = fact(arguments["mask"]) if isinstance(arguments["mask"], fx.Node) else None
+    if isinstance(mask, TensorFact) and not all(isinstance(size, int) for size in mask.shape[1:]):
+        return "its mask has no size that is known"
+    return _refuses_taps(node, arguments)
+
+
+register(Operator("deform_conv2d", deform_conv2d, ("input", "offset", "mask"), expand=_expand, refuses=_refuses))

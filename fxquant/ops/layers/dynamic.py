@@ -1,0 +1,95 @@
+"""A linear layer between real numbers, whose operand is quantized at run time: dynamic quantization.
+
+For the rest of the compiler it is an operator in float: nothing of it is calibrated, and no grid stands at its ends. The QConfig asks for
+it (`QConfig(dynamic=True)`), and the pass `dynamic.choose` makes it of layers and of products with a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Lowering, named_parameters
+from fxquant.numerics.grids import INT32_MAX, accumulator_bound
+from fxquant.ops.core.record import Operator, operator_of, register
+from fxquant.ops.core.weighted import shape_of
+from fxquant.ops.layers.linear import linear, matmul
+from fxquant.primitives import dynamic
+
+MOST_INPUTS = INT32_MAX // (dynamic.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
+
+NOT_DYNAMIC = "the qconfig is dynamic, which is about linear and recurrent layers alone"
+COMPOSITES = (
+    "lstm",
+    "gru",
+    "rnn",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_cell",
+    "multi_head_attention",
+)  # whose parts are linear layers, and others that stay in float
+
+
+def dynamic_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
+    return F.linear(input, weight, bias)
+
+
+def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """The primitive on real numbers; the weight's integers and scales are constants, and its bias stays a real number."""
+    lowering.parameters.update(named_parameters(weight, bias, None))
+    bias = lowering.weight.corrected(bias)
+    made = lowering.weight.integers(weight, keep=lowering.keeps_start)
+    lowering.prove(accumulator_bound(made.integers, None, 0, dynamic.MAGNITUDE), "the sum")
+    lowering.describe("weight", made.scale, -2)
+    lowering.describe("bias", torch.ones((), dtype=torch.float32, device="cpu"))
+    return lowering.call(
+        dynamic.dynamic_linear,
+        input,
+        lowering.constant("weight", made.integers, lowering.weight.dtype.storage),
+        lowering.constant("scale", made.scale if made.scale.numel() > 1 else made.scale.reshape(()), torch.float32),
+        None if bias is None else lowering.constant("bias", bias, torch.float32),
+    )
+
+
+DYNAMIC_LINEAR = register(
+    Operator(
+        "dynamic_linear",
+        dynamic_linear,
+        (),
+        _lower_dynamic,
+        dynamic=True,
+        weight=lambda weight, **_: weight,
+        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    )
+)
+
+
+def may_be_dynamic(node: fx.Node) -> bool:
+    """Whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
+    operator = operator_of(node)
+    return operator is not None and (operator.function in (linear, matmul) or operator.name in COMPOSITES)
+
+
+def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
+    """Why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
+    for name, value in (("matrix", weight), ("bias", bias)):
+        if isinstance(value, fx.Node) and not is_parameter(value):
+            return f"dynamic quantization makes constants of the matrix and the bias, and its {name}, %{value.name}, is computed"
+    known, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
+    if not isinstance(known, TensorFact) or is_parameter(input):
+        return "what it multiplies is no activation"
+    if known.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
+        return f"it is computed in {str(known.dtype).removeprefix('torch.')}, and dynamic quantization is of float32"
+    if sizes is None or len(sizes) != 2 or len(known.shape) < 2:
+        return "dynamic quantization is of a matrix, and of rows that it multiplies"
+    inputs = known.shape[-1]
+    if not isinstance(inputs, int) or inputs > MOST_INPUTS:
+        return f"its sum of {inputs} products may exceed 32 bits: at most {MOST_INPUTS} fit"
+    return None

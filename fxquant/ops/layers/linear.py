@@ -1,0 +1,196 @@
+"""Linear layers and matrix products."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import BatchDim
+from fxquant.ir.graph import is_parameter
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Instead, Operator, Parameter, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
+from fxquant.primitives import accumulate, product
+from fxquant.primitives.arithmetic import MATRIX
+from fxquant.quantization.batch_norm import BatchNorm, fold
+
+LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
+PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
+
+# ---- linear -----------------------------------------------------------------------------------------------------------
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Tensor | None = None,
+    clamp: Clamp | None = None,
+    before_residual: BeforeResidual | None = None,
+) -> Tensor:
+    """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
+    if batch_norm is not None:
+        weight, bias = fold(weight, bias, batch_norm, 0)
+    return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
+
+
+def _lower_linear(
+    lowering: Lowering,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
+) -> Quantized:
+    return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
+
+
+def _onnx_linear(c: Call) -> str:
+    if "weight" not in c.constants:  # a product of two activations, or with a constant that is no matrix
+        return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
+    if c.as_convolution():
+        return _onnx_convolution(c)
+    if len(c.operand_shape) == 2:
+        return c.epilogue(c.with_bias(lambda *bias: c.do("Gemm", c.input, c.weight(), *bias, transB=1), 0))
+    product = c.do("MatMul", c.input, c.weight(lambda weight: weight.t()))
+    return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
+
+
+def _onnx_convolution(c: Call) -> str:
+    """A linear layer as a convolution with a kernel of one, its last dimension as channels. The file is fixed to a batch of one."""
+    _, *sizes, features = (size.at(1) if isinstance(size, BatchDim) else size for size in c.operand_shape)
+    inner = range(1, len(sizes) + 1)
+    value = c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]) if sizes else c.input
+    value = c.do("Reshape", value, c.integers([-1, features, math.prod(sizes), 1]))
+    made = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
+    made = c.do("Reshape", made, c.integers([-1, c.constants["weight"][0].shape[0], *sizes]))
+    return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if sizes else made)
+
+
+def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Instead:
+    given = {"input": input, "weight": weight, "bias": bias}
+    return Instead(computed_linear, given) if is_computed(weight) else given
+
+
+register(
+    Operator(
+        "linear",
+        linear,
+        ("input",),
+        _lower_linear,
+        functions={F.linear: _called},
+        traits=frozenset({Trait.OUTPUTS_FIRST}),
+        modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
+        absorbs=ABSORBED,
+        refuses=refuses_weighted,
+        sums=True,
+        folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
+        weight=lambda weight, **_: weight,
+        channels=lambda arguments: -1,
+        rescaled=rescaled,
+        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+        onnx=_onnx_linear,
+    )
+)
+
+
+# ---- matrix product -------------------------------------------------------------------------------------------------
+
+
+def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
+    """input · other over the last two dimensions, plus bias, and a fused clamp."""
+    value = torch.matmul(input, other)
+    return epilogue(value if bias is None else value + bias, None, clamp, None)
+
+
+def _lower_matmul(
+    lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
+) -> Quantized:
+    """A matrix parameter on the right is a linear layer's weight; a product of two activations has one step, s_x · s_y."""
+    if isinstance(other, Tensor):
+        if isinstance(input, Quantized) and other.dim() == 2:
+            return lower_weighted(lowering, PRODUCT, input, other.t(), bias, clamp=clamp)
+        other = lowering.quantize_constant(other, "other")
+    if isinstance(input, Tensor):
+        input = lowering.quantize_constant(input, "input")
+    terms = float(input.shape[-1])  # type: ignore[arg-type]
+    long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
+    product_bound = torch.tensor(terms * input.grid.magnitude * other.grid.magnitude, dtype=torch.float64, device="cpu")
+    largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
+    if largest >= FLOAT32_EXACT:
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
+    multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
+    accumulator = lowering.call(multiply, input.value, other.value)
+    return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest, kind=MATRIX)
+
+
+def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    left, right = shape_of(arguments["input"]), shape_of(arguments["other"])
+    if left is None or right is None:
+        return "one of its operands is no tensor"
+    if min(len(left), len(right)) < 2:
+        return "one of its operands is a vector"
+    terms, weighted = left[-1], is_parameter(arguments["other"]) and len(right) == 2
+    if not isinstance(terms, int):
+        return "it sums over the batch, whose size is not fixed"
+    if not weighted and terms >= LARGEST_PRODUCT:
+        return f"its sum of {terms} terms may exceed 2^31"
+    bias = arguments["bias"]
+    if bias is None:
+        return None
+    if not weighted or shape_of(bias) != (right[-1],):
+        return "what is added to it is no bias of its columns"
+    return refuses_weighted(node, {"weight": None, "bias": bias})
+
+
+def _two(input: Any, mat2: Any) -> dict[str, Any]:
+    return {"input": input, "other": mat2}
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | str | Instead:
+    """A layer with a bias; or, where something else is added, its sum with a product."""
+    if not all(isinstance(number, int | float) for number in (beta, alpha)):
+        return "beta or alpha is computed"
+    columns = isinstance(mat2, fx.Node) and is_parameter(mat2) and isinstance(input, fx.Node) and is_parameter(input)
+    if columns and (beta, alpha) == (1, 1) and shape_of(input) == (shape_of(mat2) or (None,))[-1:]:
+        return {"input": mat1, "other": mat2, "bias": input}
+    given = {"input": input, "one": mat1, "other": mat2, "equation": "ij,jk->ik", "beta": beta, "alpha": alpha}
+    return Instead(added_product, given)
+
+
+register(
+    Operator(
+        "matmul",
+        matmul,
+        ("input", "other"),
+        _lower_matmul,
+        traits=frozenset({Trait.MATRIX_PRODUCT}),
+        functions={
+            **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
+            torch.bmm: _two,
+            torch.mm: _two,
+            torch.addmm: _addmm,
+        },
+        methods={"matmul": with_vectors, "__matmul__": with_vectors, "bmm": _two, "mm": _two, "addmm": _addmm},
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_matmul,
+        sums=True,
+        weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
+        macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
+        onnx=_onnx_linear,
+    )
+)

@@ -1,0 +1,59 @@
+"""Pieces of the batch and repetitions of its items: what several images of one sample, stacked along the batch, are split and joined by."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BatchDim, Size
+from fxquant.ir.graph import shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.movement.shape import MANY_SIZES, many_sizes
+from fxquant.primitives import shape
+
+
+def piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
+    """One of `count` pieces of equal size along a dimension."""
+    return torch.unflatten(input, dim, (count, -1)).select(dim, number)
+
+
+def _lower_piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *behind])
+    value = lowering.call(shape.crop, value, [dim], [number], [number + 1], [1])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+
+
+def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
+    """How many pieces of this size a dimension has at every batch size, and which of them begins there; None where they do not fit."""
+    if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:
+        return None
+    begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0), Fraction(start))
+    count, number = whole.coefficient / size.coefficient, begin.coefficient / size.coefficient
+    exact = whole.offset == begin.offset == size.offset == 0 and count.denominator == number.denominator == 1
+    return (int(count), int(number)) if exact and number < count else None
+
+
+def interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
+    """Each item along a dimension this many times, one behind the other."""
+    return input.repeat_interleave(repeats, dim)
+
+
+def _lower_interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *behind])
+    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(behind)])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    several = sum(not isinstance(size, int) for size in shape_of(arguments["input"])) > 1
+    return MANY_SIZES if several or many_sizes(node) else None
+
+
+register(Operator("piece", piece, ("input",), _lower_piece, Same(), moves=True, refuses=_refuses))
+register(Operator("interleave", interleave, ("input",), _lower_interleave, Same(), moves=True, refuses=_refuses))

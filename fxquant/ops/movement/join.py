@@ -1,0 +1,154 @@
+"""Tensors one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Demand, Operator, Own, register
+from fxquant.ops.core.weighted import shape_of
+from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.primitives import shape
+
+# ---- concatenation --------------------------------------------------------------------------------------------------
+
+
+def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """The tensors one after another along `dim`."""
+    return torch.cat(tensors, dim)
+
+
+def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
+    """Truth values or whole numbers as they are."""
+    return [
+        tensor.value if isinstance(tensor, Quantized) else lowering.given(f"operand{index}", tensor, tensor.dtype)  # type: ignore[union-attr]
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    return Own(shared_where="share_concat")
+
+
+def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
+    """Each operand requantized to the output's scale, a parameter rounded to it, then joined."""
+    if lowering.plain:
+        return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
+
+    def join() -> Any:
+        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, parts, dim)
+
+    return lowering.result(join, lambda: torch.cat([real(tensor) for tensor in tensors], dim))
+
+
+def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    for tensor in arguments["tensors"]:
+        known = fact(tensor)
+        if is_parameter(tensor) and isinstance(known, TensorFact) and known.dtype not in (torch.float32, fact(node).dtype):
+            return f"its operand %{tensor.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None
+
+
+def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
+    """A join along `dim` of tensors that have `rank` dimensions at least; those with fewer get new ones first."""
+
+    def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
+        shapes = [shape_of(tensor) for tensor in tensors]
+        if any(known is None or len(known) < rank for known in shapes):
+            return f"one of its operands has fewer than {rank} dimensions"
+        return {"tensors": list(tensors), "dim": dim}
+
+    return adapt
+
+
+def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tensors without elements are left out where others have any; of one dimension, as a cache begins with, PyTorch passes them over."""
+    kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
+    return {**arguments, "tensors": kept or arguments["tensors"]}
+
+
+def _onnx_cat(c: Call) -> str:
+    return c.do("Concat", *_joined(c), axis=c["dim"])
+
+
+def _joined(c: Call) -> list[str]:
+    """The real values of what is joined; a parameter has none among the arguments."""
+    return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
+
+
+register(
+    Operator(
+        "cat",
+        cat,
+        ("tensors",),
+        _lower_cat,
+        functions={
+            **dict.fromkeys((torch.cat, torch.concat, torch.concatenate)),
+            **dict.fromkeys((torch.hstack, torch.column_stack), _along(1, 2)),
+            **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
+            torch.dstack: _along(2, 3),
+        },
+        demand=_demands,
+        moves=True,
+        refuses=_refuses_cat,
+        normalize=_without_nothing,
+        idle=lambda arguments: len(arguments["tensors"]) == 1,
+        onnx=_onnx_cat,
+    )
+)
+
+
+def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """The tensors one after another along a new dimension."""
+    return torch.stack(tensors, dim)
+
+
+def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
+    """Each operand requantized to the output's scale, given the new dimension, then joined."""
+    first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
+    position = dim % (len(first.shape) + 1)
+    sizes = numbers(first.shape)
+    sizes.insert(position, 1)
+    if lowering.plain:
+        parts = [lowering.call(shape.reshape, part, sizes) for part in _plain_parts(lowering, tensors)]
+        return lowering.call(shape.concatenate, parts, position)
+
+    def join() -> Any:
+        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, [lowering.call(shape.reshape, part, sizes) for part in parts], position)
+
+    return lowering.result(join, lambda: torch.stack([real(tensor) for tensor in tensors], dim))
+
+
+def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
+
+
+def _onnx_stack(c: Call) -> str:
+    axis = c["dim"] % len(fact(c.node).shape)
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
+
+
+register(
+    Operator(
+        "stack",
+        stack,
+        ("tensors",),
+        _lower_stack,
+        demand=_demands,
+        moves=True,
+        functions={torch.stack: None},
+        refuses=_refuses_stack,
+        onnx=_onnx_stack,
+    )
+)

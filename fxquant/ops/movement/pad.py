@@ -1,0 +1,190 @@
+"""Padding, with a constant or with the tensor's own elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, Own, Same, operator_of, register
+from fxquant.primitives import shape
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+
+def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """The tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
+    return F.pad(input, padding, mode, value if mode == "constant" else None)
+
+
+# The element that stands at each position, which may lie outside, of a dimension of a size.
+OUTSIDE: dict[str, Callable[[int, int], int]] = {
+    "replicate": lambda position, size: min(max(position, 0), size - 1),
+    "circular": lambda position, size: position % size,
+    "reflect": lambda position, size: abs((position + size - 1) % max(2 * size - 2, 1) - size + 1),
+}
+
+
+def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
+    """(before, behind) of every dimension, first to last."""
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
+    """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
+    margins = margins_of(padding, len(input.shape))
+    if mode == "constant":
+        return _lower_constant_pad(lowering, input, margins, value)
+    result = input.value
+    for dim, (begin, end) in enumerate(margins):
+        if (begin, end) != (0, 0):
+            size = input.shape[dim]
+            assert isinstance(size, int)
+            indices = elements(mode, size, begin, end)
+            chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
+            result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
+    return input.with_value(result)
+
+
+def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
+    """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
+    if mode == "circular":
+        kept = range(max(-begin, 0), size - max(-end, 0))
+        return [kept[OUTSIDE[mode](position, len(kept))] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
+    return [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+
+
+def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
+    if lowering.shares or lowering.plain:
+        return input.with_value(_padded(lowering, input, margins, value))
+    to, padding = lowering.output, [size for pair in reversed(margins) for size in pair]
+
+    def exact() -> Any:
+        return _padded(lowering, Quantized(lowering.rescale(input, to, ""), to.grid, input.shape), margins, value)
+
+    return lowering.result(exact, lambda: pad(input.real(), padding, value=value))
+
+
+def _padded(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Any:
+    result = input.value
+    cropped = {dim: (max(-begin, 0), -max(-end, 0) or shape.UNBOUNDED) for dim, (begin, end) in enumerate(margins) if min(begin, end) < 0}
+    if cropped:
+        starts, stops = ([bounds[part] for bounds in cropped.values()] for part in range(2))
+        result = lowering.call(shape.crop, result, list(cropped), starts, stops, [1] * len(cropped))
+    begin, end = ([max(pair[part], 0) for pair in margins] for part in range(2))
+    if any(begin) or any(end):
+        number = value if lowering.plain else _padding_integer(input, value)
+        result = lowering.call(shape.pad, result, begin, end, number)
+    return result
+
+
+def _padding_integer(input: Quantized, value: float) -> int:
+    if math.isinf(value):
+        return input.grid.high if value > 0 else input.grid.low
+    return input.grid.bound(value, 0)
+
+
+def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
+    """Whether it pads with a number that has to lie on the scale: not 0, nor infinity, nor one that never is the largest of a window."""
+    value = arguments["value"]
+    if arguments["mode"] != "constant" or value == 0 or math.isinf(value) or max(arguments["padding"]) <= 0:
+        return False
+    margins = margins_of(arguments["padding"], len(shape_of(node)))
+    return value > 0 or not node.users or not all(_never_wins(reader, margins) for reader in node.users)
+
+
+def _never_wins(reader: fx.Node, margins: list[tuple[int, int]]) -> bool:
+    """Whether the reader takes the largest of windows that all reach beyond margins of this size.
+
+    Where a negative number is the largest of such a window, the window holds an element further below 0, which the scale covers.
+    """
+    operator = operator_of(reader)
+    if operator is None or operator.window is None:
+        return False
+    extents = operator.window(operator.arguments(reader))
+    return all(max(pair) < extent for pair, extent in zip(margins[len(margins) - len(extents) :], extents, strict=True)) and not any(
+        max(pair) > 0 for pair in margins[: len(margins) - len(extents)]
+    )
+
+
+def _pad_arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> dict[str, Any]:
+    return {"input": input, "padding": list(pad), "mode": mode, "value": 0.0 if value is None else value}
+
+
+def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    padding, mode, value = arguments["padding"], arguments["mode"], arguments["value"]
+    if not all(isinstance(size, int) for size in padding):
+        return "its sizes are computed"
+    if mode == "constant":
+        return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
+    if mode not in OUTSIDE:
+        return f"mode={mode!r} has no integer form"
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact):
+        return None
+    margins = zip(margins_of(padding, len(known.shape)), known.shape, strict=True)
+    return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
+
+
+def pad_before(node: fx.Node, operand: fx.Node, padding: list[int], mode: str) -> fx.Node:
+    """A canonical pad of the operand, in front of the node whose part it was, which it takes source, module and spelling from."""
+    shape = shape_of(operand)
+    margins = margins_of(padding, len(shape))
+    with node.graph.inserting_before(node):
+        padded: fx.Node = node.graph.create_node("call_function", pad, (operand, padding, mode, 0.0), name=f"{node.name}_pad")
+    inherit(padded, node, "canonical.rewrite")
+    spell(padded, *spelling(node))
+    sizes = [size + begin + end if isinstance(size, int) else size for size, (begin, end) in zip(shape, margins, strict=True)]
+    set_fact(padded, replace(fact(operand), shape=tuple(sizes)))
+    return padded
+
+
+def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda m: {"padding": list(m.padding), "mode": mode, "value": getattr(m, "value", 0.0)}
+
+
+def _onnx_pad(c: Call) -> str:
+    if c["mode"] != "constant":
+        return c.selected()
+    rank = len(fact(c.node).shape)
+    pairs = list(zip(c["padding"][::2], c["padding"][1::2], strict=True))
+    margins = [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+    pads = [begin for begin, _ in margins] + [end for _, end in margins]
+    return c.do("Pad", c.input, c.integers(pads), c.number(c["value"]))
+
+
+register(
+    Operator(
+        "pad",
+        pad,
+        ("input",),
+        _lower_pad,
+        lambda node, arguments: Own() if _brings(node, arguments) else Same(),
+        carries=("input", "value"),
+        idle=lambda arguments: not any(arguments["padding"]),
+        functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
+        modules={
+            getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
+            for kind, mode in (
+                ("Zero", "constant"),
+                ("Constant", "constant"),
+                ("Reflection", "reflect"),
+                ("Replication", "replicate"),
+                ("Circular", "circular"),
+            )
+            for rank in (1, 2, 3)
+        },
+        refuses=_refuses_pad,
+        onnx=_onnx_pad,
+    )
+)

@@ -1,0 +1,266 @@
+"""Sliding windows as a dimension of their own, and their sum where they came from: unfold (im2col) and fold (col2im)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
+from fxquant.ops.core.record import Demand, Operator, Own, Same, register
+from fxquant.ops.core.weighted import sizes
+from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of
+from fxquant.ops.pooling.pool import needs_batch
+from fxquant.primitives import shape
+
+Window = tuple[int, int, int, int]  # taps, dilation, padding, stride
+
+
+def _taps(length: int, window: Window) -> list[list[int]]:
+    """Where the taps of each window lie in a padded dimension: [tap][window]."""
+    taps, dilation, padding, stride = window
+    count = (length + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+    return [[tap * dilation + index * stride for index in range(count)] for tap in range(taps)]
+
+
+def _windows(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> list[Window]:
+    rows, columns = zip(*(sizes(value, 2) for value in (kernel_size, dilation, padding, stride)), strict=True)
+    return [rows, columns]
+
+
+# ---- unfold ---------------------------------------------------------------------------------------------------------
+
+
+def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
+    """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column."""
+    return F.unfold(input, kernel_size, dilation, padding, stride)
+
+
+def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Quantized:
+    """Rows and columns are put in the order of taps and windows, zeros around them first, and both kinds of taps before the windows."""
+    windows = _windows(kernel_size, dilation, padding, stride)
+    value, parts = input.value, []
+    if any(window[2] for window in windows):
+        margins = [0, 0, windows[0][2], windows[1][2]]
+        value = lowering.call(shape.pad, value, margins, margins, 0)
+    for axis, window in enumerate(windows):
+        length = input.shape[2 + axis]
+        assert isinstance(length, int)
+        places = _taps(length, window)
+        chosen = torch.tensor(places, dtype=torch.int64, device=input.scale.device)
+        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen.flatten(), torch.int64))
+        parts += [len(places), len(places[0])]
+    channels, taps = input.shape[1], parts[0] * parts[2]
+    assert isinstance(channels, int)
+    value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
+    return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
+
+
+def _onnx_unfold(c: Call) -> str:
+    """The same in real numbers."""
+    windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
+    margins = [0, 0, windows[0][2], windows[1][2]]
+    value = c.do("Pad", c.input, c.integers(margins * 2), c.number(0)) if any(margins) else c.input
+    channels, *lengths = (size for size in c.operand_shape[1:] if isinstance(size, int))
+    for axis, (length, window) in enumerate(zip(lengths, windows, strict=True)):
+        places = _taps(length, window)
+        value = c.do("Gather", value, c.integers([place for row in places for place in row]), axis=2 + axis)
+        parts += [len(places), len(places[0])]
+    value = c.do("Transpose", c.do("Reshape", value, c.integers([0, channels, *parts])), perm=[0, 1, 2, 4, 3, 5])
+    return c.do("Reshape", value, c.integers([0, channels * parts[0] * parts[2], parts[1] * parts[3]]))
+
+
+def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    if isinstance(known, TensorFact) and len(known.shape) == 4 and not isinstance(known.shape[1], int):
+        return "the number of its channels depends on the batch size"
+    return needs_batch(2)(node, arguments)
+
+
+def _unfold_module(module: Any) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in ("kernel_size", "dilation", "padding", "stride")}
+
+
+register(
+    Operator(
+        "unfold",
+        unfold,
+        ("input",),
+        _lower_unfold,
+        Same(),
+        carries=("input",),
+        functions={F.unfold: None},
+        modules={nn.Unfold: _unfold_module},
+        refuses=_refuses_unfold,
+        onnx=_onnx_unfold,
+    )
+)
+
+
+# ---- fold -----------------------------------------------------------------------------------------------------------
+
+
+def fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
+    """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image."""
+    return F.fold(input, output_size, kernel_size, dilation, padding, stride)
+
+
+def _places(length: int, window: Window) -> list[list[int]]:
+    """Which of the elements, in the order of taps and windows, lie at each position of the image."""
+    found: list[list[int]] = [[] for _ in range(length)]
+    for element, place in enumerate(place for row in _taps(length, window) for place in row):
+        if 0 <= place - window[2] < length:
+            found[place - window[2]].append(element)
+    return found
+
+
+def _axes(arguments: dict[str, Any]) -> list[list[list[int]]]:
+    windows = _windows(*(arguments[name] for name in ("kernel_size", "dilation", "padding", "stride")))
+    return [_places(length, window) for length, window in zip(sizes(arguments["output_size"], 2), windows, strict=True)]
+
+
+def _moves_only(arguments: dict[str, Any]) -> bool:
+    """Whether every pixel is one element: nothing is added, and nothing is left empty."""
+    return all(len(elements) == 1 for axis in _axes(arguments) for elements in axis)
+
+
+def _fold_demand(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    return Same() if _moves_only(arguments) else Own()
+
+
+def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
+    found = []
+    for axis, length in zip(axes, lengths, strict=True):
+        matrix = torch.zeros(len(axis), length, device="cpu", dtype=torch.float32)
+        for position, elements in enumerate(axis):
+            matrix[position, elements] = 1
+        found.append(matrix)
+    return found
+
+
+def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
+    """The channels of the image; taps and windows of its rows, and of its columns."""
+    parts = []
+    windows = _windows(*(arguments[name] for name in ("kernel_size", "dilation", "padding", "stride")))
+    for length, window in zip(sizes(arguments["output_size"], 2), windows, strict=True):
+        places = _taps(length, window)
+        parts += [len(places), len(places[0])]
+    return shape[1] // (parts[0] * parts[2]), parts
+
+
+def _lower_fold(
+    lowering: Lowering, input: Quantized, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> Quantized:
+    """The columns as an image of all taps of all windows, of which each pixel takes those that lie on it."""
+    given = {"output_size": output_size, "kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+    channels, (rows, down, columns, across) = _parts(input.shape, given)
+    value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
+    value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
+    lengths = [rows * down, columns * across]
+    value = lowering.call(shape.reshape, value, [-1, channels, *lengths])
+    axes = _axes(given)
+    if not _moves_only(given):
+        image = replace(input, value=value, shape=(input.shape[0], channels, *lengths))
+        return weighted_sums(lowering, image, _matrices(axes, lengths), Ratio((input.scale,)))
+    for axis, elements in enumerate(axes):
+        chosen = torch.tensor([element for (element,) in elements], dtype=torch.int64, device=input.scale.device)
+        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen, torch.int64))
+    return input.with_value(value)
+
+
+def _refuses_fold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact):
+        return None
+    if len(known.shape) != 3:
+        return "its input has no batch dimension"
+    return None if all(isinstance(size, int) for size in known.shape[1:]) else "its windows would run along the batch"
+
+
+COL2IM_OPSET = 18  # the first that has it
+
+
+def _onnx_fold(c: Call) -> str:
+    if c.e.opset >= COL2IM_OPSET:
+        windows = {name: sizes(c[name], 2) for name in ("dilation", "padding", "stride")}
+        attributes = {"dilations": windows["dilation"], "pads": windows["padding"] * 2, "strides": windows["stride"]}
+        return c.do("Col2Im", c.input, c.integers(sizes(c["output_size"], 2)), c.integers(sizes(c["kernel_size"], 2)), **attributes)
+    channels, (rows, down, columns, across) = _parts(c.operand_shape, c.arguments)
+    lengths = [rows * down, columns * across]
+    value = c.do("Reshape", c.input, c.integers([0, channels, rows, columns, down, across]))
+    value = c.do("Transpose", value, perm=[0, 1, 2, 4, 3, 5])
+    value = c.do("Reshape", value, c.integers([0, channels, *lengths]))
+    return onnx_matrices(c, value, [-1, channels, *lengths], _matrices(_axes(c.arguments), lengths))
+
+
+def _fold_module(module: Any) -> dict[str, Any]:
+    return {"output_size": module.output_size, **_unfold_module(module)}
+
+
+register(
+    Operator(
+        "fold",
+        fold,
+        ("input",),
+        _lower_fold,
+        _fold_demand,
+        functions={F.fold: None},
+        modules={nn.Fold: _fold_module},
+        refuses=_refuses_fold,
+        onnx=_onnx_fold,
+    )
+)
+
+
+# ---- windows of one dimension ---------------------------------------------------------------------------------------
+
+
+def unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
+    return input.unfold(dimension, size, step)
+
+
+def _lower_unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
+    rank, length = len(input.shape), input.shape[dimension]
+    assert isinstance(length, int)
+    starts = range(0, length - size + 1, step)
+    chosen = torch.tensor([start + tap for start in starts for tap in range(size)], dtype=torch.int64, device=input.scale.device)
+    value = lowering.call(shape.select, input.value, dimension, lowering.constant("indices", chosen, torch.int64))
+    split = numbers(input.shape)
+    split[dimension : dimension + 1] = [len(starts), size]
+    order = [dim for dim in range(rank + 1) if dim != dimension + 1]
+    return input.with_value(lowering.call(shape.permute, lowering.call(shape.reshape, value, split), [*order, dimension + 1]))
+
+
+def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, Any] | str:
+    if not isinstance(size, int) or not isinstance(step, int):
+        return "its size or its step is computed"
+    return {"input": input, "dimension": dimension % rank_of(input), "size": size, "step": step}
+
+
+def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    if isinstance(known, TensorFact) and not isinstance(known.shape[arguments["dimension"]], int):
+        return "its windows would run along the batch"
+    return MANY_SIZES if many_sizes(node) else None
+
+
+register(
+    Operator(
+        "unfold_dimension",
+        unfold_dimension,
+        ("input",),
+        _lower_unfold_dimension,
+        Same(),
+        methods={"unfold": _windows_of},
+        refuses=_refuses_unfold_dimension,
+    )
+)

@@ -1,0 +1,115 @@
+"""Moving elements between channels and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.primitives import shape
+
+# ---- channels and pixels --------------------------------------------------------------------------------------------
+
+
+def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
+    """The last `trailing` dimensions split into `split`, these put in another order, and joined again.
+
+    The dimensions before them are one, so that no more than one size depends on the batch.
+    """
+    value = lowering.call(shape.reshape, input.value, [-1, *split])
+    value = lowering.call(shape.permute, value, [0, *(position + 1 for position in order)])
+    return input.with_value(lowering.call(shape.reshape, value, [*numbers(input.shape[: len(input.shape) - trailing]), *joined]))
+
+
+def _last(input: Quantized, count: int) -> list[int]:
+    """The last `count` sizes, which do not depend on the batch."""
+    sizes = [size for size in input.shape[len(input.shape) - count :] if isinstance(size, int)]
+    assert len(sizes) == count
+    return sizes
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    """Channels moved into blocks of `upscale_factor`² pixels."""
+    return F.pixel_shuffle(input, upscale_factor)
+
+
+def _lower_pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
+    factor = upscale_factor
+    channels, height, width = _last(input, 3)
+    channels //= factor * factor
+    joined = [channels, height * factor, width * factor]
+    return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
+
+
+def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    """Blocks of `downscale_factor`² pixels moved into channels."""
+    return F.pixel_unshuffle(input, downscale_factor)
+
+
+def _lower_pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
+    factor = downscale_factor
+    channels, height, width = _last(input, 3)
+    height, width = height // factor, width // factor
+    joined = [channels * factor * factor, height, width]
+    return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
+
+
+def channel_shuffle(input: Tensor, groups: int) -> Tensor:
+    """The channels of `groups` groups in turn."""
+    return F.channel_shuffle(input, groups)
+
+
+def _lower_channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
+    channels, *spatial = _last(input, len(input.shape) - 1)
+    order = [1, 0, *range(2, 2 + len(spatial))]
+    split = [groups, channels // groups, *spatial]
+    return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])
+
+
+def _needs_sizes(count: int | None) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses an operator that rearranges a dimension whose size depends on the batch: one of the last `count`, or of all but one."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        known = fact(arguments["input"])
+        if not isinstance(known, TensorFact):
+            return None
+        sizes = known.shape[1:] if count is None else known.shape[-count:]
+        if not all(isinstance(size, int) for size in sizes):
+            return "it rearranges the batch"
+        return MANY_SIZES if many_sizes(node) else None
+
+    return refuses
+
+
+def _read(attribute: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda module: {attribute: getattr(module, attribute)}
+
+
+_SAME = {"channel_shuffle": (torch.native_channel_shuffle,)}
+
+for _name, _function, _lower, _original, _parameter, _module, _count in (
+    ("pixel_shuffle", pixel_shuffle, _lower_pixel_shuffle, F.pixel_shuffle, "upscale_factor", nn.PixelShuffle, 3),
+    ("pixel_unshuffle", pixel_unshuffle, _lower_pixel_unshuffle, F.pixel_unshuffle, "downscale_factor", nn.PixelUnshuffle, 3),
+    ("channel_shuffle", channel_shuffle, _lower_channel_shuffle, F.channel_shuffle, "groups", nn.ChannelShuffle, None),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input",),
+            _lower,
+            Same(),
+            carries=("input",),
+            functions=dict.fromkeys((_original, getattr(torch, _name), *_SAME.get(_name, ()))),
+            modules={_module: _read(_parameter)},
+            refuses=_needs_sizes(_count),
+        )
+    )

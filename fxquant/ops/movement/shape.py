@@ -1,0 +1,456 @@
+"""Operators that give the same elements another shape or order, or pass them on as they are."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.ir import functional
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import PLAIN_TYPES
+from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Demand, Instead, Operator, Own, Plain, Same, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.unary import raised
+from fxquant.primitives import shape
+
+MANY_SIZES = "more than one of its sizes depends on the batch size"
+
+
+class ManySizes(Exception):
+    """A shape cannot be written as numbers, since more than one of its sizes depends on the batch size."""
+
+
+def numbers(sizes: Sequence[Size]) -> list[int]:
+    """A shape as numbers, with -1 for the one size that depends on the batch. Raises ManySizes where there are more."""
+    plain = [size if isinstance(size, int) else -1 for size in sizes]
+    if plain.count(-1) > 1:
+        raise ManySizes
+    return plain
+
+
+def many_sizes(node: fx.Node) -> bool:
+    """Whether a reshape could not infer the sizes of the result."""
+    result = fact(node)
+    return isinstance(result, TensorFact) and sum(not isinstance(size, int) for size in result.shape) > 1
+
+
+# ---- reshape --------------------------------------------------------------------------------------------------------
+
+
+def reshape(input: Tensor, shape: Any) -> Tensor:
+    """The same elements in another shape."""
+    return input.reshape(shape)
+
+
+def _lower_reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
+    return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
+
+
+def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
+    """x.view(2, -1), x.view((2, -1)), torch.flatten(x, 1), …: the shape is read off the result."""
+    if any(isinstance(size, torch.dtype) for size in sizes):
+        return "it reinterprets the bytes as another dtype"
+    return {"input": input, "shape": list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else list(sizes)}
+
+
+def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """The shape as numbers, read off the result."""
+    return MANY_SIZES if many_sizes(node) else {**arguments, "shape": numbers(shape_of(node))}
+
+
+_shape = shape
+_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+register(
+    Operator(
+        "reshape",
+        reshape,
+        ("input",),
+        _lower_reshape,
+        Same(),
+        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+        moves=True,
+        functions={
+            function: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
+            for function in (
+                *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
+                *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
+            )
+        },
+        methods={name: functools.partial(_any_sizes) for name in _RESHAPES},
+        modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
+        normalize=_plain_shape,
+        idle=lambda arguments: True,
+    )
+)
+
+# ---- nothing at all -------------------------------------------------------------------------------------------------
+
+
+def identity(input: Tensor) -> Tensor:
+    """The input itself."""
+    return input
+
+
+def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
+    return input
+
+
+_UNASKED = ("non_blocking", "copy", "memory_format")
+
+
+def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Instead:
+    """x.to(…), x.type(…), x.float(): nothing at all where the tensor has the dtype that is asked for.
+
+    A device is none of a graph's business, which runs where its tensors are. What was float32 and is float32 again, with float64 in
+    between, is what it was.
+    """
+    asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
+    wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
+    source, known = input, fact(input)
+    if not isinstance(known, TensorFact):
+        return "its operand is no tensor"
+    if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
+        source = source.args[0]
+    if wanted == {torch.float32} and is_power(source):
+        given: list[Any] = [*source.args, *source.kwargs.values()]
+        base, exponent = given
+        power = raised(base, exponent)
+        return power if isinstance(power, Instead) else Instead(torch.pow, power)
+    before = fact(source)
+    if isinstance(before, TensorFact) and wanted <= {before.dtype}:
+        return {"input": source}
+    return changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node, as the user wrote it, only gives a tensor another dtype."""
+    return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def is_power(node: fx.Node) -> bool:
+    """Whether a node is a power that PyTorch computes in float64."""
+    return node.target in (torch.float_power, "float_power")
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:
+    """The same for a method that names its dtype."""
+    return lambda input, **_: _cast(input, dtype)
+
+
+register(
+    Operator(
+        "identity",
+        identity,
+        ("input",),
+        _lower_identity,
+        Same(),
+        traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
+        moves=True,
+        idle=lambda arguments: True,
+        functions={
+            torch.clone: lambda input, **_: {"input": input},
+            torch.detach: None,
+            torch.positive: lambda input: {"input": input},
+            operator.pos: lambda input: {"input": input},
+        },
+        methods={
+            "contiguous": lambda input, **_: {"input": input},
+            "clone": lambda input, **_: {"input": input},
+            "detach": lambda input: {"input": input},
+            "positive": lambda input: {"input": input},
+            **dict.fromkeys(("to", "type", "type_as"), _cast),
+            **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
+            "cpu": lambda input, **_: {"input": input},
+        },
+        modules={nn.Identity: lambda m: {}},
+    )
+)
+
+# ---- permute --------------------------------------------------------------------------------------------------------
+
+
+def permute(input: Tensor, dims: list[int]) -> Tensor:
+    """The same elements with dimensions in another order."""
+    return input.permute(dims)
+
+
+def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    return input.with_value(lowering.call(shape.permute, input.value, dims))
+
+
+def rank_of(input: Any) -> int:
+    """The number of dimensions of a node's tensor."""
+    return len(shape_of(input))
+
+
+def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
+    """The canonical arguments of a permutation: its dimensions as a list, counted from the front."""
+    order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
+    return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
+
+
+def _swapped(input: Any, one: int, other: int) -> dict[str, Any]:
+    dims = list(range(rank_of(input)))
+    dims[one], dims[other] = dims[other], dims[one]
+    return {"input": input, "dims": dims}
+
+
+def _transposed(input: Any, dim0: int, dim1: int) -> dict[str, Any]:
+    return _swapped(input, dim0, dim1)
+
+
+def _swapped_axes(input: Any, axis0: int, axis1: int) -> dict[str, Any]:
+    return _swapped(input, axis0, axis1)
+
+
+def _reversed(input: Any) -> dict[str, Any]:
+    return {"input": input, "dims": list(reversed(range(rank_of(input))))}
+
+
+def _moved(input: Any, source: Any, destination: Any) -> dict[str, Any]:
+    """torch.movedim: the dimensions `source` become the dimensions `destination`; the others keep their order."""
+    rank = rank_of(input)
+    sources, destinations = ([d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])] for dims in (source, destination))
+    rest = iter(dim for dim in range(rank) if dim not in sources)
+    taken = dict(zip(destinations, sources, strict=True))
+    return {"input": input, "dims": [taken[dim] if dim in taken else next(rest) for dim in range(rank)]}
+
+
+def _property(input: Any, name: str) -> dict[str, Any] | str:
+    if not isinstance(fact(input), TensorFact) or name not in ("T", "H", "mT", "mH"):
+        return f"the attribute {name} is no operator"
+    return _reversed(input) if name == "T" else _swapped(input, -1, -2)
+
+
+register(
+    Operator(
+        "permute",
+        permute,
+        ("input",),
+        _lower_permute,
+        Same(),
+        traits=frozenset({Trait.REARRANGES}),
+        moves=True,
+        functions={
+            torch.permute: with_dims,
+            torch.t: _reversed,
+            builtins.getattr: _property,
+            **dict.fromkeys((torch.transpose, torch.swapdims), _transposed),
+            torch.swapaxes: _swapped_axes,
+            **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
+            torch.adjoint: lambda input: _swapped(input, -1, -2),
+        },
+        idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
+        methods={
+            "permute": with_dims,
+            "t": _reversed,
+            **dict.fromkeys(("transpose", "swapdims"), _transposed),
+            "swapaxes": _swapped_axes,
+            **dict.fromkeys(("movedim", "moveaxis"), _moved),
+            "adjoint": lambda input: _swapped(input, -1, -2),
+        },
+    )
+)
+
+# ---- repeating ------------------------------------------------------------------------------------------------------
+
+
+def expand(input: Tensor, sizes: list[int]) -> Tensor:
+    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+    return input.expand(sizes)
+
+
+def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
+    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
+    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
+        return input
+    return input.with_value(lowering.call(shape.expand, input.value, sizes))
+
+
+def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
+    """A parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+    return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
+
+
+def _repeats_of(c: Call, role: str) -> str:
+    """How often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
+    return c.do("Concat", *parts, axis=0)
+
+
+def _onnx_expand(c: Call) -> str:
+    return c.do("Expand", c.operand("input"), _repeats_of(c, "sizes"))
+
+
+def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    """A repeated activation is on its own grid, a repeated parameter on a new one; one of truth values or whole numbers has none."""
+    if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
+        return Same()
+    known = fact(node)
+    plain = next((name for name, dtype in PLAIN_TYPES.items() if isinstance(known, TensorFact) and known.dtype == dtype), None)
+    return Own() if plain is None else Plain(plain)
+
+
+def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
+    input = arguments["input"]
+    known = fact(input) if isinstance(input, fx.Node) and is_parameter(input) else None
+    if isinstance(known, TensorFact) and known.dtype not in (torch.float32, *PLAIN_TYPES.values()):
+        return f"its operand %{input.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None
+
+
+def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
+    """The wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
+    wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
+    if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
+        wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
+    wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
+    present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
+    plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
+    return "it is repeated as often as the batch is large" if None in plain else {"input": input, "sizes": plain}
+
+
+def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
+    """What is copied into a tensor: broadcast to its shape."""
+    known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
+    if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
+        return "it changes the dtype"
+    return _expanded(source, tensor)
+
+
+def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
+    """A node of a size that depends on the batch."""
+    with tensor.graph.inserting_after(tensor):
+        made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
+    set_fact(made, shape_of(tensor)[dim])
+    return made
+
+
+def _size_of(wanted: Any, present: Size) -> Any:
+    """A size to expand to: a number, -1 where the batch stays as it is, or the node of one that depends on the batch; None otherwise."""
+    if isinstance(wanted, int):
+        return wanted
+    if present != 1:
+        return -1
+    return wanted if isinstance(wanted, fx.Node) else None
+
+
+register(
+    Operator(
+        "expand",
+        expand,
+        ("input",),
+        _lower_expand,
+        _demanded_by,
+        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+        moves=True,
+        reads=("sizes",),
+        refuses=_refuses_parameter,
+        onnx=_onnx_expand,
+        idle=lambda arguments: True,
+        functions={torch.broadcast_to: _expanded, functional.copy: _copied},
+        methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
+    )
+)
+
+
+def repeat(input: Tensor, repeats: list[int]) -> Tensor:
+    """The whole tensor this many times along each dimension, new ones in front."""
+    return input.repeat(repeats)
+
+
+def _lower_repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
+    sizes = numbers(input.shape)
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
+    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+
+
+def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
+    new = len(repeats) - len(sizes)
+    if new:
+        value = lowering.call(shape.reshape, value, [*[1] * new, *sizes])
+    if any(count != 1 for count in repeats):
+        value = lowering.call(shape.tile, value, repeats)
+    return value
+
+
+def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
+    counts = keywords.get("repeats", keywords.get("dims", repeats[0] if len(repeats) == 1 else repeats))
+    counts = list(counts) if isinstance(counts, list | tuple) else [counts]
+    return {"input": input, "repeats": [1] * (rank_of(input) - len(counts)) + counts}
+
+
+def _onnx_repeat(c: Call) -> str:
+    value, rank = c.operand("input"), len(c.operand_shape) if "input" not in c.constants else c.real("input").dim()
+    for _ in range(len(c["repeats"]) - rank):
+        value = c.unsqueezed(value, 0)
+    return c.do("Tile", value, _repeats_of(c, "repeats"))
+
+
+def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    repeats = arguments["repeats"]
+    if not all(isinstance(count, fx.Node) or count > 0 for count in repeats):
+        return "nothing is left of it"
+    if _refuses_parameter(node, arguments) is not None:
+        return _refuses_parameter(node, arguments)
+    known = fact(arguments["input"])
+    grows = isinstance(known, TensorFact) and len(repeats) > len(known.shape)
+    return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
+
+
+register(
+    Operator(
+        "repeat",
+        repeat,
+        ("input",),
+        _lower_repeat,
+        _demanded_by,
+        moves=True,
+        reads=("repeats",),
+        idle=lambda arguments: True,
+        functions={torch.tile: _repeated},
+        methods={"repeat": _repeated, "tile": _repeated},
+        refuses=_refuses_repeat,
+        onnx=_onnx_repeat,
+    )
+)
+
+
+def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
+    """A tensor repeated to these sizes; one that has them is itself."""
+    present = build.fact(input).shape
+    old = [*[1] * (len(sizes) - len(present)), *present]
+    if old == list(sizes) and len(present) == len(sizes):
+        return input
+    wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
+    made: fx.Node = build(expand, input, wanted)
+    return made
+
+
+def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:
+    """Why tensors of these shapes cannot be repeated to a common one."""
+    for sizes in shapes:
+        present = [*[1] * (len(common) - len(sizes)), *sizes]
+        if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
+            return "it is repeated as often as the batch is large"
+    return None

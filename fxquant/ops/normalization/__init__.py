@@ -1,0 +1,1 @@
+"""Normalizations that are not folded: batch norm by channel, and layer norm."""

@@ -1,0 +1,144 @@
+"""One factor and one bias per channel: batch normalisation that is not folded into the layer before it, and what layer norms end with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
+from fxquant.primitives import product
+from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
+
+
+def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
+    """Batch normalisation with running statistics, and a fused clamp."""
+    bn = batch_norm
+    return epilogue(F.batch_norm(input, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps), None, clamp, None)
+
+
+def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
+    """It is folded into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
+    mean = batch_norm.running_mean
+    assert mean is not None
+    trailing = len(input.shape) - 2
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
+
+
+def _functional(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> dict[str, Any] | str:
+    if training or running_mean is None or running_var is None:
+        return "it has no running statistics"
+    return {"input": input, "batch_norm": BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)}
+
+
+def _by_function(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float, *_: Any, **__: Any
+) -> dict[str, Any] | str:
+    """torch.batch_norm, whose weight and bias stand first."""
+    return _functional(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _module(module: Any) -> dict[str, Any] | str:
+    return "it has no running statistics" if module.running_mean is None else {"batch_norm": Parameter("")}
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    operand, taken = fact(arguments["input"]), arguments["batch_norm"]
+    if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
+        return "its input has no channels of a fixed number"
+    computed = [value.name for value in taken if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(taken, tuple) else []
+    return f"its statistics are computed by %{computed[0]}, not stored or computed from what is" if computed else None
+
+
+def _rescaled_batch_norm(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
+    return {"batch_norm": multiplied(arguments["batch_norm"], outputs)}  # what it reads is never multiplied: its statistics are of that
+
+
+def _onnx_batch_norm(c: Call) -> str:
+    trailing = [1] * (len(c.operand_shape) - 2)
+    weight, bias = (c.e.constant(c.real(role).reshape(-1, *trailing)) for role in ("weight", "bias"))
+    return c.epilogue(c.do("Add", c.do("Mul", c.input, weight), bias))
+
+
+register(
+    Operator(
+        "batch_norm",
+        batch_norm,
+        ("input",),
+        _lower_batch_norm,
+        functions={F.batch_norm: _functional, torch.batch_norm: _by_function},
+        modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses,
+        channels=lambda arguments: 1,
+        rescaled=_rescaled_batch_norm,
+        onnx=_onnx_batch_norm,
+    )
+)
+
+
+# ---- one dimension's channels, behind which so many others follow -----------------------------------------------------
+
+
+def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
+    """x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+    value = input * _shaped(weight, trailing)
+    return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
+
+
+def _shaped(channels: Tensor, trailing: int) -> Tensor:
+    return channels.reshape(-1, *[1] * trailing)
+
+
+def _lower_scale_channels(
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, trailing: int = 0, *, clamp: Clamp | None = None
+) -> Quantized:
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)
+
+
+def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
+    weight, bias = arguments["weight"] * (outputs / inputs), arguments.get("bias")
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias * outputs}
+
+
+def _onnx_scale_channels(c: Call) -> str:
+    weight, bias = (
+        c.e.constant(_shaped(c.real(role), c.arguments.get("trailing", 0))) if role in c.constants else None for role in ("weight", "bias")
+    )
+    assert weight is not None
+    scaled = c.do("Mul", c.input, weight)
+    return c.epilogue(scaled if bias is None else c.do("Add", scaled, bias))
+
+
+register(
+    Operator(
+        "scale_channels",
+        scale_channels,
+        ("input",),
+        _lower_scale_channels,
+        absorbs=frozenset({"clamp"}),
+        refuses=refuses_weighted,
+        weight=lambda weight, **_: weight.unsqueeze(1),
+        channels=lambda arguments: -1 - arguments.get("trailing", 0),
+        rescaled=_rescaled_channels,
+        onnx=_onnx_scale_channels,
+    )
+)

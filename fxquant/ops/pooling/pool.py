@@ -1,0 +1,474 @@
+"""Pooling over windows of one size, and means: sums of integers, with the division inside the requantization multiplier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.weighted import Product, lower_uniform, sizes
+from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
+from fxquant.primitives import accumulate, elementwise, pool, shape
+from fxquant.primitives.pool import POOLED_EXACT
+
+MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
+    """The sizes of the last `rank` dimensions, which do not depend on the batch."""
+    found = list(shape[-rank:])
+    assert all(isinstance(size, int) for size in found)
+    return found
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
+    """(number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
+    extent = dilation * (kernel - 1) + 1
+    free = size + 2 * padding - extent
+    count = (-(-free // stride) if ceil_mode else free // stride) + 1
+    if ceil_mode and (count - 1) * stride >= size + padding:
+        count -= 1  # a window may not start in the padding at the end
+    return count, max((count - 1) * stride + extent - size - padding, 0)
+
+
+def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses an operand without a batch dimension, or whose windows would run along it."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = fact(arguments["input"])
+        if isinstance(operand, TensorFact):
+            if len(operand.shape) != rank + 2:
+                return "its input has no batch dimension"
+            if not all(isinstance(size, int) for size in operand.shape[-rank:]):
+                return "its windows would run along the batch"
+        return None
+
+    return refuses
+
+
+def window_padding(
+    lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
+    rank = len(lengths)
+    kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
+    begin, spread = sizes(padding, rank), sizes(dilation, rank)
+    end = [_windows(*row, ceil_mode)[1] for row in zip(lengths, kernel, steps, begin, spread, strict=True)]
+    return kernel, steps, begin, end, spread
+
+
+# ---- maximum --------------------------------------------------------------------------------------------------------
+
+
+def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    def function(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Tensor:
+        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
+        return result
+
+    def lower(
+        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    ) -> Quantized:
+        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
+        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+
+    function.__name__ = function.__qualname__ = f"max_pool{rank}d"
+    function.__doc__ = f"The maximum over windows in {rank} dimensions."
+    return function, lower
+
+
+def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses what `needs_batch` does, and windows that meet no element."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        reason = needs_batch(rank)(node, arguments)
+        operand = fact(arguments["input"])
+        if reason is not None or not isinstance(operand, TensorFact):
+            return reason
+        kernel = sizes(arguments["kernel_size"], rank)
+        steps = sizes(arguments["kernel_size"] if arguments["stride"] in (None, []) else arguments["stride"], rank)
+        rows = zip(
+            spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
+        )
+        if any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows):
+            return "one of its windows lies wholly in the padding"
+        return None
+
+    return refuses
+
+
+def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> bool:
+    """Whether some window along one dimension meets no element; only a dilated one can."""
+    count, _ = _windows(size, kernel, stride, padding, dilation, ceil_mode)
+    starts = range(-padding, -padding + count * stride, stride)
+    return dilation > 1 and any(not any(0 <= start + tap * dilation < size for tap in range(kernel)) for start in starts)
+
+
+def _max_pool_module(rank: int) -> Callable[[Any], dict[str, Any] | Instead]:
+    def module(m: Any) -> dict[str, Any] | Instead:
+        window = {n: getattr(m, n) for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
+        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, window) if m.return_indices else window
+
+    return module
+
+
+def _max_pool_function(rank: int) -> Callable[..., dict[str, Any] | Instead]:
+    def function(
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> dict[str, Any] | Instead:
+        window = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+        given = {"input": input, **window}
+        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, given) if return_indices else given
+
+    return function
+
+
+def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
+    """How far the windows reach; 0, which is none, where a dilated one could lie wholly in a margin."""
+
+    def window(arguments: dict[str, Any]) -> list[int]:
+        kernel, dilation = sizes(arguments["kernel_size"], rank), sizes(arguments["dilation"], rank)
+        return [taps if step == 1 else 0 for taps, step in zip(kernel, dilation, strict=True)]
+
+    return window
+
+
+max_pool1d, _lower_max_pool1d = _max_pool(1)
+max_pool2d, _lower_max_pool2d = _max_pool(2)
+max_pool3d, _lower_max_pool3d = _max_pool(3)
+
+
+def _onnx_max_pool(c: Call) -> str:
+    node = c.primitive(pool.max_pool)
+    assert node is not None
+    _, kernel, stride, begin, end, dilation = node.args
+    attributes = {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}  # type: ignore[misc, arg-type]
+    return c.do("MaxPool", c.input, **attributes)
+
+
+for _rank, _function, _lower, _module in (
+    (1, max_pool1d, _lower_max_pool1d, nn.MaxPool1d),
+    (2, max_pool2d, _lower_max_pool2d, nn.MaxPool2d),
+    (3, max_pool3d, _lower_max_pool3d, nn.MaxPool3d),
+):
+    register(
+        Operator(
+            f"max_pool{_rank}d",
+            _function,
+            ("input",),
+            _lower,
+            Same(),
+            functions=dict.fromkeys((MAX_POOLS[_rank], getattr(torch, f"max_pool{_rank}d")), _max_pool_function(_rank)),
+            modules={_module: _max_pool_module(_rank)},
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
+            window=_window(_rank),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+            refuses=refuses_max_pool(_rank),
+            onnx=_onnx_max_pool,
+        )
+    )
+
+
+# ---- average --------------------------------------------------------------------------------------------------------
+
+
+def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    def function(
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Tensor:
+        extra = () if rank == 1 else (divisor_override,)
+        value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
+        return value if clamp is None else clamped(value, *clamp)
+
+    def lower(
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Quantized:
+        kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
+        begin = sizes(padding, rank)
+        rows = list(zip(spatial(input.shape, rank), kernel, steps, begin, strict=True))
+        end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
+        counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
+        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
+        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
+        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
+        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
+        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
+            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
+            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
+        largest = lowering.prove(
+            torch.tensor(float(math.prod(kernel) * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum"
+        )
+        lowering.prove(
+            torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"),
+            "the sum over 8 of the operand's bits",
+            POOLED_EXACT - 1,
+        )
+        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
+        if rank == 2 and divisor_override is None and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+            return lower_uneven(lowering, input, total, largest, divisor, clamp)
+        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
+
+    function.__name__ = function.__qualname__ = f"avg_pool{rank}d"
+    function.__doc__ = f"The mean over windows in {rank} dimensions."
+    return function, lower
+
+
+def too_many(window: list[int], limit: int) -> str | None:
+    """Why a window of this size cannot be summed below the limit; None if it can."""
+    terms = math.prod(window)
+    return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
+
+
+def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        divisor = arguments["divisor_override"]
+        if divisor is not None and divisor <= 0:
+            return f"divisor_override={divisor} is not positive"
+        return needs_batch(rank)(node, arguments) or too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
+
+    return refuses
+
+
+def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
+    """A single window that reaches behind the end, as `ceil_mode` lets it, ends there: its divisor counts no more than that."""
+
+    def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+        known = fact(arguments["input"])
+        if not arguments["ceil_mode"] or not isinstance(known, TensorFact):
+            return arguments
+        kernel, padding = sizes(arguments["kernel_size"], rank), sizes(arguments["padding"], rank)
+        steps = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], rank)
+        fitting = [
+            size if isinstance(size, int) and count == 1 and taps > size and not pad else taps
+            for size, count, taps, pad in zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, padding, strict=True)
+        ]
+        if fitting == kernel:
+            return arguments
+        steps = [fits if fits != taps else step for fits, taps, step in zip(fitting, kernel, steps, strict=True)]
+        return {**arguments, "kernel_size": fitting, "stride": steps}
+
+    return normalize
+
+
+def window_divisor(
+    shape: Sequence[Size], arguments: Mapping[str, Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int]
+) -> Tensor:
+    """What each window's sum is divided by: a scalar if all agree, else one number per output position.
+
+    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` behind it.
+    """
+    if arguments.get("divisor_override") is not None:
+        return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
+    counts = torch.ones((), dtype=torch.float32, device="cpu")
+    for size, taps, step, padding, tail in zip(spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
+        starts = range(0, size + padding + tail - taps + 1, step)
+        low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
+        sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
+        along = torch.tensor(sizes, dtype=torch.float32, device="cpu")
+        counts = counts.unsqueeze(-1) * along
+    return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
+
+
+def _avg_pool_module(module: Any) -> dict[str, Any]:
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
+avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
+avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
+
+
+def _onnx_layer(c: Call) -> str | None:
+    """The convolution that an average is; None where it is none."""
+    layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
+    if layer is None:
+        return None
+    _, weight, _, stride, begin, _, groups, *_ = layer.args
+    attributes = {"kernel_shape": list(fact(weight).shape[2:]), "strides": list(stride), "pads": [*begin, *begin], "group": groups}  # type: ignore[misc, arg-type]
+    return c.do("Conv", c.input, c.weight(), **attributes)
+
+
+def onnx_average_pool(c: Call) -> str:
+    """AveragePool, and what makes of its divisor another one."""
+    node = c.primitive(pool.sum_pool)
+    layer = _onnx_layer(c)
+    if layer is not None:
+        return c.epilogue(layer)
+    if node is None:
+        if c.by_layers:
+            return c.epilogue(c.reduced("ReduceMean", c.input, list(range(2, len(c.operand_shape))), keepdim=True))
+        return c.epilogue(c.do("GlobalAveragePool", c.input))
+    kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
+    if c.by_layers and c.primitive(elementwise.multiply) is not None:
+        counted = bool(c.arguments.get("count_include_pad", True))
+        windows = fact(c.node).shape[2:]
+        rows = zip(c.operand_shape[2:], kernel, stride, begin, windows, strict=True)
+        return onnx_uneven(c, [runs(*row, counted) for row in rows], stride, int(c.operand_shape[1]))  # type: ignore[arg-type]
+    even = len({*begin, *end}) == 1  # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on: it is left out
+    mean = c.do("AveragePool", c.input, kernel_shape=kernel, strides=stride, pads=[*begin, *end], count_include_pad=int(even))
+    shape = c.operand_shape
+    elements = math.prod(kernel) if even else window_divisor(shape, {"count_include_pad": False}, kernel, stride, begin, end)
+    share = elements / window_divisor(shape, c.arguments, kernel, stride, begin, end)
+    return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
+
+
+for _rank, _function, _lower, _avg_module in (
+    (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
+    (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
+    (3, avg_pool3d, _lower_avg_pool3d, nn.AvgPool3d),
+):
+    register(
+        Operator(
+            f"avg_pool{_rank}d",
+            _function,
+            ("input",),
+            _lower,
+            functions={AVG_POOLS[_rank]: None},
+            modules={_avg_module: _avg_pool_module},
+            normalize=_within(_rank),
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
+            absorbs=frozenset({"clamp"}),
+            refuses=_refuses_avg_pool(_rank),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+            onnx=onnx_average_pool,
+        )
+    )
+
+
+LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
+
+# ---- mean and sum -----------------------------------------------------------------------------------------------------------
+
+
+def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    """The mean over dimensions (all of them if `dim` is None)."""
+    value = input.mean() if dim is None else input.mean(dim, keepdim)
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    """The sum over dimensions (all of them if `dim` is None)."""
+    value = input.sum() if dim is None else input.sum(dim, keepdim)
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
+    chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    return [int(d) for d in chosen]
+
+
+def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
+    dims = _dims(input.shape, dim)
+    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+
+
+def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
+    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
+
+
+def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+    """The sum over dimensions, divided by `divisor` inside the requantization multiplier."""
+    terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
+    images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
+    images = images and all(isinstance(length, int) for length in input.shape[1:])
+    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
+        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
+        attributes = ([1, 1], [0, 0], [1, 1], channels)
+        form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
+        averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
+        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
+    largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
+    count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
+    return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
+
+
+def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = fact(arguments["input"])
+        if not isinstance(operand, TensorFact):
+            return None
+        if not operand.shape:
+            return "its operand has no dimensions"
+        sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
+        reduced = [size for size in sizes if isinstance(size, int)]
+        if len(reduced) < len(sizes):
+            return f"it {verb} over the batch, whose size is not fixed"
+        return too_many(reduced, FLOAT32_EXACT)
+
+    return refuses
+
+
+def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
+    return (
+        "a dtype argument has no integer form" if dtype not in (None, torch.float32) else {"input": input, "dim": dim, "keepdim": keepdim}
+    )
+
+
+def _onnx_reduction(c: Call) -> str:
+    layer = _onnx_layer(c)
+    if layer is not None:
+        kept = c.epilogue(layer)
+        return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
+    dims = c["dim"]
+    axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
+    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
+
+
+for _name, _reduction, _lower_reduction, _spellings, _verb in (
+    ("mean", mean, _lower_mean, (torch.mean, torch.nanmean), "averages"),  # a quantized tensor has no NaN
+    ("sum", sum, _lower_sum, (torch.sum, torch.nansum), "sums"),
+):
+    register(
+        Operator(
+            _name,
+            _reduction,
+            ("input",),
+            _lower_reduction,
+            functions=dict.fromkeys(_spellings, _reduction_arguments),
+            methods=dict.fromkeys((_name, f"nan{_name}"), _reduction_arguments),
+            absorbs=frozenset({"clamp"}),
+            refuses=_refuses_reduction(_verb),
+            traits=frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
+            onnx=_onnx_reduction,
+        )
+    )

@@ -1,0 +1,287 @@
+"""How recurrent layers and cells are written in other operators: step by step, 16 bits wide inside where the target has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.ir.graph import is_parameter
+from fxquant.ops.core.boundary import requantize
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import INNER, Demand, Fixed, Own, Same, operator_of
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.dropout import dropout
+from fxquant.ops.elementwise.unary import shifted
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.layers.linear import linear
+from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.shape import numbers, reshape
+
+WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
+GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=Fixed(2.0**-7, "int8")))  # from 0 to 1
+BENT = Fixed(2.0**-12, "int16", otherwise=Own("int8"))  # before a sigmoid or a tanh, which do not change any more beyond 8
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Layer:
+    """One direction of one layer while it is being written.
+
+    build       writes its parts
+    weight      U, what the state is multiplied by; bias is what is added to that; projection is W_r, or None
+    size        how many numbers a gate has
+    bounded     whether the state begins at zero, so that that of a GRU never leaves (-1, 1)
+    tied        what is on one grid at all steps, by what it is
+    """
+
+    build: Builder
+    weight: fx.Node
+    bias: fx.Node | None
+    projection: fx.Node | None
+    size: int
+    bounded: bool
+    tied: dict[str, list[fx.Node]] = field(default_factory=dict)
+
+    def made(self, tie: str, function: Callable[..., Any], *args: Any, demand: Demand) -> fx.Node:
+        """A part that is on one grid at all steps with all others of this name."""
+        node: fx.Node = self.build(function, *args, demand=demand)
+        self.tied.setdefault(tie, []).append(node)
+        return node
+
+    def recurrent(self, hidden: fx.Node | None) -> fx.Node | None:
+        """U h + b'; the bias alone where there is no state yet, and that may be None, too."""
+        return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=INNER)
+
+    def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
+        """What the two give together."""
+        if recurrent is None:
+            return self.made("sum", requantize, given, demand=demand)
+        return self.made("sum", add, given, recurrent, demand=demand)
+
+    def gate(self, value: fx.Node | None, number: int, count: int = 1) -> fx.Node | None:
+        """So many of the parts that a value holds for each gate, from this one on."""
+        if value is None:
+            return None
+        part = slice(number * self.size, (number + count) * self.size)
+        if is_parameter(value):
+            return self.build.host(getitem, value, [part])
+        return self.build(getitem, value, [WHOLE] * (len(self.build.fact(value).shape) - 1) + [part])  # type: ignore[no-any-return]
+
+
+# What the step is given, a_t, and the state before it -> the state after it: h, which is multiplied by U and is what others see, and
+# beside it what is only remembered, the cell of an LSTM or, 16 bits wide, the h of a GRU. None is a state of zeros.
+State = tuple[fx.Node | None, ...]
+Step = Callable[[_Layer, fx.Node, State], tuple[fx.Node, ...]]
+
+
+def _lstm_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    build, (hidden, before) = layer.build, state
+    bent = layer.sum(given, layer.recurrent(hidden))
+    entering, forgetting, candidate, leaving = (layer.gate(bent, number) for number in range(4))
+    entered = build(torch.sigmoid, entering, demand=GATE), build(torch.tanh, candidate, demand=WITHIN_ONE)
+    if before is None:
+        cell = layer.made("cell", mul, *entered, demand=INNER)
+    else:
+        kept = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=INNER)
+        cell = layer.made("cell", add, kept, build(mul, *entered, demand=WITHIN_ONE), demand=INNER)
+    value = layer.made("value", mul, build(torch.sigmoid, leaving, demand=GATE), build(torch.tanh, cell, demand=WITHIN_ONE), demand=Own())
+    return value if layer.projection is None else layer.made("state", linear, value, layer.projection, None, demand=Own()), cell
+
+
+def _gru_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    build, (hidden, before) = layer.build, state
+    recurrent = layer.recurrent(hidden)
+    gates = layer.sum(layer.gate(given, 0, 2), layer.gate(recurrent, 0, 2))  # type: ignore[arg-type]
+    update, inner = layer.gate(gates, 1), layer.gate(recurrent, 2)
+    if inner is not None:
+        reset = build(torch.sigmoid, layer.gate(gates, 0), demand=GATE)
+        inner = layer.made("reset", mul, reset, inner, demand=INNER)
+    candidate = build(torch.tanh, layer.sum(layer.gate(given, 2), inner), demand=WITHIN_ONE)  # type: ignore[arg-type]
+    share = build(shifted, update, "sigmoid", -1.0, 0.0, {}, demand=GATE)
+    wide = "int16" in build.activations
+    remembered = Own() if not wide else WITHIN_ONE if layer.bounded else INNER
+    after = layer.made("state", mul, share, candidate, demand=remembered)
+    if before is not None:
+        kept = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), before, demand=remembered)
+        after = layer.made("state", add, after, kept, demand=remembered)
+    return layer.made("shown", requantize, after, demand=Own()) if wide else after, after
+
+
+def _tanh_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    return (layer.made("state", torch.tanh, layer.sum(given, layer.recurrent(state[0])), demand=Own()),)
+
+
+def _relu_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    return (layer.build(clamp, layer.sum(given, layer.recurrent(state[0]), Own()), 0.0, None, demand=Same()),)
+
+
+# Of each kind: its step, how many gates it has, and how many tensors its state.
+STEPS: dict[str, tuple[Step, int, int]] = {
+    "lstm": (_lstm_step, 4, 2),
+    "gru": (_gru_step, 3, 2),
+    "tanh": (_tanh_step, 1, 1),
+    "relu": (_relu_step, 1, 1),
+}
+
+
+# ---- all steps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sequence:
+    """A recurrent layer while it is being written.
+
+    build   writes its parts
+    kind    which step it repeats: "lstm", "gru", "tanh" or "relu"
+    axis    the dimension of its input that the steps run along
+    """
+
+    build: Builder
+    kind: str
+    axis: int
+
+    def direction(
+        self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool
+    ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """One direction of one layer: what it shows at all steps, in the order of the input, and its state after the last one."""
+        build, (step, gates, _) = self.build, STEPS[self.kind]
+        bias_ih, bias_hh = weights[2:4] if biases else (None, None)
+        projection = weights[-1] if len(weights) in (3, 5) else None
+        given = build(linear, input, weights[0], bias_ih, demand=INNER)
+        shape = build.fact(given).shape
+        layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, bounded=state[0] is None)
+        steps = range(_whole(shape[self.axis]))
+        shown: dict[int, fx.Node] = {}
+        after: tuple[fx.Node, ...] = ()
+        for number, position in enumerate(reversed(steps) if backwards else steps):
+            build.step = number
+            state = after = step(layer, build(getitem, given, _along(self.axis, position)), state)
+            shown[position] = build(reshape, after[0], _with(_numbers(build, after[0]), self.axis))
+        build.step = None
+        for nodes in layer.tied.values():
+            build.tie(*nodes)
+        return build(cat, [shown[position] for position in steps], self.axis, demand=Same()), after
+
+    def layers(
+        self,
+        input: fx.Node,
+        state: Sequence[fx.Node] | None,
+        parameters: Sequence[fx.Node],
+        biases: bool,
+        num_layers: int,
+        bidirectional: bool,
+        chance: float,
+    ) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
+        """What the last layer shows at all steps, and the states of every layer and direction after the last one."""
+        build, directions = self.build, 2 if bidirectional else 1
+        count = len(parameters) // (num_layers * directions)
+        last: list[tuple[fx.Node, ...]] = []
+        for index in range(num_layers):
+            found = []
+            for backwards in (False, True)[:directions]:
+                begin = len(last)
+                weights = parameters[begin * count : (begin + 1) * count]
+                shown, after = self.direction(input, weights, biases, self._first(state, begin), backwards)
+                last.append(after)
+                found.append(shown)
+            input = found[0] if directions == 1 else build(cat, found, 2)
+            if chance and index < num_layers - 1:
+                input = build(dropout, input, chance, "dropout")
+        return input, last
+
+    def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
+        """The state before the first step of one direction of one layer."""
+        return _filled([self.build(getitem, held, [number, WHOLE, WHOLE]) for held in state] if state else [None], self.kind)
+
+
+def _filled(state: Sequence[fx.Node | None], kind: str) -> State:
+    """As many tensors as the step takes: what is remembered of a GRU is what was given."""
+    return tuple(state) if len(state) == STEPS[kind][2] else (state[0],) * STEPS[kind][2]
+
+
+def _along(axis: int, position: int) -> list[Any]:
+    index: list[Any] = [WHOLE] * 3
+    index[axis] = position
+    return index
+
+
+def _whole(size: Any) -> int:
+    assert isinstance(size, int)
+    return size
+
+
+def expand_layers(
+    build: Builder,
+    kind: str,
+    input: fx.Node,
+    hx: Sequence[fx.Node] | None,
+    parameters: Sequence[fx.Node],
+    biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    dropout: float,
+) -> list[fx.Node]:
+    """The results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
+    known = build.fact(input).shape
+    state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
+    axis = 1 if batch_first else 0
+    batched = len(known) == 3
+    if not batched:
+        input = build(reshape, input, [1, *known] if batch_first else [known[0], 1, known[1]])
+        state = None if state is None else [build(reshape, held, _with(_numbers(build, held), 1)) for held in state]
+    output, last = _Sequence(build, kind, axis).layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
+    results = [output]
+    for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
+        results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))
+    if batched:
+        return results
+    return [build(reshape, value, _without(_numbers(build, value), 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
+
+
+def _numbers(build: Builder, value: fx.Node) -> list[int]:
+    """A shape for `reshape`, with -1 for the batch."""
+    return numbers(build.fact(value).shape)
+
+
+def _with(shape: Sequence[Any], dim: int) -> list[Any]:
+    return [*shape[:dim], 1, *shape[dim:]]
+
+
+def _without(shape: Sequence[Any], dim: int) -> list[Any]:
+    return [*shape[:dim], *shape[dim + 1 :]]
+
+
+MOVING = ("identity", "reshape", "expand", "getitem", "permute", "repeat")
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether it is made as zeros, so that the first step needs no state."""
+    while isinstance(value, fx.Node) and (operator := operator_of(value)) is not None and operator.name in MOVING:
+        value = value.args[0]
+    if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method"):
+        return False
+    return value.target in (torch.zeros, torch.zeros_like, "new_zeros")
+
+
+def expand_cell(
+    build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, weights: Sequence[fx.Node | None]
+) -> list[fx.Node]:
+    """The states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
+    state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
+    sizes = build.fact(input).shape
+    if len(sizes) == 1:
+        input = build(reshape, input, [1, *sizes])
+        state = None if state is None else [build(reshape, held, [1, *build.fact(held).shape]) for held in state]
+    step, gates, _ = STEPS[kind]
+    given = build(linear, input, weights[0], weights[2], demand=INNER)
+    assert weights[1] is not None
+    layer = _Layer(build, weights[1], weights[3], None, _whole(build.fact(given).shape[-1]) // gates, bounded=state is None)
+    results = step(layer, given, _filled(state or [None], kind))[: 2 if kind == "lstm" else 1]
+    return list(results) if len(sizes) == 2 else [build(reshape, value, [-1]) for value in results]

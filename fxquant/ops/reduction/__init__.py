@@ -1,0 +1,1 @@
+"""Reductions and scans along dimensions: extrema, moments, norms, cumulative sums and products, distances."""

@@ -1,0 +1,321 @@
+"""Statistics of a tensor and what is normalised by them: composites, 16 bits wide inside.
+
+    var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)
+
+What is divided by is one table: 1 / sqrt(v + ε) with ε in it, as layer norms have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import WIDE, Operator, Parameter, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.elementwise.division import div
+from fxquant.ops.elementwise.unary import shifted
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
+from fxquant.ops.normalization.channels import scale_channels
+from fxquant.ops.pooling.pool import mean, sum
+
+# ---- variance and deviation -----------------------------------------------------------------------------------------
+
+
+def var(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
+    """The variance over dimensions, of whose n elements n - correction are free."""
+    return torch.var(input, dim, correction=correction, keepdim=keepdim)
+
+
+def std(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
+    """The root of the variance."""
+    return torch.std(input, dim, correction=correction, keepdim=keepdim)
+
+
+def var_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The variance and the mean."""
+    return torch.var_mean(input, dim, correction=correction, keepdim=keepdim)
+
+
+def std_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The deviation and the mean."""
+    return torch.std_mean(input, dim, correction=correction, keepdim=keepdim)
+
+
+def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """What is left of a tensor without its mean."""
+    centred: fx.Node = build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
+    return centred
+
+
+def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> tuple[fx.Node, float]:
+    """The sum of the squares of what is left without the mean, and of how many elements."""
+    centred = centre(build, input, dims)
+    count = math.prod(_sizes(input, dims))
+    return build(sum, build(mul, centred, centred, demand=WIDE), dims, keepdim, demand=WIDE), count
+
+
+def _sizes(input: fx.Node, dims: list[int]) -> list[Any]:
+    return [fact(input).shape[dim] for dim in dims]
+
+
+def _expand_var(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
+    total, count = _squares(build, input, dim, keepdim)
+    return build(div, total, float(count - correction))
+
+
+def _expand_std(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
+    total, count = _squares(build, input, dim, keepdim)
+    return build(shifted, total, "sqrt", 1 / (count - correction), 0.0, {})
+
+
+def _with_mean(expand: Callable[..., Any]) -> Callable[..., Any]:
+    def expand_both(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
+        return expand(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
+
+    return expand_both
+
+
+def _statistics(
+    input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None, axis: Any = None
+) -> dict[str, Any] | str:
+    """x.var(), x.var(False), x.var(1, True), x.var(dim=1, correction=0), …"""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = reduced(input, axis if dim is None else dim)
+    if isinstance(dims, str):
+        return dims
+    chosen = correction if correction is not None else 1 if unbiased is None else int(unbiased)
+    return {"input": input, "dim": dims, "correction": chosen, "keepdim": keepdim}
+
+
+def reduced(input: Any, dim: Any) -> list[int] | str:
+    """The dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
+    known = fact(input) if isinstance(input, fx.Node) else None
+    if not isinstance(known, TensorFact):
+        return "its operand is no tensor"
+    chosen = [dim] if isinstance(dim, int) else list(dim or range(len(known.shape)))
+    if not all(isinstance(d, int) for d in chosen):
+        return "its dimensions are computed"
+    return sorted(d % len(known.shape) for d in chosen)
+
+
+def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    because = refuses_reduction(arguments["input"], arguments["dim"])
+    if because is not None:
+        return because
+    free = math.prod(_sizes(arguments["input"], arguments["dim"])) - arguments["correction"]
+    return None if free > 0 else "no element of its sum is free"
+
+
+def refuses_reduction(input: Any, dims: list[int]) -> str | None:
+    """Why there is no integer sum over these dimensions; None if there is one."""
+    known = fact(input)
+    if not isinstance(known, TensorFact):
+        return "its operand is no tensor"
+    if not known.shape:
+        return "its operand has no dimensions"
+    return None if all(isinstance(known.shape[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
+
+
+for _name, _function, _expand, _spelling in (
+    ("var", var, _expand_var, torch.var),
+    ("std", std, _expand_std, torch.std),
+    ("var_mean", var_mean, _with_mean(_expand_var), torch.var_mean),
+    ("std_mean", std_mean, _with_mean(_expand_std), torch.std_mean),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input",),
+            expand=_expand,
+            functions={_spelling: _statistics},
+            methods={} if "_" in _name else {_name: _statistics},
+            refuses=_refuses_statistics,
+            traits=frozenset() if "_" in _name else frozenset({Trait.STATISTIC}),
+        )
+    )
+
+# ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
+
+
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Each group of channels with mean 0 and variance 1, then times weight, plus bias, per channel."""
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
+    shape = numbers(fact(input).shape)
+    grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
+    centred = centre(build, grouped, [2])
+    variance = build(mean, build(mul, centred, centred, demand=WIDE), [2], True, demand=WIDE)
+    inverse = build(shifted, variance, "rsqrt", 1.0, float(eps), {}, demand=WIDE)
+    if weight is None and bias is None:
+        return build(reshape, build(mul, centred, inverse), shape)
+    return scaled(build, build(reshape, build(mul, centred, inverse, demand=WIDE), shape), weight, bias)
+
+
+def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
+    """A tensor times weight, plus bias, of its channels."""
+    if weight is None and bias is not None:
+        weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
+    result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
+    return result
+
+
+def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape, groups = fact(arguments["input"]).shape, arguments["num_groups"]
+    if not isinstance(groups, int) or not isinstance(arguments["eps"], int | float):
+        return "one of its settings is computed, not a number"
+    if len(shape) < 2 or not isinstance(shape[1], int):
+        return "its input has no channels of a fixed number"
+    if shape[1] % groups:
+        return "its groups do not divide its channels"
+    return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
+
+
+def _affine(module: Any) -> dict[str, Any]:
+    return {name: None if getattr(module, name) is None else Parameter(name) for name in ("weight", "bias")}
+
+
+def _group_norm_module(module: Any) -> dict[str, Any]:
+    return {"num_groups": module.num_groups, **_affine(module), "eps": module.eps}
+
+
+def _group_norm(
+    input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, cudnn_enabled: bool = True
+) -> dict[str, Any]:
+    return {"input": input, "num_groups": num_groups, "weight": weight, "bias": bias, "eps": eps}
+
+
+register(
+    Operator(
+        "group_norm",
+        group_norm,
+        ("input",),
+        expand=_expand_group_norm,
+        functions={F.group_norm: _group_norm, torch.group_norm: _group_norm},
+        modules={nn.GroupNorm: _group_norm_module},
+        refuses=_refuses_group_norm,
+    )
+)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Each channel of each sample with mean 0 and variance 1, then times weight, plus bias; or with running statistics."""
+    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
+
+
+def _expand_instance_norm(
+    build: Builder,
+    input: fx.Node,
+    running_mean: fx.Node | None,
+    running_var: fx.Node | None,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    use_input_stats: bool,
+    eps: float,
+) -> Any:
+    if use_input_stats:
+        return _expand_group_norm(build, input, fact(input).shape[1], weight, bias, eps)
+    factor = build(shifted, running_var, "rsqrt", 1.0, float(eps), {})
+    factor = factor if weight is None else build(mul, factor, weight)
+    offset = build(mul, running_mean, factor)
+    return scaled(build, input, factor, build(torch.neg, offset) if bias is None else build(sub, bias, offset))
+
+
+def _instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> dict[str, Any]:
+    statistics = {"running_mean": running_mean, "running_var": running_var} if not use_input_stats else {}
+    return {"input": input, **statistics, "weight": weight, "bias": bias, "use_input_stats": use_input_stats, "eps": eps}
+
+
+def _instance_norm_module(module: Any) -> dict[str, Any]:
+    running = module.running_mean is not None
+    statistics = {name: Parameter(name) for name in ("running_mean", "running_var")} if running else {}
+    return {**statistics, **_affine(module), "use_input_stats": not running, "eps": module.eps}
+
+
+def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape = fact(arguments["input"]).shape
+    if len(shape) < 3:
+        return "its input has no batch dimension"
+    return _refuses_group_norm(node, {**arguments, "num_groups": shape[1] if isinstance(shape[1], int) else 1})
+
+
+register(
+    Operator(
+        "instance_norm",
+        instance_norm,
+        ("input",),
+        expand=_expand_instance_norm,
+        functions={F.instance_norm: _instance_norm, torch.instance_norm: _instance_norm},
+        modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
+        refuses=_refuses_instance_norm,
+    )
+)
+
+
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The last dimensions over the root of their mean square, times weight."""
+    return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def _expand_rms_norm(build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, eps: float | None) -> Any:
+    dims = list(range(-len(normalized_shape), 0))
+    power = build(mean, build(mul, input, input, demand=WIDE), dims, True, demand=WIDE)
+    small = torch.finfo(torch.float32).eps if eps is None else float(eps)
+    inverse = build(shifted, power, "rsqrt", 1.0, small, {}, demand=WIDE)
+    if weight is None:
+        return build(mul, input, inverse)
+    normalized = build(mul, input, inverse, demand=WIDE)
+    return build(scale_channels, normalized, weight, None) if len(dims) == 1 else build(mul, normalized, weight)
+
+
+def _rms_norm_module(module: Any) -> dict[str, Any]:
+    weight = None if module.weight is None else Parameter("weight")
+    return {"normalized_shape": list(module.normalized_shape), "weight": weight, "eps": module.eps}
+
+
+def _refuses_rms_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    given = [arguments["eps"] or 0, *arguments["normalized_shape"]]
+    return None if all(isinstance(value, int | float) for value in given) else "one of its settings is computed, not a number"
+
+
+register(
+    Operator(
+        "rms_norm",
+        rms_norm,
+        ("input",),
+        expand=_expand_rms_norm,
+        functions={F.rms_norm: None, torch.rms_norm: None},
+        modules={nn.RMSNorm: _rms_norm_module},
+        refuses=_refuses_rms_norm,
+    )
+)

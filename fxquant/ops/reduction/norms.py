@@ -1,0 +1,174 @@
+"""Norms of vectors and of matrices, and what is divided by them: composites, 16 bits wide inside.
+
+    norm(x) = (Σ |x|^p)^(1/p)
+
+What is divided by is one table, s^(-1/p), which is 0 where s is: a row of zeros stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxquant.ir.graph import shape_of
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import WIDE, Instead, Operator, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.pooling.pool import sum
+from fxquant.ops.reduction.extremum import amax, amin
+from fxquant.ops.reduction.moments import reduced, refuses_reduction
+
+
+def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
+    """The p-norm over dimensions: (Σ |x|^p)^(1/p); for p = inf the largest magnitude, for -inf the smallest, for 0 how many are not 0."""
+    value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
+    return value
+
+
+def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
+    """The elements over the p-norm of theirs along dimensions."""
+    value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+    return value
+
+
+def _inverse_root(x: float, root: float = 2.0) -> float:
+    return x ** (-1 / root) if x > 0 else 0.0
+
+
+def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
+    """x^(-1/root) of positive numbers, and 0 of 0."""
+    return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
+
+
+unary("inverse_root", inverse_root, _inverse_root, root=2.0)
+
+
+def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
+    """What the norm is a root of, and which; `last` says how its grid is found where it is the norm itself."""
+    if p == 2:
+        return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
+    if p == 0:
+        return build(sum, build(where, build(torch.ne, input, 0.0), 1.0, 0.0), dims, keepdim, **last), 1.0
+    magnitude = build(torch.abs, input, demand=WIDE)
+    if p == math.inf:
+        return build(amax, magnitude, dims, keepdim), 1.0
+    if p == -math.inf:
+        return build(amin, magnitude, dims, keepdim), 1.0
+    if p == 1:
+        return build(sum, magnitude, dims, keepdim, **last), 1.0
+    return build(sum, build(torch.pow, magnitude, float(p), demand=WIDE), dims, keepdim, demand=WIDE), float(p)
+
+
+def _expand_norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool) -> Any:
+    total, root = _powers(build, input, p, dim, keepdim, {})
+    if root == 1:
+        return total
+    return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
+
+
+def _expand_normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float) -> Any:
+    total, root = _powers(build, input, p, dim, True, {"demand": WIDE})
+    return build(mul, input, build(inverse_root, total, root, demand=WIDE))
+
+
+def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> dict[str, Any] | str:
+    """torch.norm and Tensor.norm: the numbers are norms of vectors, over whatever dimensions."""
+    if dtype not in (None, torch.float32):
+        return f"it computes in {dtype}"
+    dims = reduced(input, dim)
+    if isinstance(dims, str):
+        return dims
+    p = 2 if p in (None, "fro") else p
+    if not isinstance(p, int | float):
+        return f"the norm {p!r} has no integer form"
+    return {"input": input, "p": float(p), "dim": dims, "keepdim": keepdim}
+
+
+def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
+    return _norm(input, ord, dim, keepdim, None, dtype)
+
+
+def _matrix_norm(
+    input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> dict[str, Any] | str | Instead:
+    if ord in (1, -1, math.inf, -math.inf) and dtype in (None, torch.float32):
+        first, second = (d % len(shape_of(input)) for d in dim)
+        summed, other = (first, second) if abs(ord) == 1 else (second, first)
+        return Instead(sums_norm, {"input": input, "summed": summed, "other": other, "largest": ord > 0, "keepdim": keepdim})
+    return (
+        _norm(input, "fro", dim, keepdim, None, dtype)
+        if ord == "fro"
+        else f"the matrix norm {ord!r} has no integer form: it is one of singular values"
+    )
+
+
+def _linalg_norm(
+    input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> dict[str, Any] | str | Instead:
+    """torch.linalg.norm: of two dimensions, or of a matrix, a number is a norm of matrices."""
+    dims = reduced(input, dim)
+    matrix = not isinstance(dims, str) and len(dims) == 2 and ord is not None
+    if not matrix:
+        return _norm(input, "fro" if ord is None else ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(input, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+def sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
+    """The largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
+    sums = input.abs().sum(summed, keepdim=True)
+    return (sums.amax if largest else sums.amin)((summed, other), keepdim)
+
+
+def _expand_sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool) -> Any:
+    sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
+    return build(amax if largest else amin, sums, [summed, other], keepdim)
+
+
+def _refuses_sums_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
+
+
+register(Operator("sums_norm", sums_norm, ("input",), expand=_expand_sums_norm, refuses=_refuses_sums_norm))
+
+
+def _normalized(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> dict[str, Any] | str:
+    dims = reduced(input, dim)
+    return dims if isinstance(dims, str) else {"input": input, "p": float(p), "dim": dims, "eps": eps}
+
+
+def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    p = arguments["p"]
+    if not isinstance(p, float) or (p < 0 and p != -math.inf) or math.isnan(p):
+        return f"the {p}-norm has no integer form"
+    if p <= 0 and "eps" in arguments:
+        return f"it divides by the {p}-norm"
+    return refuses_reduction(arguments["input"], arguments["dim"])
+
+
+register(
+    Operator(
+        "norm",
+        norm,
+        ("input",),
+        expand=_expand_norm,
+        traits=frozenset({Trait.STATISTIC}),
+        functions={
+            torch.norm: _norm,
+            torch.linalg.norm: _linalg_norm,
+            torch.linalg.vector_norm: _vector_norm,
+            torch.linalg.matrix_norm: _matrix_norm,
+        },
+        methods={"norm": _norm},
+        refuses=_refuses_norm,
+    )
+)
+register(
+    Operator("normalize", normalize, ("input",), expand=_expand_normalize, functions={F.normalize: _normalized}, refuses=_refuses_norm)
+)

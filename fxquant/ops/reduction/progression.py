@@ -1,0 +1,212 @@
+"""Products of many elements, and sums and differences of neighbours along a dimension: composites.
+
+prod       halves multiplied with each other until one is left: log2 n products, each 16 bits wide on a grid of its own
+cumprod    each element times the product of the 1, 2, 4, … before it:  y = cat(y[:k], y[k:] · y[:-k])
+diff       x[i + 1] - x[i], as often as asked
+trapezoid  Σ (y[i] + y[i + 1]) / 2 · width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.record import WIDE, Operator, register
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.pooling.pool import sum
+from fxquant.ops.reduction.running import cumsum
+
+MOST_FACTORS = 32
+
+
+def along(build: Builder, input: fx.Node, dim: int, entry: Any) -> fx.Node:
+    """input indexed by `entry` along one dimension."""
+    index: list[Any] = [WHOLE] * len(build.fact(input).shape)
+    index[dim] = entry
+    made: fx.Node = build(getitem, input, index)
+    return made
+
+
+def length_of(input: fx.Node, dim: int) -> int:
+    """The size of a dimension, which does not depend on the batch."""
+    size = Builder.fact(input).shape[dim]
+    assert isinstance(size, int)
+    return size
+
+
+def refuses_length(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Refuses an operand without dimensions, and a dimension whose size is not fixed."""
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact) or not known.shape:
+        return "its operand has no dimensions"
+    return None if isinstance(known.shape[arguments["dim"]], int) else "it runs along the batch, whose size is not fixed"
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def prod(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The product of the elements along a dimension; of all elements if `dim` is None."""
+    return torch.prod(input) if dim is None else torch.prod(input, dim, keepdim)
+
+
+def cumprod(input: Tensor, dim: int) -> Tensor:
+    """The product of the elements up to each one along a dimension."""
+    return torch.cumprod(input, dim)
+
+
+def _expand_prod(build: Builder, input: fx.Node, dim: int | None, keepdim: bool) -> Any:
+    if dim is None:
+        input, dim, keepdim = build(reshape, input, [math.prod(numbers(build.fact(input).shape))]), 0, False
+    size = length_of(input, dim)
+    while size > 1:
+        half = size // 2
+        halves = (along(build, input, dim, slice(start, start + half)) for start in (0, half))
+        product = build(mul, *halves, demand=WIDE if size > 2 else None)
+        input = build(cat, [product, along(build, input, dim, slice(2 * half, size))], dim, demand=WIDE) if size % 2 else product
+        size = size - half
+    return input if keepdim else along(build, input, dim, 0)
+
+
+def _expand_cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
+    size, reach = length_of(input, dim), 1
+    while reach < size:
+        product = build(mul, along(build, input, dim, slice(reach, size)), along(build, input, dim, slice(0, size - reach)), demand=WIDE)
+        last = 2 * reach >= size
+        input = build(cat, [along(build, input, dim, slice(0, reach)), product], dim, demand=None if last else WIDE)
+        reach *= 2
+    return input
+
+
+def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if arguments["dim"] is None:
+        sizes = fact(arguments["input"]).shape
+        if not all(isinstance(size, int) for size in sizes):
+            return "it multiplies over the batch, whose size is not fixed"
+        size = math.prod(sizes)
+    else:
+        because = refuses_length(node, arguments)
+        if because is not None:
+            return because
+        size = length_of(arguments["input"], arguments["dim"])
+    return None if 0 < size <= MOST_FACTORS else f"it multiplies {size} elements, and from 1 to {MOST_FACTORS} have a product in integers"
+
+
+def _multiplied(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
+    return {"input": input, "dim": dim, "keepdim": keepdim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
+
+
+def _running(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str:
+    return {"input": input, "dim": dim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
+
+
+# ---- neighbours ------------------------------------------------------------------------------------------------------
+
+
+def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
+    """What each element has more than the one before it along a dimension, n times over."""
+    return torch.diff(input, n, dim, prepend, append)
+
+
+def trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
+    """The integral along a dimension by trapezoids of one width."""
+    return torch.trapezoid(input, dx=dx, dim=dim)
+
+
+def cumulative_trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
+    """The integral up to each element but the first, by trapezoids of one width."""
+    return torch.cumulative_trapezoid(input, dx=dx, dim=dim)
+
+
+def _expand_diff(build: Builder, input: fx.Node, n: int, dim: int, prepend: Any, append: Any) -> Any:
+    around = [value for value in (prepend, input, append) if value is not None]
+    input = build(cat, around, dim) if len(around) > 1 else input
+    for step in range(n):
+        pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
+        input = build(sub, *pair, demand=WIDE if step < n - 1 and "int16" in build.activations else None)
+    return input
+
+
+def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> fx.Node:
+    """The area of each trapezoid."""
+    pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
+    wide = WIDE if "int16" in build.activations else None
+    made: fx.Node = build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
+    return made
+
+
+def _expand_trapezoid(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
+    return build(sum, _between(build, input, dx, dim), [dim], False)
+
+
+def _expand_cumulative_trapezoid(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
+    return build(cumsum, _between(build, input, dx, dim), dim)
+
+
+def _refuses_diff(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    n = arguments["n"]
+    because = refuses_length(node, arguments)
+    if because is not None:
+        return because
+    longer = [fact(arguments[name]).shape[arguments["dim"]] for name in ("prepend", "append") if arguments[name] is not None]
+    if not all(isinstance(size, int) for size in longer):
+        return "it runs along the batch, whose size is not fixed"
+    size = length_of(arguments["input"], arguments["dim"])
+    for more in longer:
+        size += more
+    return None if isinstance(n, int) and 0 < n < size else f"its differences are taken {n} times"
+
+
+def _refuses_integral(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    dx = arguments["dx"]
+    if not isinstance(dx, int | float) or dx == 0:
+        return f"its width is {dx}"
+    because = refuses_length(node, arguments)
+    if because is not None:
+        return because
+    return None if length_of(arguments["input"], arguments["dim"]) > 1 else "its operand has one element"
+
+
+def _integral(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> dict[str, Any] | str:
+    if x is not None:
+        return "its trapezoids have widths of their own"
+    return {"input": y, "dx": 1.0 if dx is None else dx, "dim": dim}
+
+
+_DIFF: tuple[str, Callable[..., Any], tuple[str, ...], Callable[..., Any], Any, Any] = (
+    "diff",
+    diff,
+    ("input", "prepend", "append"),
+    _expand_diff,
+    None,
+    _refuses_diff,
+)
+for _name, _function, _operands, _expand, _adapt, _refuses in (
+    ("prod", prod, ("input",), _expand_prod, _multiplied, _refuses_product),
+    ("cumprod", cumprod, ("input",), _expand_cumprod, _running, _refuses_product),
+    _DIFF,
+    ("trapezoid", trapezoid, ("input",), _expand_trapezoid, _integral, _refuses_integral),
+    ("cumulative_trapezoid", cumulative_trapezoid, ("input",), _expand_cumulative_trapezoid, _integral, _refuses_integral),
+):
+    _names = [_name, *(["trapz"] if _name == "trapezoid" else [])]
+    register(
+        Operator(
+            _name,
+            _function,
+            _operands,
+            expand=_expand,
+            functions={getattr(torch, name): _adapt for name in _names},
+            methods={name: _adapt for name in (_name, f"{_name}_") if hasattr(Tensor, name)},
+            refuses=_refuses,
+        )
+    )

@@ -1,0 +1,1 @@
+"""Resizing, and reading images at computed positions."""

@@ -1,0 +1,328 @@
+"""Resizing: nearest neighbours as selections, interpolation as products with fixed-point weights, areas as means of windows.
+
+What one or two linear interpolations give lies between the operand's values, and is on its grid; any other mode has a grid of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.matrix import (
+    CUBIC,
+    Row,
+    antialiased_rows,
+    cubic_rows,
+    fixed_point,
+    fraction_bits,
+    is_unchanged,
+    linear_rows,
+    onnx_matrices,
+    real_matrix,
+    weighted_sums,
+)
+from fxquant.ops.core.record import Operator, Own, Same, register
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.pooling.adaptive import lower_means, onnx_means
+from fxquant.primitives import resize, shape
+
+NEAREST = ("nearest", "nearest-exact")
+LINEAR = ("linear", "bilinear")
+OWN_GRID = ("trilinear", "bicubic", "area")
+FLOAT64_EXACT = 2**53
+HALF = Fraction(1, 2)
+STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
+SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
+
+
+def interpolate(
+    input: Tensor,
+    size: list[int] | None = None,
+    scale_factor: list[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """The tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    return F.interpolate(input, size, scale_factor, mode, align_corners, antialias=antialias)
+
+
+# ---- nearest --------------------------------------------------------------------------------------------------------
+
+
+# What is kept from one call to the next are plain numbers: a tensor would belong to the mode, the dtype and the device that
+# the first call was made with, and one of inference mode could never be trained with.
+
+
+@functools.cache
+def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> tuple[int, ...]:
+    """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
+    positions = torch.arange(length, dtype=torch.float32, device="cpu").reshape(1, 1, length)
+    return tuple(F.interpolate(positions, size, factor, mode).flatten().int().tolist())
+
+
+def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], mode: str) -> Quantized:
+    value = input.value
+    for axis, (length, size, factor) in enumerate(axes):
+        indices = _nearest(length, size, factor, mode)
+        if indices != tuple(range(length)):
+            stored = lowering.constant(f"indices{axis}", torch.tensor(indices, device=input.scale.device, dtype=torch.int64), torch.int64)
+            value = lowering.call(shape.select, value, axis + 2, stored)
+    return input.with_value(value)
+
+
+# ---- linear ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
+    """For every output the first of its two neighbours, and the weight of the second in steps of 2^-bits; both weights sum to 2^bits.
+
+    The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
+    its two neighbours have the weights of linear interpolation, rounded half up. At the end there is no second, and it has no weight.
+    """
+    count = math.floor(length * factor) if size is None and factor is not None else size
+    assert count is not None
+    if align_corners:
+        step = Fraction(length - 1, max(count - 1, 1))
+    else:
+        step = Fraction(length, count) if factor is None else 1 / Fraction(factor)
+    found = []
+    for output in range(count):
+        source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
+        first = min(math.floor(source), length - 1)
+        found.append((first, _second_weight(source - first, bits) if first + 1 < length else 0))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _stepped_neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
+    """`_neighbours` by positions in steps of 2^-bits, rounded down; the upper 8 bits of a position's fraction are its second weight."""
+    size = math.floor(length * factor) if size is None and factor is not None else size
+    assert size is not None
+    ratio = Fraction(length, size) if factor is None else 1 / Fraction(factor)
+    step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else math.floor(ratio * 2**bits)
+    start = 0 if align_corners else (step - (1 << bits)) >> 1
+    found = []
+    for output in range(size):
+        place = min(max(output * step + start, 0), (length - 1) << bits)
+        first, fraction = place >> bits, (place & ((1 << bits) - 1)) >> (bits - STEPPED_BITS)
+        found.append((first, fraction if first + 1 < length else 0))
+    return tuple(found)
+
+
+def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
+    """The weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
+    first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+    weights = torch.zeros(len(neighbours), length, dtype=torch.float32, device=device)
+    weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
+    return weights.scatter_add_(1, (first + 1).clamp_max(length - 1).unsqueeze(1), second.float().unsqueeze(1))
+
+
+def _second_weight(share: Fraction, bits: int) -> int:
+    """The second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
+    if share <= HALF:
+        return int((share * 2**bits + HALF) // 1)
+    return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
+
+
+def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], align_corners: bool) -> Quantized:
+    stepped, floors = lowering.arithmetic.resize_positions, lowering.arithmetic.resize_floors
+    places = lowering.arithmetic.resize_fraction_bits
+    bits = STEPPED_BITS if stepped else places
+    matrices: list[Any] = []
+    for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
+        neighbours = _stepped_neighbours(*axis, align_corners, places) if stepped else _neighbours(*axis, align_corners, bits)
+        unchanged = neighbours == tuple((position, 0) for position in range(axis[0]))
+        weights = None if unchanged else _weights(neighbours, axis[0], bits, input.scale.device)
+        matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))
+    largest = float(input.grid.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
+    wide = largest >= FLOAT32_EXACT
+    lowering.prove(
+        torch.tensor(largest, dtype=torch.float64, device="cpu"),
+        "the interpolated sum",
+        limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1,
+    )
+    columns, rows = [*matrices, None][:2]
+    if columns is None and rows is None:
+        return input
+    if not floors:
+        return input.with_value(lowering.call(resize.resize_linear, input.value, rows, columns, bits, wide))
+    value = input.value
+    for row, column in ((None, columns), (rows, None)):
+        if row is not None or column is not None:
+            value = lowering.call(resize.resize_linear, value, row, column, bits, False, False)
+    return input.with_value(value)
+
+
+# ---- everything else --------------------------------------------------------------------------------------------------
+
+
+Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
+
+
+def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
+    """The weights of interpolation along one dimension."""
+    length, size, factor = axis
+    count = math.floor(length * factor) if size is None and factor is not None else size
+    assert count is not None
+    if antialias:
+        return antialiased_rows(length, count, factor, align_corners, mode == "bicubic")
+    return (cubic_rows if mode == "bicubic" else linear_rows)(length, count, factor, align_corners)
+
+
+def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
+    """Weights along every dimension, and one requantization. Cubic ones sum to less than 2 in magnitude."""
+    rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
+    changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
+    bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
+    matrices = [fixed_point(row, axis[0], bits) for row, axis in zip(rows, axes, strict=True)]
+    worth = torch.tensor(2.0 ** (bits * changed), dtype=torch.float64, device=input.scale.device)
+    return weighted_sums(lowering, input, matrices, Ratio((input.scale,), (worth,)))
+
+
+def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
+    rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
+    return onnx_matrices(c, c.input, c.operand_shape, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float] | None) -> list[Axis]:
+    lengths: list[Any] = list(shape[2:])
+    unknown: list[Any] = [None] * len(lengths)
+    return list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
+
+
+def _sizes(axes: list[Axis]) -> list[int]:
+    return [size if size is not None else math.floor(length * (factor or 1)) for length, size, factor in axes]
+
+
+def _lower_interpolate(
+    lowering: Lowering,
+    input: Quantized,
+    size: list[int] | None,
+    scale_factor: list[float] | None,
+    mode: str,
+    align_corners: bool | None,
+    antialias: bool = False,
+) -> Quantized:
+    axes = _axes(input.shape, size, scale_factor)
+    if mode in NEAREST:
+        return _lower_nearest(lowering, input, axes, mode)
+    if mode == "area":
+        return lower_means(lowering, input, _sizes(axes))
+    if mode in OWN_GRID or antialias:
+        return _lower_weighted(lowering, input, axes, mode, bool(align_corners), antialias)
+    return _lower_linear(lowering, input, axes, bool(align_corners))
+
+
+def _stays(arguments: dict[str, Any]) -> bool:
+    """Whether the result is on its operand's grid."""
+    return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
+
+
+def _interpolate_arguments(
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> dict[str, Any]:
+    return {
+        "input": input,
+        "size": size,
+        "scale_factor": None if recompute_scale_factor else scale_factor,
+        "mode": mode,
+        "align_corners": align_corners,
+        "antialias": antialias,
+    }
+
+
+def _interpolate_module(module: Any) -> dict[str, Any]:
+    given = _interpolate_arguments(None, module.size, module.scale_factor, module.mode, module.align_corners, module.recompute_scale_factor)
+    return {name: value for name, value in given.items() if name != "input"}
+
+
+def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """A factor for every spatial dimension, or the sizes, read off the result, where there are no factors."""
+    result, factors = shape_of(node)[2:], arguments["scale_factor"]
+    if factors is not None:
+        factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
+        plain = all(isinstance(factor, int | float) for factor in factors)
+        return {**arguments, "scale_factor": factors} if plain else "its scale factor is computed"
+    if not all(isinstance(size, int) for size in result):
+        return SYMBOLIC_SIZE
+    return {**arguments, "size": list(result)}
+
+
+def _refuses_interpolate(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if arguments["mode"] not in (*NEAREST, *LINEAR, *OWN_GRID):
+        return f"mode={arguments['mode']!r} has no integer form"
+    known = fact(arguments["input"])
+    static = isinstance(known, TensorFact) and all(isinstance(size, int) for size in known.shape[2:])
+    return None if static else SYMBOLIC_SIZE
+
+
+def _onnx_interpolate(c: Call) -> str:
+    before, after = c.operand_shape, fact(c.node).shape
+    nearest = c["mode"].startswith("nearest")
+    if nearest and any(new % old for old, new in zip(before[2:], after[2:], strict=True)):
+        return c.selected()  # where a pixel comes from may depend on how the runtime rounds
+    if c["mode"] == "area":
+        return onnx_means(c, list(after[2:]))
+    if c["antialias"]:
+        return _onnx_weighted(c, _axes(before, c["size"], c["scale_factor"]))
+    factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
+    align = "align_corners" if c["align_corners"] else "half_pixel"
+    value, one = c.input, [1.0, 1.0]
+    attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
+    if c["mode"] == "bicubic":
+        attributes |= {"mode": "cubic", "cubic_coeff_a": float(CUBIC)}
+    if nearest:
+        attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32, device="cpu"))
+    roi = c.e.constant(torch.zeros(0, dtype=torch.float32, device="cpu")) if c.e.opset < 13 else ""
+    return c.do("Resize", value, roi, scales, **attributes)
+
+
+def _factor(old: Any, new: Any) -> float:
+    """The least float32 factor, from new/old upwards, that gives the new size."""
+    factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
+    while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
+        factor = torch.nextafter(factor, torch.full_like(factor, math.inf))
+    return float(factor)
+
+
+register(
+    Operator(
+        "interpolate",
+        interpolate,
+        ("input",),
+        _lower_interpolate,
+        lambda node, arguments: Same() if _stays(arguments) else Own(),
+        keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
+        functions={F.interpolate: _interpolate_arguments},
+        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+        modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
+        normalize=_plain_sizes,
+        refuses=_refuses_interpolate,
+        onnx=_onnx_interpolate,
+    )
+)

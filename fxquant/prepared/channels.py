@@ -1,0 +1,363 @@
+"""Which channels of a prepared model may be multiplied by a factor without changing its function, and which by the same one.
+
+Every tensor has a *label* for each of its channels. Channels with one label have one factor: that of what a layer gives is multiplied
+into its parameters, passes through whatever is positively homogeneous, f(a·x) = a·f(x) for a > 0, and is divided out of the weights
+of every layer that reads it. What anything else makes or reads has the label 0, and no factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.ops import Operator, Trait, operand_nodes
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.layers.linear import matmul
+from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.pad import elements, margins_of, pad
+from fxquant.ops.movement.pixels import channel_shuffle
+from fxquant.ops.movement.shape import numbers, permute, reshape
+from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.quantization.factors import ChannelFactors
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The labels of a prepared model's channels.
+
+    tensors  of every node that is a tensor behind a batch dimension: int64, of its shape without the batch, where 1 stands for every
+             dimension along which labels are the same
+    read     of every operator that has `ChannelFactors`: those of the channels it reads, a label for each
+    given    and those of the channels it gives
+    number   how many labels there are, 0 among them
+    """
+
+    tensors: dict[fx.Node, Tensor]
+    read: dict[fx.Node, Tensor]
+    given: dict[fx.Node, Tensor]
+    number: int
+
+
+def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
+    """The labels of all channels; linear in their number.
+
+    With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
+    """
+    walk = _Walk()
+    for node in prepared.graph.nodes:
+        if not _has_channels(node):
+            continue
+        module = quantized_operator(prepared, node)
+        found = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
+        if found is None:
+            for operand in node.all_input_nodes:
+                walk.pin(walk.labels.get(operand))
+            rank = len(fact(node).shape) - 1 if isinstance(fact(node), TensorFact) else 0
+            found = torch.zeros([1] * rank, dtype=torch.int64, device="cpu")
+        walk.labels[node] = found
+        if module is not None and not _any_grid(module, open_alone):
+            walk.pin(found)
+    return walk.solved()
+
+
+def _has_channels(node: fx.Node) -> bool:
+    return not is_parameter(node) and (node.op == "output" or isinstance(fact(node), TensorFact | list | tuple | dict))
+
+
+def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:
+    """Whether the grid of the operator's result follows what is observed, so that the values may be others."""
+    if module.plain or module.output.follows_sum:
+        return not module.plain
+    return module.output.observer is not None and not (open_alone and module.output.calibrated)
+
+
+def exponents(prepared: fx.GraphModule, known: Channels) -> Tensor:
+    """The exponent of every label: int64 of shape (number,)."""
+    found = torch.zeros(known.number, dtype=torch.int64, device="cpu")
+    for node, given in known.given.items():
+        found[given] = _factors(prepared, node).outputs.cpu().long()
+    return found
+
+
+def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> None:
+    """Give every operator the factors 2^exponents of its labels; that of the label 0 is 1."""
+    for node, read in known.read.items():
+        _factors(prepared, node).assign(exponents[read], exponents[known.given[node]])
+
+
+def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
+    """Of every tensor that is not the float model's, by name, the exponents: it is that times 2 to these.
+
+    They are int64, of its shape without the batch, where 1 stands for every dimension along which they are the same.
+    """
+    if not any(isinstance(module, ChannelFactors) and module.active for module in prepared.modules()):
+        return {}
+    known = channels(prepared)
+    chosen = exponents(prepared, known)
+    return {node.name: found for node, labels in known.tensors.items() if bool((found := chosen[labels]).any())}
+
+
+def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
+    module = quantized_operator(prepared, node)
+    assert module is not None
+    assert module.factors is not None
+    return module.factors
+
+
+def homogeneous(low: Any, high: Any) -> bool:
+    """Whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
+    return all(bound is None or (isinstance(bound, int | float) and (bound == 0 or math.isinf(bound))) for bound in (low, high))
+
+
+class _Walk:
+    """Labels as they are found, and which of them turn out to be the same."""
+
+    def __init__(self) -> None:
+        self.labels: dict[fx.Node, Tensor] = {}
+        self.read: dict[fx.Node, Tensor] = {}
+        self.given: dict[fx.Node, Tensor] = {}
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.number = 1
+
+    # -- what labels are made of ---------------------------------------------------------------------------------
+
+    def fresh(self, count: int) -> Tensor:
+        made = torch.arange(self.number, self.number + count, dtype=torch.int64, device="cpu")
+        self.number += count
+        return made
+
+    def same(self, one: Tensor, other: Tensor) -> None:
+        self.pairs.append((one.flatten(), other.flatten()))
+
+    def pin(self, labels: Tensor | None) -> None:
+        if labels is not None:
+            self.same(labels, torch.zeros_like(labels))
+
+    def joined(self, one: Tensor, other: Tensor) -> Tensor:
+        """The labels of what has those of both."""
+        both = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
+        self.same(*both)
+        first: Tensor = both[0]
+        return first
+
+    def along(self, labels: Tensor, dim: int, size: int) -> Tensor:
+        """One label for each index of a dimension: all that share it are the same."""
+        moved = labels.movedim(dim, 0)
+        rows = moved.reshape(len(moved), -1)
+        self.same(rows[:, :1].expand_as(rows), rows)
+        return rows[:, 0].expand(size)
+
+    # -- operators -----------------------------------------------------------------------------------------------
+
+    def through(self, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
+        """The labels of an operator's result; None if factors do not pass through it."""
+        arguments = module.operator.bind_call(node.args, node.kwargs)
+        operands = operand_nodes(module.operator, arguments)
+        known = fact(node)
+        if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
+            return None
+        if not operands or any(operand not in self.labels or shape_of(operand)[:1] != known.shape[:1] for operand in operands):
+            return None
+        if module.factors is not None:
+            return self._layer(node, module, arguments)
+        if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
+            return None
+        rule = _rule(module.operator)
+        return None if rule is None else rule(self, node, arguments)
+
+    def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
+        """A layer divides the factors of what it reads out of its weight, and multiplies others in."""
+        factors, operator = module.factors, module.operator
+        assert factors is not None
+        assert operator.channels is not None
+        rank = len(shape_of(node))
+        dim = operator.channels(dict(arguments)) % rank - 1
+        read = self.along(self.labels[arguments["input"]], dim, len(factors.inputs))
+        if "weight" not in arguments:
+            self.pin(read)  # a batch norm's statistics are of what it reads
+        given, residual = self.fresh(len(factors.outputs)), arguments.get("residual")
+        self.read[node], self.given[node] = read, given
+        shaped = given.reshape([-1 if index == dim else 1 for index in range(rank - 1)])
+        if isinstance(residual, fx.Node):
+            shaped = self.joined(shaped, self.labels[residual])
+        if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
+            self.pin(shaped)
+        return shaped
+
+    def solved(self) -> Channels:
+        """All labels, renumbered from 0 so that those that are the same are equal."""
+        root = torch.arange(self.number, dtype=torch.int64, device="cpu")
+        if self.pairs:
+            one, other = (torch.cat(column) for column in zip(*self.pairs, strict=True))
+            while True:
+                least = torch.minimum(root[one], root[other])
+                lower = root.clone()
+                for side in (one, other):
+                    lower.scatter_reduce_(0, root[side], least, "amin")
+                    lower.scatter_reduce_(0, side, least, "amin")
+                lower = lower[lower]
+                if torch.equal(lower, root):
+                    break
+                root = lower
+        number = torch.unique(root, return_inverse=True)[1]  # 0 is the least, and stays it
+        tensors, read, given = ({node: number[labels] for node, labels in found.items()} for found in (self.labels, self.read, self.given))
+        return Channels(tensors, read, given, int(number.max()) + 1)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[_Walk, fx.Node, dict[str, Any]], "Tensor | None"]
+
+
+def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    if "min" in arguments and not homogeneous(arguments["min"], arguments["max"]):
+        return None
+    return walk.labels[arguments["input"]]
+
+
+def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Labels pass where they are the same along the dimensions behind the channels, which are the only ones that are mixed."""
+    labels = walk.labels[arguments["input"]]
+    if arguments.get("divisor_override"):
+        return None
+    return labels if all(size == 1 for size in labels.shape[1:]) else None
+
+
+def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Labels go where the elements go; a margin of zeros along the channels has no factor, and along all else that of what is beside."""
+    labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
+    margins = margins_of(list(arguments["padding"]), len(shape) + 1)
+    if arguments.get("value") or margins[0] != (0, 0):
+        return None
+    for dim, (begin, end) in enumerate(margins[1:]):
+        if (begin, end) != (0, 0) and labels.shape[dim] > 1:
+            moved = labels.movedim(dim, -1)
+            if arguments["mode"] == "constant":
+                labels = pad(moved, [begin, end]).movedim(-1, dim)
+            else:
+                labels = moved[..., elements(arguments["mode"], shape[dim], begin, end)].movedim(-1, dim)
+    return labels
+
+
+def _reducing(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    labels, dim = walk.labels[arguments["input"]], arguments["dim"]
+    rank = labels.dim() + 1
+    dims = sorted({d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))}, reverse=True)
+    if 0 in dims:
+        return None
+    for d in dims:
+        first = labels.narrow(d - 1, 0, 1)
+        walk.same(first.expand_as(labels), labels)
+        labels = first if arguments["keepdim"] else first.squeeze(d - 1)
+    return labels
+
+
+def _added(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    pair = [walk.labels.get(arguments[name]) if isinstance(arguments[name], fx.Node) else None for name in ("input", "other")]
+    one, other = pair
+    if one is None or other is None or one.dim() != other.dim():
+        return None
+    return walk.joined(one, other)
+
+
+def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """The factors of one operand pass; the other has none, unless it is a constant."""
+    both = [arguments[name] for name in ("input", "other")]
+    read = [value for value in both if isinstance(value, fx.Node) and value in walk.labels]
+    if any(shape_of(value)[1:] == shape_of(node)[1:] for value in read):
+        passing = next(value for value in read if shape_of(value)[1:] == shape_of(node)[1:])
+        for value in read:
+            if value is not passing or both[0] is both[1]:
+                walk.pin(walk.labels[value])
+        return walk.labels[passing]
+    return None
+
+
+def _product(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """The factors of the right operand's columns pass, as those of an attention's values do; the left one has none."""
+    one, other = arguments["input"], arguments["other"]
+    if not all(isinstance(value, fx.Node) and value in walk.labels for value in (one, other)) or one is other:
+        return None
+    left, right = walk.labels[one], walk.labels[other]
+    if arguments["bias"] is not None or left.dim() < 2 or left.dim() != right.dim():
+        return None
+    walk.pin(left)
+    column = right.narrow(-2, 0, 1)
+    walk.same(column.expand_as(right), right)  # what is summed over has one factor
+    return column
+
+
+def _joined(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    tensors = list(arguments["tensors"])
+    rank = len(shape_of(node))
+    dim = arguments["dim"] % rank - 1
+    if dim < 0 or not all(isinstance(value, fx.Node) and value in walk.labels for value in tensors):
+        return None
+    parts = [walk.labels[value] for value in tensors]
+    shape = [max(part.shape[index] for part in parts) for index in range(rank - 1)]
+    return torch.cat([part.expand([shape_of(value)[dim + 1] if index == dim else size for index, size in enumerate(shape)])
+                      for part, value in zip(parts, tensors, strict=True)], dim)  # fmt: skip
+
+
+def _full(walk: _Walk, operand: fx.Node) -> Tensor:
+    return walk.labels[operand].expand(numbers(shape_of(operand)[1:]))
+
+
+def _uniform(labels: Tensor) -> Tensor:
+    """The same labels, with dimensions of size 1 where they do not differ."""
+    for dim in range(labels.dim()):
+        first = labels.narrow(dim, 0, 1)
+        if torch.equal(first.expand_as(labels), labels):
+            labels = first
+    return labels
+
+
+def _reshaped(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    return _uniform(_full(walk, arguments["input"]).reshape(numbers(shape_of(node)[1:])))
+
+
+def _permuted(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    labels, dims = walk.labels[arguments["input"]], arguments["dims"]
+    dims = [dim % (labels.dim() + 1) for dim in dims]
+    return None if dims[0] != 0 else labels.permute([dim - 1 for dim in dims[1:]])
+
+
+def _indexed(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    index = arguments["index"] if isinstance(arguments["index"], list | tuple) else [arguments["index"]]
+    plain = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index)
+    if not plain or not index or index[0] != slice(None):
+        return None
+    return _uniform(_full(walk, arguments["input"]).unsqueeze(0)[tuple(index)].squeeze(0))
+
+
+def _shuffled(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Channels in groups, whose order and the groups' are exchanged."""
+    labels = walk.labels[arguments["input"]]
+    groups = arguments["groups"]
+    return labels.reshape(groups, -1, *labels.shape[1:]).transpose(0, 1).flatten(0, 1) if len(labels) > 1 else labels
+
+
+_RULES: dict[Callable[..., Any], Rule] = {pad: _padded, cat: _joined, matmul: _product}
+_RULES |= {reshape: _reshaped, permute: _permuted, getitem: _indexed, channel_shuffle: _shuffled}
+
+
+def _rule(operator: Operator) -> Rule | None:
+    """How labels go through an operator; None where they do not."""
+    own, traits = _RULES.get(operator.function), operator.traits
+    if own is not None:
+        return own
+    if Trait.HOMOGENEOUS not in traits:
+        return _multiplied if Trait.AFFINE in traits else None
+    if Trait.SPATIAL in traits:
+        return _spatial
+    if Trait.REDUCTION in traits:
+        return _reducing
+    return _added if len(operator.operands) == 2 else _elementwise

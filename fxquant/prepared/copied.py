@@ -1,0 +1,97 @@
+"""Float operators that only copy elements, written as the primitives that copy integers: these keep the bits of real numbers as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import fact, refusal
+from fxquant.lowering.lowering import Lowering, Quantized, plainly
+from fxquant.numerics.grids import WEIGHT_INT8
+from fxquant.ops import copies, map_operands, operator_of
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.quantization.weights import WeightQuantizer
+
+RESULTS = (torch.float32, torch.float64)
+KINDS = (torch.float32, torch.bool, torch.int64)  # the dtypes of what is copied, and of masks and places
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a primitive.
+
+    name       its result's, which no other value has
+    primitive  the primitive
+    arguments  its arguments: other steps, nodes of the graph, constant tensors, and numbers
+    """
+
+    name: str
+    primitive: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All calls that compute a node, in order, and the last one; a node, where there are none."""
+
+    calls: list[Step]
+    result: Step | fx.Node
+
+
+class CopyLowering(Lowering):
+    """Lists the primitives of one operator. There is no grid: a constant stays as it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, _NO_ARITHMETIC, None, None, WeightQuantizer(WEIGHT_INT8))
+        self.calls: list[Step] = []
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Step:
+        self.calls.append(Step(f"{self.name}/{len(self.calls)}", primitive, arguments))
+        return self.calls[-1]
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value.detach().to("cpu", dtype).contiguous()
+
+    def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Any = None) -> Quantized:
+        return plainly(exact(), ())
+
+
+_NO_ARITHMETIC = Arithmetic("none")
+
+
+def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> Steps | None:
+    """The primitives that compute a float node; None where it does not only copy elements.
+
+    Nodes among their arguments are tensors, or sizes that depend on the batch.
+
+    `parameter` gives the value of a node that holds a constant, and None of any other.
+    """
+    operator, known = operator_of(node), fact(node)
+    if operator is None or not isinstance(known, TensorFact) or known.dtype not in RESULTS or not copies(node):
+        return None
+    arguments = operator.arguments(node)
+    if refusal(node) is not None or operator.expand is not None or operator.refuses(node, arguments) is not None:
+        return None
+    facts = {each: fact(each) for each in node.all_input_nodes if parameter(each) is None}
+    if not all(isinstance(known, int | BatchDim) or (isinstance(known, TensorFact) and known.dtype in KINDS) for known in facts.values()):
+        return None
+
+    def operand(name: str, value: fx.Node) -> Any:
+        found = parameter(value)
+        return plainly(value, facts[value].shape) if found is None else found
+
+    def other(value: fx.Node) -> Any:
+        found = parameter(value)
+        return value if found is None else found
+
+    taken = map_operands(operator, arguments, operand)
+    rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in operator.operands}
+    lowering = CopyLowering(node.name)
+    found = operator.lower(lowering, **{**taken, **rest})
+    value = found.value if isinstance(found, Quantized) else found
+    return Steps(lowering.calls, value) if isinstance(value, Step | fx.Node) else None

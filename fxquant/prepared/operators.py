@@ -1,0 +1,292 @@
+"""The operators of a prepared model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxquant.errors import CalibrationError
+from fxquant.ir.functional import stopped
+from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import EVERYTHING, Grid, Interval
+from fxquant.numerics.rounding import straight_through
+from fxquant.ops import Operator, map_operands
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.quantization.factors import ChannelFactors
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.state import State
+from fxquant.quantization.weights import WeightQuantizer
+from fxquant.training import fused_layers
+
+# Of real tensors that operators put out: their integers, the grid of these, and the version of the tensor that they are of. No attribute
+# of the tensors, which would be saved with them.
+_CARRIED: MutableMapping[Tensor, tuple[Tensor, Grid, int]] = WeakTensorKeyDictionary()
+Lowered = TypeVar("Lowered", bound=EagerLowering)
+Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
+
+
+class QuantizedOperator(nn.Module):
+    """One operator of a prepared model. Values on its edges are real numbers in every state.
+
+    In FLOAT and CALIBRATE it computes the operator's float function. In TRAIN and VALIDATE it takes its
+    operands' integers, computes the operator's integer function, and returns the integers times their scale;
+    so neighbours may be in different states.
+
+    output        the quantizer of its result, shared with the operators that must share its scale
+    plain         whether its result is truth values or whole numbers, which have no quantizer; they are the same in every state but
+                  for the integers that they are computed from
+    intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
+                  added in the accumulator
+    weight_quantizer  what makes the integers of its weight, and of its constants
+    factors       what channels are multiplied by; None where it has no channels of its own
+    left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
+    detached      whether it is computed without gradients; or the names of its arguments that have none
+    observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
+    inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
+                  operands, so they are referred to without being registered here.
+    owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
+                  of its call, and that of its batch norm; None for the model itself
+    """
+
+    owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    detached: bool | tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        operator: Operator,
+        arithmetic: Arithmetic,
+        inputs: Inputs,
+        output: Quantizer | None,
+        *,
+        owns_output: bool,
+        intermediate: Quantizer | None,
+        weight_quantizer: WeightQuantizer,
+        live_batch_norm: bool,
+        path: str = "",
+        observed: Interval = EVERYTHING,
+        factors: ChannelFactors | None = None,
+        detached: bool | tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.path = path
+        self.operator = operator
+        self.arithmetic = arithmetic
+        self.inputs = dict(inputs)
+        self.owns_output = owns_output
+        self.observed = observed
+        if owns_output and output is not None:
+            self.quantizer = output
+        self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
+        self.intermediate = intermediate
+        self.weight_quantizer = weight_quantizer
+        self.factors = factors
+        self.live_batch_norm = live_batch_norm
+        self.detached = detached
+        self.state, self.left_out = State.CALIBRATE, False
+        _leave_to_eager()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """One that knows this operator says what was learned of its weight, or that nothing was."""
+        if prefix + "quantizer.base_scale" in state_dict:
+            self.weight_quantizer.expect_learned(state_dict, prefix + "weight_quantizer.")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @property
+    def output(self) -> Quantizer:
+        """The quantizer of the result, which is not plain."""
+        output = self._shared[0]
+        assert output is not None, f"the result of %{self.name} has no quantizer"
+        return output
+
+    @property
+    def plain(self) -> bool:
+        """Whether the result is no quantized tensor: truth values, whole numbers, or the real numbers of a dynamic layer."""
+        return self._shared[0] is None
+
+    @property
+    def unseen(self) -> bool:
+        """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
+        return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether statistics follow the batches and dropout drops: in TRAIN, while it and the module of its call are in train mode."""
+        return self._trains_in(self.owners[0])
+
+    def _trains_in(self, owner: nn.Module | None) -> bool:
+        return self.state is State.TRAIN and self.training and (owner is None or owner.training)
+
+    def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
+
+        Whoever calls `operator.function` or `operator.lower` by himself calls this first.
+        """
+        return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.detached is True and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(args, kwargs)
+        if self.detached and torch.is_grad_enabled():
+            names = self.operator.parameter_names
+            args = tuple(stopped(value) if name in self.detached else value for name, value in zip(names, args, strict=False))  # type: ignore[operator]
+            kwargs = {name: stopped(value) if name in self.detached else value for name, value in kwargs.items()}  # type: ignore[operator]
+        return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        args, kwargs = self.multiplied(args, kwargs)
+        if self.state is State.CALIBRATE:
+            return self._calibrate(args, kwargs)
+        if self.state is State.FLOAT:
+            result: Tensor = self.operator.function(*args, **kwargs)
+            return result
+        return self._integer(args, kwargs)
+
+    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self.intermediate is not None:
+            kwargs = {**kwargs, "before_residual": self.intermediate.observe}
+        try:
+            value: Tensor = self.operator.function(*args, **kwargs)
+            if self.owns_output:
+                seen = self._seen(self.operator.bind_call(args, kwargs))
+                low, high = (-math.inf, math.inf) if seen is not None else _limits(kwargs.get("clamp"))
+                within = self.observed[0] <= low and high <= self.observed[1]
+                self.output.observe(value if within else limited(value if seen is None else seen, self.observed))
+        except CalibrationError as error:
+            because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
+            if because is None:
+                raise
+            raise cannot_be_integers(self.name, because, error.at or "", self.path) from None
+        return value
+
+    def _seen(self, arguments: dict[str, Any]) -> Tensor | None:
+        """What the scale is found from in place of the result."""
+        return None if self.operator.observes is None else self.operator.observes(arguments)
+
+    def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
+        """The tensors among the arguments of a call that are parameters, by what they are."""
+        named = named_parameters(arguments.get("weight"), arguments.get("bias"), arguments.get("batch_norm"))
+        constants = {name for name, quantizer in self.inputs.items() if quantizer is None}
+        return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
+
+    def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        observing = self.is_training and self.owns_output
+        if not self.plain and not (observing and self.output.follows_training):
+            self.output.require()
+        lowering = self.lowering(EagerLowering)
+        with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
+            arguments = self.operator.bind_call(args, kwargs)
+            lowering.seen = self._seen(arguments)
+            operands = self._operands(arguments)
+            for operand in operands.values() if self.operator.moves else ():
+                if isinstance(operand, Quantized):
+                    lowering.remember(operand)
+            result = self.operator.lower(lowering, **operands)
+        if isinstance(result, Quantized):
+            result = lowering.remembered(result)
+            return result.value if self.plain else _carrying(result, result.value is lowering.whole)
+        value: Tensor = result
+        return value
+
+    def lowering(self, kind: type[Lowered]) -> Lowered:
+        """What its operator is lowered with to be computed at once, in the state and mode it is in."""
+        moving = self.is_training
+        lowering = kind(
+            self.name,
+            self.arithmetic,
+            self._shared[0],
+            self.intermediate,
+            self.weight_quantizer,
+            training=moving,
+            observing=moving and self.owns_output,
+            live_batch_norm=self._trains_in(self.owners[1]) and self.live_batch_norm,
+        )
+        lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        lowering.keeps_start = lowering.keeps_start and not self.unseen
+        return lowering
+
+    def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with every activation as its integers."""
+        used = {name: iter(q if isinstance(q, list) else [q]) for name, q in self.inputs.items()}
+
+        def take(name: str, value: Tensor) -> Quantized | Tensor:
+            quantizer = next(used[name])
+            if quantizer is None and self.plain and self.operator.moves:
+                return plainly(value, tuple(value.shape))
+            return value if quantizer is None else take_integers(value, quantizer)
+
+        return map_operands(self.operator, arguments, take)
+
+    def extra_repr(self) -> str:
+        return f"{self.operator.name}, {self.state.value}"
+
+
+@functools.cache
+def _leave_to_eager() -> None:
+    """torch.compile runs operators as they stand, and compiles what is beside them.
+
+    A compiler that joins, reorders or contracts float operations would have to be proved exact; and there is little for it to join, since
+    each operator looks at its scales. Not when this module is imported, for it takes PyTorch's compiler seconds to be.
+    """
+    QuantizedOperator.forward = torch.compiler.disable(QuantizedOperator.forward)  # type: ignore[method-assign, no-untyped-call]
+
+
+def _carrying(result: Quantized, whole: bool) -> Tensor:
+    """The real tensor of a result, which has the integers beside it, if it is made of such, for whoever reads it on the same grid."""
+    real = result.real()
+    if real is result.known and real in _CARRIED:  # the operand's own
+        return real.view_as(real)
+    if whole and not real.is_inference() and fused_layers.admitted(real, result.value):
+        _CARRIED[real] = (result.value, result.grid, real._version)
+    return real
+
+
+def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
+    """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale.
+
+    They are those that its operator has left beside it, as long as nothing has written on it.
+    """
+    quantizer.require()
+    grid = quantizer.grid
+    carried = _CARRIED.get(value)
+    if carried is not None and not value.is_inference() and fused_layers.admitted(value):
+        integers, made, version = carried
+        if version == value._version and not _watched(value, integers) and made.equals(grid):
+            return Quantized(integers, grid, tuple(value.shape), value)
+    with torch.no_grad():
+        integers = grid.quantize(value)
+    if value.requires_grad and torch.is_grad_enabled():
+        low, high = grid.bounds  # by half a step wider, so that what was rounded to a limit is inside, whatever the division rounds
+        if fused_layers.admitted(value, integers):
+            integers = fused_layers.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
+        else:
+            integers = straight_through(clamped(value / grid.scale, low - 0.5, high + 0.5), integers)
+    return Quantized(integers, grid, tuple(value.shape))
+
+
+def _limits(clamp: Any) -> Interval:
+    """Between which numbers a fused clamp leaves all values; ±∞ where there is none."""
+    low, high = (None, None) if clamp is None else clamp
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+
+
+def _watched(value: Tensor, integers: Tensor) -> bool:
+    """Whether someone is to be told of this tensor's gradient, which then has to pass through it."""
+    if not torch.is_grad_enabled():
+        return False
+    return value.requires_grad != integers.requires_grad or bool(value._backward_hooks) or (value.requires_grad and value.retains_grad)
+
+
+def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
+    """The quantized operators of a prepared model, by node name, in the order they run."""
+    return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}

@@ -1,0 +1,24 @@
+"""Which of the user's modules each operator of a prepared model obeys: `module.eval()` holds for what was computed in that module."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from fxquant.ir.graph import batch_norm_path, module_path
+from fxquant.prepared.operators import QuantizedOperator
+
+
+def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
+    """Tell every operator the modules whose `training` flag it obeys: that of its call, and that of its batch norm."""
+    modules = dict(prepared.named_modules(remove_duplicate=False))
+    for node in graph.find_nodes(op="call_module"):
+        operator = modules.get(str(node.target))
+        if isinstance(operator, QuantizedOperator):
+            batch_norm = operator.operator.arguments(node).get("batch_norm")
+            path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
+            operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
+
+
+def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:
+    """The module at a path; None for the model itself, whose flag an operator shares, and where there is no module."""
+    return modules.get(path) if path else None

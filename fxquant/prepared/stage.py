@@ -1,0 +1,226 @@
+"""Stages: what may stand in the graph, and when. Checked after every pass."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from fxquant.errors import StageViolation
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import annotation, fact, is_parameter, kernel, reads_shape_only, resolve
+from fxquant.numerics.grids import PLAIN_TYPES, is_scale
+from fxquant.ops import on_grid_of, operator_of
+from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.weighted import FUSED
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.boundary import quantize
+
+
+class Stage(enum.IntEnum):
+    """How far the graph has come."""
+
+    TRACED = 0  # the model as it was written
+    CANONICAL = 1  # one spelling per operator
+    ANNOTATED = 2  # every operator knows whether it becomes integer, and its dtype
+    BOUNDED = 3  # quantize and dequantize stand where the integer part begins and ends
+    PREPARED = 4  # operators observe, train and validate
+    INTEGER = 5  # integer primitives between the boundary nodes
+    FUSED = 6  # the same, and which of them a kernel computes together
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A node that may not stand in a graph of this stage, and why."""
+
+    node: fx.Node
+    because: str
+
+
+Rule = Callable[[fx.GraphModule], Iterator[Violation]]
+
+
+def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
+    """No module or function that the operator table knows is left in another spelling."""
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if operator is not None:
+            try:
+                operator.bind(node.args, {k: v for k, v in node.kwargs.items() if k not in FUSED})
+            except TypeError as error:
+                yield Violation(node, f"its arguments are not canonical: {error}")
+
+
+def tensors_have_facts(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every operator's result has a known shape and dtype."""
+    for node in gm.graph.nodes:
+        if operator_of(node) is not None and fact(node) is None:
+            yield Violation(node, "its shape is unknown")
+
+
+def annotated(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every operator says whether it becomes integer."""
+    for node in gm.graph.nodes:
+        if operator_of(node) is not None and annotation(node) is None:
+            yield Violation(node, "nothing says whether it becomes integer or stays in float")
+
+
+def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
+    """An integer operator's activations come from integer operators, and float nodes never read integers."""
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        integer = is_integer(node)
+        if reads_shape_only(node) or (integer and operator is QUANTIZE):
+            continue
+        for operand in node.all_input_nodes:
+            if is_parameter(operand) or not isinstance(fact(operand), TensorFact):
+                continue
+            if integer and not is_integer(operand) and fact(operand).dtype.is_floating_point:
+                yield Violation(node, f"it is integer but reads the float %{operand.name}")
+            if not integer and is_quantized(operand) and operator is not DEQUANTIZE:
+                yield Violation(node, f"it is float but reads the integer %{operand.name}")
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
+    spec = annotation(node)
+    return spec is not None and spec.dtype is not None
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether the annotated node's result is truth values or whole numbers, computed on integers: it has no grid, and is read as it is."""
+    spec = annotation(node)
+    return spec is not None and spec.dtype in PLAIN_TYPES
+
+
+def is_quantized(node: fx.Node) -> bool:
+    """Whether the annotated node's result is a quantized tensor."""
+    return is_integer(node) and not is_plain(node)
+
+
+def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Operators that must share a scale do."""
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if operator is None or not is_integer(node):
+            continue
+        spec = annotation(node)
+        for operand in on_grid_of(node):
+            if is_quantized(operand) and spec is not None and annotation(operand).group != spec.group:  # type: ignore[union-attr]
+                yield Violation(node, f"its scale must be that of %{operand.name}, but they are in different groups")
+
+
+def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every integer operator is a QuantizedOperator, and every grid that is set is one.
+
+    A scale is positive, finite and a float32, a zero point an integer of its dtype.
+    """
+    for node in gm.graph.nodes:
+        if is_integer(node) and node.op == "call_function":
+            yield Violation(node, "it is annotated as integer but has no quantizer")
+        if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
+            output = None if module.plain else module.output
+            for trained in (output, module.intermediate, module.weight_quantizer.learned):
+                scales = [] if trained is None else trained.base_scale.flatten().tolist()
+                wrong = [scale for scale in scales if not math.isnan(scale) and not is_scale(scale)]
+                if wrong:
+                    yield Violation(node, f"its scale is {wrong[0]}")
+            for quantizer in (output, module.intermediate):
+                if quantizer is not None and not quantizer.grid.low <= 0 <= quantizer.grid.high:
+                    yield Violation(node, f"its zero point is {quantizer.grid.zero_point}")
+
+
+def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Between quantize and dequantize stand integer primitives on integers; floats exist only outside."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator):
+            yield Violation(node, "it was not lowered")
+        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        if record is None:
+            continue
+        result = fact(node)
+        if not isinstance(result, TensorFact):
+            yield Violation(node, "its dtype is unknown")
+        elif (record.kind in ("float", "dynamic")) != result.dtype.is_floating_point:
+            yield Violation(node, f"its kind is {record.kind} but its dtype is {result.dtype}")
+        for operand in node.all_input_nodes:
+            value = fact(operand)
+            if (
+                record.function is not quantize
+                and record.kind != "dynamic"
+                and operand.op != "get_attr"
+                and isinstance(value, TensorFact)
+                and value.dtype.is_floating_point
+            ):
+                yield Violation(node, f"it reads the float %{operand.name}")
+
+
+def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
+    """A kernel covers primitives that are there, and that nothing outside of it reads but its result."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for node in gm.graph.nodes:
+        _, covers = kernel(node) or ("", ())
+        for name in covers:
+            covered = nodes.get(name)
+            if covered is None or covered.target not in PRIMITIVES:
+                yield Violation(node, f"its kernel covers %{name}, which is no primitive of this graph")
+            elif covered is not node and any(user.name not in covers for user in covered.users):
+                yield Violation(node, f"its kernel covers %{name}, which others read")
+
+
+def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Targets exist, and every value is defined before it is used."""
+    seen: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                yield Violation(node, f"it uses %{operand.name} before its definition")
+        if is_parameter(node) and node.op != "get_attr":
+            others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
+            if others or not node.all_input_nodes:
+                yield Violation(
+                    node, "it is said to be computed from parameters alone but " + (f"reads %{others[0]}" if others else "reads none")
+                )
+        if node.op in ("call_module", "get_attr"):
+            try:
+                found = resolve(gm, str(node.target))
+            except AttributeError:
+                yield Violation(node, f"{node.target!r} does not exist")
+            else:
+                if node.op == "call_module" and not isinstance(found, nn.Module):
+                    yield Violation(node, f"{node.target!r} is no module")
+        seen.add(node)
+
+
+SPECS: dict[Stage, tuple[Rule, ...]] = {
+    Stage.TRACED: (consistent,),
+    Stage.CANONICAL: (consistent, canonical_spelling, tensors_have_facts),
+    Stage.ANNOTATED: (consistent, canonical_spelling, tensors_have_facts, annotated),
+    Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded, one_scale_per_group),
+    Stage.PREPARED: (consistent, prepared_operators),
+    Stage.INTEGER: (consistent, only_primitives),
+    Stage.FUSED: (consistent, only_primitives, kernels_of_their_own),
+}
+
+
+def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
+    """Everything in the graph that its stage does not allow."""
+    return [violation for rule in SPECS[stage] for violation in rule(gm)]
+
+
+def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
+    """Raise StageViolation, naming every offender, if the graph holds what its stage does not allow."""
+    found = violations(gm, stage)
+    if found:
+        lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
+        more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
+        raise StageViolation(
+            f"the graph is no {stage.name.lower()} graph after {made_by}",
+            node=found[0].node,
+            because=lines + more,
+            remedy=f"this is a defect of {made_by}; run with dump='dir' and compare the graphs before and after it",
+        )

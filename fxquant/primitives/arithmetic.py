@@ -1,0 +1,270 @@
+"""How a target brings one scale to another: an arithmetic is one class, and the targets that use it are rows of data.
+
+The two here are specified in backends/bpu/ARITHMETIC.md, sections 8 to 11. A third one is a class beside them: which primitives it
+composes, and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fxquant.numerics.grids import Grid, IntType, bias_integers, power_of_two, round_away
+from fxquant.numerics.rescaling import FixedWidths, Ratio, real_multiplier
+from fxquant.primitives.elementwise import align_fixed, align_real
+from fxquant.primitives.requantize import TIES, requantize_fixed, requantize_real
+
+Function = Callable[..., Tensor]
+# What an accumulator holds: see `Arithmetic.requantize`.
+LAYER, WIDE_LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "layer of 16 bits", "matrix", "sum", "product", "value"
+LAYERS = (LAYER, WIDE_LAYER)
+LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
+
+
+class Composer(Protocol):
+    """What composes primitives: a `Lowering`, which computes with them or writes them down."""
+
+    def call(self, primitive: Function, *arguments: Any) -> Any:
+        """Apply a primitive."""
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
+        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        """The zero point that a primitive adds to its result, as a further argument, where it adds one."""
+
+
+@dataclass(frozen=True)
+class ShiftedSums:
+    """Sums of two tensors whose larger scale is shifted left and whose other one is multiplied: x · 2^n + e · E.
+
+    n is the exponent of the ratio's 15-bit mantissa, limited by `largest`, or by `largest_wide` where x has 16 bits; or always `fixed`.
+    """
+
+    largest: int = 23
+    largest_wide: int = 15
+    fixed: int | None = None
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How one family of targets computes. Its values are data: a difference from hardware changes a row, not the code."""
+
+    name: str
+    power_of_two_scales: bool = False  # of activations
+    power_of_two_weights: bool = False
+    share_concat: bool = False  # concat's operands share one scale, instead of being requantized
+    add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
+    resize_fraction_bits: int = 16
+    resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh
+    resize_floors: bool = False  # whether it rounds down along each dimension, the last one first, instead of once to the nearest
+    residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
+    residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
+    shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
+    multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
+    slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
+    rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
+    smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
+    leaves_out_clamps: bool = False  # whether a clamp to ±127 steps or more is, and the upper limit of a layer that ends at 0
+    float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
+    float32_steps: bool = False  # whether the step of a product is the float32 product of two scales, rounded, instead of the exact one
+
+    primitives: ClassVar[frozenset[Function]] = frozenset()  # with which it requantizes and aligns
+    multiplies_by: ClassVar[str] = ""  # what brings an accumulator to a scale, in words
+    adds_zero_points: ClassVar[bool] = False  # whether it requantizes to affine grids
+
+    @property
+    def adds_in_output_steps(self) -> bool:
+        """Whether a sum of 8-bit tensors is formed in fractions of a step of its result, and not of its largest term's."""
+        return False
+
+    @property
+    def rounds_by_adding(self) -> bool:
+        """Whether a constant and a floor make its last rounding, as the passes of `sweeps` do; ties by sign or parity have none."""
+        return True
+
+    @property
+    def half_step_in_bias(self) -> bool:
+        """Whether the bias of a layer with weights holds half a step of the output, and its requantization rounds down."""
+        return False
+
+    def step(self, scale: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        """The factors of the step of a product of integers on two scales, float32."""
+        return (scale * other,) if self.float32_steps else (scale, other)
+
+    def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+        """The integers of a bias, float64 of its shape, in steps of the product of an operand's and a weight's scale."""
+        return bias_integers(bias, scale, other)
+
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        """The integers that a layer holds, float64: those of its bias, with half a step of an output on `scale` in steps of the sum."""
+        return bias
+
+    def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
+        """What is added to the negative of a sum, float64, for its requantization to be that of the sum by a negative multiplier."""
+        return torch.zeros((), dtype=torch.float64, device=grid.scale.device)
+
+    def requantize(
+        self,
+        composer: Composer,
+        accumulator: Any,
+        ratio: Ratio,
+        low: int,
+        high: int,
+        grid: Grid,
+        role: str = "",
+        accumulator_bits: int = 32,
+        kind: str = VALUE,
+    ) -> Any:
+        """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
+
+        `role` begins the constants' names. `kind` says what was accumulated: LAYER, WIDE_LAYER (of an operand of 16 bits), MATRIX (a
+        product of two), SUM, PRODUCT, or any other VALUE.
+        """
+        raise NotImplementedError
+
+    def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
+        """Integers of `dtype` times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
+        raise NotImplementedError
+
+    def refuses(self, primitive: Function, arguments: Mapping[str, Any], storage: torch.dtype) -> str | None:
+        """Why a call with these constants, whose result is stored in `storage`, is none that this arithmetic makes; None if it may be."""
+        if primitive in _rescaling() and primitive not in self.primitives:
+            return f"its target requantizes by {self.multiplies_by}"
+        return None
+
+
+def _rescaling() -> set[Function]:
+    """The primitives that belong to some arithmetic; all others are any target's."""
+    found: set[Function] = set()
+    kinds = [Arithmetic]
+    while kinds:
+        kind = kinds.pop()
+        found |= kind.primitives
+        kinds += kind.__subclasses__()
+    return found
+
+
+def _without_last_bits(value: Tensor, bits: int) -> Tensor:
+    """Integers, float64, of which this many bits are kept: the last ones are 0, rounded towards zero."""
+    shifts = torch.zeros_like(value, dtype=torch.int64)
+    for shift in range(1, 32 - bits + 1):
+        below = torch.floor(value * 2.0 ** -(shift - 1))
+        shifts = torch.where((below > 2 ** (bits - 1) - 1) | (below < -(2 ** (bits - 1))), shift, shifts)
+    return torch.trunc(value * power_of_two(-shifts)) * power_of_two(shifts)
+
+
+@dataclass(frozen=True)
+class FixedArithmetic(Arithmetic):
+    """*fixed*: a shift, a product with an integer, a shift."""
+
+    final_rounding: str = "half_up"  # or another of `requantize_fixed`
+    roundings: Mapping[str, str] = field(default_factory=dict)  # of kinds that differ; a LAYER that rounds down has half a step in its bias
+    bias_bits: int = 32  # a bias of more bits gives up its last ones, towards zero
+    widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
+
+    primitives = frozenset((requantize_fixed, align_fixed))
+    multiplies_by = "a 15-bit multiplier and shifts"
+
+    @property
+    def rounds_by_adding(self) -> bool:
+        return not {self.final_rounding, *self.roundings.values()}.intersection(TIES)
+
+    @property
+    def half_step_in_bias(self) -> bool:
+        return self.roundings.get(LAYER) == "floor"
+
+    def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+        if not self.float32_steps:
+            return super().bias(bias, scale, other)
+        return round_away(bias.double() / (scale * other).double())
+
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        half = round_away(scale.double() / (2 * step.double()))
+        whole = (bias + half).clamp(1 - LARGEST_BIAS, LARGEST_BIAS - 1)
+        return whole if self.bias_bits >= 32 else _without_last_bits(whole, self.bias_bits)
+
+    def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
+        shift = self.widths[grid.type.name].constants(ratio, grid.type, 32, False).shift
+        return power_of_two(shift) - 1  # ⌊-acc / 2^shift⌋ is a step less than -⌊acc / 2^shift⌋ where a rest is left
+
+    def requantize(
+        self,
+        composer: Composer,
+        accumulator: Any,
+        ratio: Ratio,
+        low: int,
+        high: int,
+        grid: Grid,
+        role: str = "",
+        accumulator_bits: int = 32,
+        kind: str = VALUE,
+    ) -> Any:
+        widths = self.widths[grid.type.name]
+        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
+        constants = [
+            composer.constant(role + name, value, torch.int32)
+            for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
+        ]
+        rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
+        rest = widths.intermediate_bits, rounding, low, high, grid.type.storage
+        return composer.call(requantize_fixed, accumulator, *constants, *rest)
+
+    def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
+        multiplier, shift = self.widths[dtype.name].aligning(ratio)
+        constants = (
+            composer.constant(role + "_multiplier", multiplier, torch.int32),
+            composer.constant(role + "_right_shift", shift, torch.int32),
+        )
+        return composer.call(align_fixed, value, *constants, wide)
+
+    def refuses(self, primitive: Function, arguments: Mapping[str, Any], storage: torch.dtype) -> str | None:
+        if primitive is not requantize_fixed:
+            return super().refuses(primitive, arguments, storage)
+        widths = self.widths["int16" if storage == torch.int16 else "int8"]
+        roundings = {self.final_rounding, *self.roundings.values()}
+        if arguments["rounding"] not in roundings or arguments["intermediate_bits"] != widths.intermediate_bits:
+            return "it is not requantized as its target does"
+        for name, least, most in (
+            ("shift", 0, 47),
+            ("multiplier", 0, 2**widths.multiplier_bits - 1),
+            ("right_shift", 1, widths.last_shift),
+        ):
+            if bool(((arguments[name] < least) | (arguments[name] > most)).any()):
+                return f"its {name.replace('_', ' ')} is not in {least}…{most}"
+        return None
+
+
+@dataclass(frozen=True)
+class RealArithmetic(Arithmetic):
+    """*real*: one product with a float32 number, rounded half to even."""
+
+    primitives = frozenset((requantize_real, align_real))
+    multiplies_by = "a float32 multiplier"
+    adds_zero_points = True
+
+    @property
+    def adds_in_output_steps(self) -> bool:
+        return self.residual == "requantize"
+
+    def requantize(
+        self,
+        composer: Composer,
+        accumulator: Any,
+        ratio: Ratio,
+        low: int,
+        high: int,
+        grid: Grid,
+        role: str = "",
+        accumulator_bits: int = 32,
+        kind: str = VALUE,
+    ) -> Any:
+        multiplier = composer.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
+        return composer.call(requantize_real, accumulator, multiplier, low, high, grid.type.storage, *composer.offset(grid))
+
+    def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
+        return composer.call(align_real, value, composer.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)

@@ -1,0 +1,219 @@
+"""What an integer graph computes for every input: shapes, dtypes, and the range of every value, from the constants at hand.
+
+`integer.lower` proves that accumulators fit while it chooses primitives and constants. Here the same is found again from the graph
+alone, primitive by primitive, without trusting what the graph says about itself: a graph that comes from a file is held against it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
+from fxquant.primitives import PRIMITIVES, Role, boundary, elementwise, role_of
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, need, refuse
+
+
+class Shapes:
+    """Shapes and dtypes of primitives, by running them on tensors without data; equal calls are run once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def infer(self, node: fx.Node) -> Any:
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        if key not in self.known:
+            known = _requantized(node)
+            self.known[key] = TensorFact.between(*(self._run(node, batch) for batch in BATCH_SIZES)) if known is None else known
+        return self.known[key]
+
+    @staticmethod
+    def _run(node: fx.Node, batch: int) -> Tensor:
+        def example(operand: fx.Node) -> Any:
+            value = fact(operand)
+            if isinstance(value, BatchDim):
+                return value.at(batch)
+            return torch.empty(value.at(batch), dtype=value.dtype, device="meta") if isinstance(value, TensorFact) else value
+
+        result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
+        return result
+
+
+def _requantized(node: fx.Node) -> TensorFact | None:
+    """The result of a requantization whose parameters broadcast to its operand: most do, and PyTorch takes long to say so."""
+    if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not boundary.quantize) or node.kwargs:
+        return None
+    operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
+    dtype = next((argument for argument in node.args if isinstance(argument, torch.dtype)), None)
+    if not isinstance(operand, TensorFact) or dtype is None:
+        return None
+    if operand.dtype.is_floating_point != (node.target is boundary.quantize):
+        return None
+    for parameter in parameters:
+        sizes = parameter.shape if isinstance(parameter, TensorFact) else (None,)
+        behind = operand.shape[len(operand.shape) - len(sizes) :] if len(sizes) <= len(operand.shape) else ()
+        if len(behind) != len(sizes) or any(size not in (1, whole) for size, whole in zip(sizes, behind, strict=True)):
+            return None
+    return TensorFact(operand.shape, dtype)
+
+
+def _key(value: Any) -> Any:
+    """Arguments as a dictionary key, with nodes replaced by their facts."""
+    if isinstance(value, fx.Node):
+        known = fact(value)
+        return known if isinstance(known, TensorFact) else repr(known)
+    if isinstance(value, list | tuple):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return value
+
+
+# ---- the graph --------------------------------------------------------------------------------------------------------
+
+
+def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.Node, str]]:
+    """The nodes of an integer graph that are not what they are said to be, or not proved for every input, and why.
+
+    What is found of a constant, a shape or a range counts, and not what the graph notes about it; each offender is reported once.
+    """
+    values: dict[fx.Node, Value] = {}
+    bits: dict[str, int] = {}  # of the largest accumulator, by operator
+    shapes = Shapes()
+    for node in gm.graph.nodes:
+        try:
+            if node.op == "get_attr":
+                value = _constant(gm, node)
+            elif node.op == "call_function" and node.target in PRIMITIVES:
+                need(shapes.infer(node) == fact(node), f"its result is {shapes.infer(node)}, and said to be {fact(node)}")
+                value = _proved(node, values, arithmetic)
+            else:
+                continue
+        except Unproved as error:
+            yield node, str(error)
+            return  # whatever reads it is not proved either
+        if value is not None:
+            values[node] = value
+            # What is centred is an operand of the sum, and no part of it.
+            if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator" and node.target is not elementwise.centre:
+                bits[origin(node)] = max(bits.get(origin(node), 0), bits_of(value.largest))
+    for node in gm.graph.nodes:
+        said = noted(node, "accumulator_bits")
+        if said is not None and said < bits.get(node.name, 0):
+            yield node, f"its accumulator has {bits[node.name]} bits, and is said to have {said}"
+
+
+def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
+    tensor, known = resolve(gm, str(node.target)), fact(node)
+    if not isinstance(tensor, Tensor) or not isinstance(known, TensorFact):
+        return None
+    found = TensorFact(tuple(tensor.shape), tensor.dtype)
+    need(found == known, f"it is {found}, and said to be {known}")
+    if tensor.is_complex() or tensor.numel() == 0:
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        return Value(zero, zero, known, constant=tensor.detach())
+    # A few numbers may be one for each channel, and broadcast; of many the extremes are enough.
+    plain = tensor.detach().double()
+    low, high = (plain, plain) if tensor.numel() <= 2**16 else (plain.min(), plain.max())
+    return Value(low, high, known, constant=tensor.detach())
+
+
+def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmetic) -> Value | None:
+    record, known = PRIMITIVES[node.target], fact(node)  # type: ignore[index]
+    described = qparams(node)
+    if record.kind == "float":
+        _check_dequantize(node, values)
+        return None
+    if record.bounds is None:
+        refuse(f"nothing is known of the range of {record.name}")
+
+    def value_of(operand: fx.Node) -> Any:
+        return values.get(operand, _given(operand))
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
+    real = node.target is boundary.quantize or record.kind == "dynamic"
+    if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
+        refuse("it reads something that is no integer of this graph")
+    found = record.bounds(**arguments)
+    if record.kind == "dynamic":
+        return None  # a real number, of a sum that fits
+    held = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
+    because = arithmetic.refuses(record.function, held, known.dtype)
+    if because is not None:
+        refuse(because)
+    low, high = (as_double(end) for end in (found.low, found.high))
+    value = Value(low, high, known, found.exact)
+    _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
+    _check_zero_points(node, described)
+    return value
+
+
+def _given(node: fx.Node) -> Value | None:
+    """Truth values and whole numbers that are given, or that float operators computed: they may be any."""
+    known = fact(node)
+    if not isinstance(known, TensorFact) or known.dtype not in PLAIN_TYPES.values():
+        return None
+    largest = 1.0 if known.dtype == torch.bool else 2.0**63
+    return Value(torch.tensor(-largest, dtype=torch.float64, device="cpu"), torch.tensor(largest, dtype=torch.float64, device="cpu"), known)
+
+
+_ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))
+
+
+def _check_range(value: Value, kind: str, described: QParams | None) -> None:
+    low, high = float(value.low.min()), float(value.high.max())
+    need(low <= high, f"its limits are {low:.0f} and {high:.0f}")
+    if kind == "plain":
+        return
+    storage = torch.iinfo(value.fact.dtype)
+    if kind == "accumulator":
+        limit = INT48_MAX if value.fact.dtype == torch.int64 else min(INT32_MAX, storage.max + (storage.bits < 32))
+        need(value.largest <= limit, f"its sum can reach {value.largest}, and fits up to {limit}")
+        need(value.largest < value.exact, f"its sum can reach {value.largest}, and is exact below {value.exact}")
+        return
+    need(storage.min <= low and high <= storage.max, f"its values lie in {low:.0f}…{high:.0f}, which {value.fact.dtype} does not hold")
+    if described is None:
+        return
+    dtype = ACTIVATION_TYPES.get(described.dtype)
+    scales = described.scale if isinstance(described.scale, tuple) else (described.scale,)
+    if dtype is None or dtype.storage != value.fact.dtype:
+        refuse(f"it is {value.fact.dtype}, and said to be {described.dtype}")
+    need(dtype.low <= low and high <= dtype.high, f"its values lie in {low:.0f}…{high:.0f}, beyond {described.dtype}")
+    need(all(0 < scale < math.inf for scale in scales), f"its scale is {described.scale}")
+    zero = described.zero_point
+    need(zero == 0 or (dtype.affine and dtype.low <= zero <= dtype.high), f"its zero point is {zero}")
+
+
+def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
+    """What is added to a result, or taken from an operand, is the zero point that the quantized tensor is said to have."""
+    record = PRIMITIVES[node.target]  # type: ignore[index]
+    rounds = record.kind == "quantized"
+    if "zero_point" not in record.signature.parameters or (rounds and described is None):
+        return
+    used = record.signature.bind(*node.args, **node.kwargs).arguments.get("zero_point", 0)
+    said = described.zero_point if rounds and described is not None else zero_point(node.args[0])  # type: ignore[arg-type]
+    need(said == used, f"its zero point is {used!r}, and said to be {said}")
+
+
+def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
+    """The real number is the integer times the scale that the quantized tensor is said to be on."""
+    operand, scale = node.args[:2]
+    _check_zero_points(node, None)
+    assert isinstance(operand, fx.Node)
+    assert isinstance(scale, fx.Node)
+    need(operand in values, "it reads something that is no integer of this graph")
+    tensor = constant_of(values.get(scale), "scale")
+    need(torch.isfinite(tensor).all() and (tensor > 0).all(), f"its scale is {tensor.tolist()}")
+    described = qparams(operand)
+    if described is not None:
+        said = described.scale if isinstance(described.scale, tuple) else (described.scale,)
+        need(list(said) == tensor.flatten().tolist(), "its scale is not that of what it reads")

@@ -1,0 +1,306 @@
+"""What a saved model or an exported ONNX file holds, for the command line: a description, and the difference of two."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant import backends
+from fxquant.analysis.layers import Layer, layers, left_in_float
+from fxquant.analysis.text import text
+from fxquant.backends.onnx import reading
+from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir.facts import DTYPE_NAMES, TensorFact
+from fxquant.ir.graph import QParams, fact, is_deployed, model_meta, stage_of
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.prepared.nodes import called
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.serialization import load_file
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantized tensor.
+
+    scale       one number; one for each channel of a 32-bit output; none where `unknown` says why
+    zero_point  the integer that stands for 0; None where the dtype is symmetric
+    """
+
+    name: str
+    operator: str
+    dtype: str
+    scale: tuple[float, ...]
+    shape: str
+    unknown: str = ""
+    zero_point: int | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds.
+
+    kind      "saved model" or "ONNX file"
+    stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
+    inputs    the inputs and outputs, one line each
+    nodes     how many nodes there are, by operator
+    rows      the quantized tensors, in the order they are computed
+    floats    what is left in float, and why
+    tensors   weights, tables and constants by name; neither scales nor statistics
+    text      the graph as text
+    """
+
+    path: Path
+    kind: str
+    stage: str
+    target: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: Mapping[str, int]
+    rows: tuple[Row, ...]
+    floats: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    text: str
+
+    @property
+    def scales(self) -> dict[str, tuple[float, ...]]:
+        """The scale of every quantized tensor, by name."""
+        return {row.name: row.scale for row in self.rows}
+
+    @property
+    def zero_points(self) -> dict[str, int]:
+        """The zero point of every affine tensor, by name."""
+        return {row.name: row.zero_point for row in self.rows if row.zero_point is not None}
+
+
+def read(path: str | os.PathLike[str]) -> Contents:
+    """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
+    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else of_model(Path(path), saved_model(path))
+
+
+def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
+    """The model in a file that `save` wrote. Raises ExportError if it holds none."""
+    loaded = load_file(path, backends.get)
+    if not isinstance(loaded, fx.GraphModule):
+        raise ExportError(
+            f"{path} holds no model", because="it holds observations, which are no graph", remedy="pass a file with a saved model"
+        )
+    return loaded
+
+
+def _of_onnx(opened: OnnxModel) -> Contents:
+    operators = reading.operators(opened)
+    known = [
+        Row(
+            name,
+            operators.get(name, "input"),
+            entry["dtype"],
+            _numbers(entry["scale"]),
+            reading.shape(opened, name),
+            zero_point=_zero_point(entry["dtype"], entry.get("zero_point", 0)),
+        )
+        for name, entry in opened.tensors.items()
+        if "scale" in entry  # what is quantized on the way to a result has none of its own
+    ]
+    return Contents(
+        opened.path,
+        "ONNX file",
+        "exported",
+        opened.target,
+        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.input_names),
+        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.output_names),
+        Counter(operators.values()),
+        tuple(known),
+        tuple(f"%{name}: {because}" for name, because in opened.in_float.items()),
+        reading.constants(opened),
+        reading.text(opened),
+    )
+
+
+def of_model(path: Path, model: fx.GraphModule) -> Contents:
+    """What a graph holds; it is called by this path."""
+    target, known = model_meta(model).get("target"), layers(model)
+    nodes = {node.name: node for node in model.graph.nodes}
+    output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
+    returned: list[fx.Node] = []
+    fx.map_arg(output.args, returned.append)
+    quantized = [found for layer in known for found in _quantized(layer)]
+    return Contents(
+        path,
+        "saved model",
+        "integer" if is_deployed(model) else (stage_of(model) or "traced").lower(),  # a file holds no kernels
+        "" if target is None else target.name,
+        tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
+        tuple(f"{node.name} {_shape(node)}" for node in returned),
+        Counter(called(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")),
+        tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
+        tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
+        _tensors(model),
+        text(model, kernels="reference"),
+    )
+
+
+def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
+    """The quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
+    inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
+    return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
+
+
+def _row(name: str, operator: str, grid: QParams, shape: str) -> Row:
+    unknown = "not calibrated" if isinstance(grid.scale, float) else "its sum's"
+    scales = tuple(scale for scale in _numbers(grid.scale) if math.isfinite(scale))
+    return Row(name, operator, grid.dtype, scales, shape, unknown, _zero_point(grid.dtype, grid.zero_point) if scales else None)
+
+
+def _zero_point(dtype: str, zero_point: int) -> int | None:
+    return zero_point if ACTIVATION_TYPES[dtype].affine else None
+
+
+def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(scale),) if isinstance(scale, int | float) else tuple(map(float, scale))
+
+
+def _shape(node: fx.Node) -> str:
+    value = fact(node)
+    return str(value) if isinstance(value, TensorFact) else ""
+
+
+def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
+    owners = [path for path, module in model.named_modules() if isinstance(module, Quantizer | Observer)]
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
+
+
+# ---- the description --------------------------------------------------------------------------------------------------
+
+
+def describe(contents: Contents) -> str:
+    """The file in a few lines, then a table of its quantized tensors, then what is left in float."""
+    where = f" for {contents.target}" if contents.target else ""
+    lines = [f"{contents.path}: {contents.kind}, {contents.stage}{where}, {contents.path.stat().st_size:,} bytes"]
+    sizes: Counter[str] = Counter()
+    for tensor in contents.tensors.values():
+        sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
+    operators = Counter(contents.nodes).most_common()
+    dtypes = Counter(row.dtype for row in contents.rows)
+    facts = [
+        ("inputs", ", ".join(contents.inputs)),
+        ("outputs", ", ".join(contents.outputs)),
+        ("nodes", f"{sum(contents.nodes.values())}: " + ", ".join(f"{count} {name}" for name, count in operators)),
+        ("dtypes", ", ".join(f"{count} {name}" for name, count in dtypes.most_common())),
+        ("scales", _range(contents.rows)),
+        (
+            "tensors",
+            f"{len(contents.tensors)} of {sum(sizes.values()):,} bytes: " + ", ".join(f"{n:,} {d}" for d, n in sizes.most_common()),
+        ),
+        (
+            "in float",
+            ""
+            if contents.stage == "traced"
+            else f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}"
+            if contents.floats
+            else "none",
+        ),
+    ]
+    lines.extend(f"  {label:<9} {value}" for label, value in facts if value)
+    lines.extend(f"            {line}" for line in contents.floats)
+    if contents.rows:
+        cells = [("tensor", "operator", "dtype", "scale", "shape")]
+        cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
+        lines += ["", *_aligned(cells)]
+    return "\n".join(lines)
+
+
+def _range(rows: Sequence[Row]) -> str:
+    known = [(scale, row.name) for row in rows for scale in row.scale]
+    unknown = [f"{count} {reason}" for reason, count in Counter(row.unknown for row in rows if not row.scale).items()]
+    ends = [f"{scale:.9g} (%{name})" for scale, name in (min(known), max(known))] if known else []
+    return ", ".join([*([" to ".join(ends)] if ends else []), *unknown])
+
+
+def _scale(values: Sequence[float]) -> str:
+    """One scale, or the range of several; empty if there is none."""
+    return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
+
+
+def _grid(row: Row) -> str:
+    """The scale or scales, and a zero point."""
+    return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    for row in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+# ---- the difference ---------------------------------------------------------------------------------------------------
+
+
+def difference(a: Contents, b: Contents) -> str:
+    """Where two files of one kind differ: their graphs as text, scales, tensors. Empty if they hold the same.
+
+    Raises ConfigurationError for files of different kinds.
+    """
+    if a.kind != b.kind:
+        raise ConfigurationError(
+            f"{a.path} and {b.path} cannot be compared as text",
+            because=f"one is a {a.kind}, the other a {b.kind}",
+            remedy="compare what they compute: fxquant verify",
+        )
+    lines = [
+        f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y
+    ]
+    lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
+    lines.extend(_different("scale", a.scales, b.scales, (str(a.path), str(b.path)), _scale_difference))
+    lines.extend(_different("zero point", a.zero_points, b.zero_points, (str(a.path), str(b.path)), _number_difference))
+    lines.extend(_different("tensor", a.tensors, b.tensors, (str(a.path), str(b.path)), _tensor_difference))
+    return "\n".join(lines)
+
+
+def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tuple[str, str], between: Any) -> Iterable[str]:
+    rows = [f"  {name}: {told}" for name in a if name in b and (told := between(a[name], b[name]))]
+    shared = sum(name in b for name in a)
+    if rows:
+        yield f"{len(rows)} of {shared} {what}s differ"
+        yield from rows
+    for path, mine, others in ((paths[0], a, b), (paths[1], b, a)):
+        alone = [name for name in mine if name not in others]
+        if alone:
+            yield f"{what}s only in {path}: {', '.join(alone)}"
+
+
+def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
+    if a == b:
+        return ""
+    count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
+    return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
+
+
+def _number_difference(a: int, b: int) -> str:
+    return "" if a == b else f"{a} | {b}"
+
+
+def _tensor_difference(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{_form(a)} | {_form(b)}"
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
+    count = int((~same).sum())
+    if not count:
+        return ""
+    largest = float((a.double() - b.double())[~same].abs().max())
+    return f"{count} of {a.numel()} elements differ, by up to {largest:g}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}{list(tensor.shape)}"

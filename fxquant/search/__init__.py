@@ -1,0 +1,1 @@
+"""Searches over whole configurations: sensitivity, mixed precision, observers, and `tune`. They prepare and calibrate models themselves."""

@@ -1,0 +1,272 @@
+"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import fx, nn
+
+from fxquant.api import calibrate, prepare
+from fxquant.calibration.observations import Observations, observations
+from fxquant.frontend import float_model
+from fxquant.prepared.batches import as_batches, example_inputs
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.mapping import QConfigMapping, as_mapping
+from fxquant.quantization.spec import QConfig
+from fxquant.search.budget import Budget, costs, fits
+from fxquant.search.program import optimum
+from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
+from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
+from fxquant.support.progress import progress
+from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.tuning.first_samples import FirstSamples
+from fxquant.tuning.journal import Journal
+from fxquant.tuning.resumption import model_digest
+from fxquant.tuning.sample_ranges import is_balanced
+from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
+from fxquant.tuning.simulation import Simulation
+from fxquant.tuning.table import table
+
+BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to choose dtypes: what it costs and what it loses.
+
+    name      "optimum", or, for a uniform one, its dtypes
+    dtypes    of every tensor and weight that there is a choice for, by name
+    costs     weight_bytes, weight_bits, bit_operations, and latency where there is a speed
+    expected  the noise to signal ratio of the outputs by the sum of the sensitivities
+    noise     what was measured, in integers on all batches; None if it was not tried
+    score     what the metric gives; None without one
+    """
+
+    name: str
+    dtypes: Mapping[str, str]
+    costs: Mapping[str, float]
+    expected: float
+    noise: float | None = None
+    score: float | None = None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Of two that were measured, the better one's is larger."""
+        assert self.noise is not None
+        return (0.0 if self.score is None else self.score, -self.noise)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPrecision:
+    """What `mixed_precision` found; prints as a table.
+
+    qconfig      the mapping: give it to `prepare`, or to `save_qconfig` to edit it
+    prepared     the model prepared with it, calibrated, in state VALIDATE
+    chosen       the best of the candidates, by the metric and then by the measured noise
+    candidates   the optimum, and the uniform dtypes that are within the budget, which it is measured against
+    before       the same of the model as it was given
+    sensitivity  what was found of every tensor
+    budget       what it was to keep
+    """
+
+    qconfig: QConfigMapping
+    prepared: fx.GraphModule
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    before: Candidate
+    sensitivity: Sensitivity
+    budget: Budget
+
+    def __str__(self) -> str:
+        """Candidates by cost and effect, then the dtype of every tensor."""
+        rows = []
+        for candidate in (self.before, *self.candidates):
+            score = "" if candidate.score is None else f"{candidate.score:.4g}"
+            measured = "" if candidate.noise is None else f"{decibels(candidate.noise):.2f} dB"
+            spent = [f"{candidate.costs[limit]:.6g}" for limit in self.budget.limits]
+            mark = "chosen" if candidate is self.chosen else ""
+            rows.append((candidate.name, *spent, f"{decibels(candidate.expected):.2f} dB", measured, score, mark))
+        limits = ", ".join(f"{name} {most:.6g}" for name, most in self.budget.limits.items())
+        head = ("dtypes", *self.budget.limits, "expected", "measured", "metric", "")
+        tensors = [
+            (
+                tensor.name,
+                tensor.dtype,
+                self.chosen.dtypes[tensor.name],
+                f"{decibels(tensor.loss[self.chosen.dtypes[tensor.name]]):.1f} dB",
+                "",
+            )
+            for tensor in self.sensitivity.tensors
+        ]
+        return f"mixed precision within {limits}\n{table(head, rows)}\n\n{table(('tensor', 'was', 'is', 'alone', ''), tensors)}"
+
+
+@checked(budget=BUDGET, widths=WIDTH, measured=FLAG, metric=METRIC, seed=COUNT, checkpoint=CHECKPOINT)
+def mixed_precision(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    budget: Budget,
+    widths: Sequence[int] = WIDTHS,
+    measured: bool = True,
+    metric: Metric | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> MixedPrecision:
+    """Choose int4, int8 or int16 for every weight, and every tensor where the budget is about more than weights, as the target has them.
+
+    The dtypes are the exact optimum of the sum of the sensitivities (see `sensitivity`) within the budget, found by integer programming;
+    `measured=False` takes the second-order estimates, which cost one run. What is found is prepared with the scales of the one
+    calibration, and measured; so is every uniform choice within the budget, and the best of all is chosen: by `metric(model)`, of which
+    more is better, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes.
+
+    Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
+    """
+    work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
+    return search(work, budget, widths, measured, metric, seed, checkpoint, show_progress)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What calibration corrects, as the arguments of `fxq.calibrate` say it.
+
+    equalize       whether channels are multiplied by powers of two
+    round_weights  whether weights are rounded by samples; None: those of less than 8 bits
+    correct_bias   whether biases are corrected; None: if there are 64 samples or more
+    """
+
+    equalize: bool = True
+    round_weights: bool | None = None
+    correct_bias: bool | None = None
+
+
+UNCHANGED = Corrections()  # calibration's own
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A float model with what prepares it anew without another calibration."""
+
+    model: nn.Module
+    example: Any
+    base: QConfigMapping
+    prepared: fx.GraphModule
+    seen: Observations
+    samples: list[list[Any]]
+    corrections: Corrections = UNCHANGED
+
+    def with_mapping(self, mapping: QConfigMapping, corrections: Corrections | None = None) -> fx.GraphModule:
+        """The model prepared with a mapping, in VALIDATE, with these corrections, or the work's own.
+
+        Raises NotCalibrated where the observations leave a scale open.
+        """
+        corrections = corrections or self.corrections
+        seen = self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
+        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=seen)
+        for operator in quantized_operators(found).values():
+            if not operator.plain:
+                operator.output.require()
+        balanced = is_balanced(self.prepared)
+        first = FirstSamples(found, corrections.round_weights, corrections.correct_bias, balanced, observed=True)  # as calibration does
+        for inputs in self.samples:
+            first.take(inputs)
+        first.use(False, False)
+        return found
+
+    @cached_property
+    def seen_otherwise(self) -> Observations:
+        """What calibration observes with equalization where the work has none, and without where it has it."""
+        found = prepare(self.model, self.example, self.prepared.meta["target"], self.base)
+        equalize = not self.corrections.equalize
+        calibrate(found, self.samples, equalize=equalize, round_weights=False, correct_bias=False, show_progress=False)
+        return observations(found)
+
+
+def work_of(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target,
+    qconfig: QConfig | QConfigMapping | None,
+    batch_fn: Callable[[Any], Any] | None,
+    show_progress: bool | None,
+) -> Work:
+    """A float model prepared and calibrated, with what prepares it anew."""
+    prepared = as_prepared(model, batches, target, qconfig, None, batch_fn, show_progress, float_only=True)
+    samples = taken(prepared, batches, None, batch_fn)
+    first = next(iter(as_batches(batches)))
+    example = example_inputs(float_model(model), first if batch_fn is None else batch_fn(first))
+    return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples)
+
+
+def search(
+    work: Work,
+    budget: Budget,
+    widths: Sequence[int],
+    measured: bool,
+    metric: Metric | None,
+    seed: int,
+    checkpoint: str | None,
+    show_progress: bool | None,
+) -> MixedPrecision:
+    """The best dtypes for a model that is prepared and calibrated."""
+    budget = budget.on(work.prepared.meta["target"])
+    known = find(work.prepared, work.samples, widths, measured, None, seed, checkpoint, show_progress, budget.kinds)
+    choices = Choices(work.prepared, widths)
+    losses = {tensor.name: tensor.loss for tensor in known.tensors}
+
+    def candidate(name: str, dtypes: Mapping[str, str]) -> Candidate:
+        expected = sum(losses[key][dtype] for key, dtype in dtypes.items() if key in losses)
+        return Candidate(name, dict(dtypes), costs(choices, dtypes, budget.speed), expected)
+
+    before = candidate("as given", choices.dtypes())
+    tried = [candidate("optimum", optimum(choices, losses, budget))]
+    tried += [uniform for dtypes in _uniform(choices, widths, budget) if fits((uniform := candidate(*dtypes)).costs, budget)]
+    simulation = Simulation(choices)
+    with simulation.running():
+        reference = Reference(simulation, work.samples)
+
+    def judged(made: fx.GraphModule) -> tuple[float, float | None]:
+        noise = reference.noise(lambda inputs: real_outputs_of(made, inputs))
+        return noise, None if metric is None else score_of(metric, made)
+
+    call = {
+        "function": "mixed_precision",
+        "budget": budget,
+        "widths": tuple(widths),
+        "measured": measured,
+        "model": model_digest(work.prepared),
+    }
+    journal = Journal(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
+    results: list[tuple[Candidate, fx.GraphModule]] = []
+    for one in progress([before, *tried], len(tried) + 1, "mixed precision", show_progress):
+        made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
+        noise, score = journal.at(one.name, partial(judged, made))
+        results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))
+    (before, _), *rest = results
+    chosen, best = max(rest, key=lambda result: result[0].rank)
+    mapping = choices.mapping(work.base, chosen.dtypes)
+    return MixedPrecision(mapping, best, chosen, tuple(one for one, _ in rest), before, known, budget)
+
+
+def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tuple[str, dict[str, str]]]:
+    """Every choice of one width for all weights and one for all tensors, as far as these can have it."""
+    found: dict[tuple[tuple[str, str], ...], tuple[str, dict[str, str]]] = {}
+    for weights in widths:
+        for tensors in widths if len(budget.kinds) > 1 else [0]:
+            width = {WEIGHT: weights, ACTIVATION: tensors}
+            wanted = {
+                name: next((dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]), choice.dtype)
+                for name, choice in choices.items()
+            }
+            told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
+            found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
+    return list(found.values())

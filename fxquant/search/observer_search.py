@@ -1,0 +1,257 @@
+"""A search over observers, from one calibration: what the vendor calls auto calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.mapping import Chosen, QConfigMapping
+from fxquant.quantization.observers import (
+    ClipStdObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
+from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
+from fxquant.search.mixed_precision import Work, work_of
+from fxquant.search.sensitivity import METRIC, decibels, score_of
+from fxquant.support.arguments import Kind, checked
+from fxquant.support.progress import progress
+from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.choices import ACTIVATION, Choice, Choices
+from fxquant.tuning.journal import Journal
+from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.samples import Metric, Reference, real_outputs_of
+from fxquant.tuning.simulation import Simulation, grid_for, taking_over
+from fxquant.tuning.table import table
+
+OBSERVERS: tuple[Any, ...] = (
+    HistogramObserver,
+    MSEObserver,
+    LpObserver(2.4),
+    LpObserver(3.0),
+    LpObserver(4.0),
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    PercentileObserver(99.999),
+    PercentileObserver(99.99),
+    PercentileObserver(99.9),
+    ClipStdObserver(4.0),
+    ClipStdObserver(6.0),
+    KLObserver,
+    MixObserver,
+)
+WORTH = 0.95  # a tensor has another observer where that leaves at most so much of the noise
+
+
+def _observers(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    found = tuple(OBSERVER.take(one) for one in value)
+    if not found:
+        raise ValueError
+    return found
+
+
+@dataclass(frozen=True)
+class ObserverTrial:
+    """What observers leave at the outputs of one tensor that alone is quantized.
+
+    name    of the tensor
+    noise   the noise to signal ratio of the outputs, by observer
+    before  the observer that it has
+    chosen  the one that leaves clearly less than that, or that
+    """
+
+    name: str
+    noise: Mapping[str, float]
+    before: str
+    chosen: str
+
+
+@dataclass(frozen=True, eq=False)
+class ObserverSearch:
+    """What `search_observers` found; prints as a table.
+
+    qconfig   the mapping with the observers that are best together
+    prepared  the model prepared with it, in VALIDATE
+    tensors   what each observer leaves, tensor by tensor
+    measured  the noise at the outputs in integers: as given, with the best observer for each tensor, and with one for all
+    scores    the same by the metric; empty without one
+    chosen    which of these it is
+    left_out  observers for which calibration had not gathered what they need
+    """
+
+    qconfig: QConfigMapping
+    prepared: fx.GraphModule
+    tensors: tuple[ObserverTrial, ...]
+    measured: Mapping[str, float]
+    scores: Mapping[str, float]
+    chosen: str
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (name, f"{decibels(noise):.2f} dB", f"{self.scores[name]:.4g}" if name in self.scores else "", "chosen" * (name == self.chosen))
+            for name, noise in self.measured.items()
+        ]
+        known = list(dict.fromkeys(name for tensor in self.tensors for name in tensor.noise))
+        each = [
+            (tensor.name, *(f"{decibels(tensor.noise[name]):.1f}" if name in tensor.noise else "" for name in known), tensor.chosen)
+            for tensor in self.tensors
+        ]
+        left_out = "".join(f"\nleft out, since calibration gathered nothing for it: {name}" for name in self.left_out)
+        return f"{table(('observers', 'measured', 'metric', ''), rows)}\n\n{table(('tensor', *known, 'chosen'), each)}{left_out}"
+
+
+@checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC, checkpoint=CHECKPOINT)
+def search_observers(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    observers: Sequence[Any] = OBSERVERS,
+    metric: Metric | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> ObserverSearch:
+    """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
+
+    Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
+    and measured in integers, and the best of these is chosen: by `metric(model)`, of which more is better, and then by the error of the
+    outputs; what is given stays if nothing is better. Scales that were given stay. After a kill the same call with the same `checkpoint`
+    goes on, and ends with the same numbers.
+
+    Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
+    """
+    work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
+    return search(work, observers, metric, show_progress, checkpoint)
+
+
+def search(
+    work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None, checkpoint: str | None = None
+) -> ObserverSearch:
+    """The best observers for a model that is prepared and calibrated."""
+    choices = Choices(work.prepared, ())
+    tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
+    if not tensors:
+        raise ConfigurationError(
+            "there is no observer to choose",
+            because="every scale of this model is given, or demanded",
+            remedy="leave scales to calibration",
+        )
+    named = {label(observer): observer for observer in observers}
+    served = {
+        name: observer
+        for name, observer in named.items()
+        if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
+    }
+    journal = Journal(
+        checkpoint,
+        {
+            "function": "search_observers",
+            "observers": tuple(named),
+            "metric": metric is not None,
+            "model": model_digest(work.prepared),
+            "samples": digest(value for inputs in work.samples for value in inputs if isinstance(value, Tensor)),
+        },
+    )
+    simulation = Simulation(choices)
+    trials = []
+
+    def tried(choice: Choice) -> dict[str, Any]:
+        return asdict(_trial(simulation, reference, choice, served))
+
+    with simulation.running():
+        reference = Reference(simulation, work.samples)
+        for choice in progress(tensors, len(tensors), "observers", show_progress):
+            trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
+    configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
+    mappings = {"as given": work.base}
+    if configs:
+        mappings["the best for each"] = choices.mapping(work.base, {}, configs)
+    mappings |= {f"{name} for all": with_observer(work.base, observer) for name, observer in served.items()}
+    found: dict[str, fx.GraphModule] = {}
+    measured, scores = {}, {}
+
+    def together(name: str) -> fx.GraphModule:
+        return work.prepared if name == "as given" else work.with_mapping(mappings[name])
+
+    def judged(name: str) -> tuple[float, float | None]:
+        made = found[name] = together(name)
+        return reference.noise(lambda inputs: real_outputs_of(made, inputs)), None if metric is None else score_of(metric, made)
+
+    for name in progress(mappings, len(mappings), "observers together", show_progress):
+        measured[name], score = journal.at(f"together: {name}", partial(judged, name))
+        if score is not None:
+            scores[name] = score
+    chosen = max(mappings, key=lambda name: (scores.get(name, 0.0), -measured[name]))
+    left_out = tuple(name for name in named if name not in served)
+    best = found[chosen] if chosen in found else together(chosen)
+    return ObserverSearch(mappings[chosen], best, tuple(trials), measured, scores, chosen, left_out)
+
+
+def _trial(simulation: Simulation, reference: Reference, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
+    """What each observer leaves of one tensor; those that come to one grid are measured once."""
+    quantizer = choice.operators[0].output
+    before = label(quantizer.observer)
+    seen: dict[tuple[float, int], float] = {}
+    noise = {}
+    for name, observer in observers.items():
+        grid = grid_for(quantizer, choice.dtype, ActivationConfig(observer=observer))
+        key = float(grid.scale), grid.zero_point
+        if key not in seen:
+            with simulation.rounded({choice.name: grid}):
+                seen[key] = reference.noise(simulation.outputs)
+        noise[name] = seen[key]
+    if before not in noise:
+        with simulation.rounded({choice.name: quantizer.grid}):
+            noise[before] = reference.noise(simulation.outputs)
+    best = min(noise, key=noise.__getitem__)
+    chosen = best if best in observers and noise[best] <= WORTH * noise[before] else before
+    return ObserverTrial(choice.name, noise, before, chosen)
+
+
+_TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpObserver: "p", ClipStdObserver: "deviations"}
+
+
+def label(observer: Any) -> str:
+    """An observer by its class and settings."""
+    made = observer if isinstance(observer, Observer) else observer()
+    usual = type(made).__name__.removesuffix("Observer")
+    setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
+    return usual if setting is None else f"{usual} {setting:g}"
+
+
+def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
+    """The mapping with this observer in every config."""
+
+    def changed(chosen: Chosen) -> Chosen:
+        if chosen is None or chosen.dynamic:  # nothing is observed for these
+            return chosen
+        return replace(
+            chosen,
+            output=replace(chosen.output, observer=observer),
+            input=None if chosen.input is None else replace(chosen.input, observer=observer),
+        )
+
+    def all_of(rules: Mapping[Any, Chosen]) -> dict[Any, Chosen]:
+        return {key: changed(chosen) for key, chosen in rules.items()}
+
+    return QConfigMapping(
+        changed(mapping.default), all_of(mapping.types), all_of(mapping.patterns), all_of(mapping.names), all_of(mapping.calls)
+    )

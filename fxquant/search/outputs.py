@@ -1,0 +1,59 @@
+"""High-precision outputs: layers whose sum the model returns leave it as it is, in 32 bits, instead of rounding it once more.
+
+Such a layer is spared a requantization, and the output a rounding that nothing behind it could make up for.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import fx, nn
+
+from fxquant.api import prepare
+from fxquant.ir.graph import part
+from fxquant.ops import operator_of
+from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.quantization.mapping import QConfigMapping, as_mapping
+from fxquant.quantization.spec import QConfig
+from fxquant.support.arguments import checked
+from fxquant.target import Target
+from fxquant.tuning.choices import ACTIVATION, Choice, Choices
+
+logger = logging.getLogger("fxquant")
+WIDE = "int32"
+
+
+@checked()
+def high_precision_outputs(
+    model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
+) -> QConfigMapping:
+    """The qconfig with a rule more for each layer with weights whose result the model returns, and nothing else reads: int32.
+
+    Such an output is the layer's sum as it stands, with a scale for each channel, which no rounding to 8 bits follows and nothing
+    clips; it takes four bytes an element. A result whose scale is given keeps its grid, and so does one whose grid others share. Where
+    there is no such layer, a line is logged and the mapping is the qconfig's own.
+
+    The arguments are those of `prepare`, to which the result is given; raises what that raises.
+    """
+    prepared = prepare(model, example_inputs, target, qconfig)
+    mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
+    if not wide:
+        logger.info("no output of this model is the sum of a layer: the qconfig has no rule more")
+    return mapping
+
+
+def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
+    """The mapping that a model was prepared with, and rules for 32-bit outputs; the names of the layers that they are for."""
+    choices = Choices(prepared, ())
+    has = WIDE in prepared.meta["target"].activations
+    wide = [name for name, choice in choices.items() if has and _is_summed(choice, choices.nodes[choice.operators[0].name])]
+    return choices.mapping(base, dict.fromkeys(wide, WIDE)), wide
+
+
+def _is_summed(choice: Choice, node: fx.Node) -> bool:
+    """Whether a choice is a layer's sum, on a grid of its own, that the model returns and nothing else reads."""
+    readers = [reader for user in node.users for reader in (user.users if operator_of(user) is DEQUANTIZE else [user])]
+    shown = bool(readers) and all(reader.op == "output" for reader in readers)
+    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None
+    return alone and shown and choice.operators[0].operator.sums

@@ -1,0 +1,193 @@
+"""What `tune` tries, the cheapest first: a record each.
+
+A *recipe* is how a model is made from the float one: the mapping that it is prepared with, and the methods that tune it then, in order.
+A remedy proposes recipes, which `tune` builds, judges on held-out batches, and keeps or drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.search import mixed_precision, observer_search, outputs
+from fxquant.search.budget import Budget
+from fxquant.search.mixed_precision import UNCHANGED, Corrections, Work
+from fxquant.search.sensitivity import WIDTHS, find
+from fxquant.serialization.qconfig import read, written
+from fxquant.tuning import adaround, correct_bias, distill, reconstruct
+from fxquant.tuning.choices import Choices, bits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The mapping that a model is prepared with, the names of the methods that tune it then, in order, and calibration's corrections."""
+
+    mapping: QConfigMapping
+    methods: tuple[str, ...] = ()
+    corrections: Corrections = UNCHANGED
+
+    def document(self) -> dict[str, Any]:
+        """As JSON holds it. Raises ExportError for what a file cannot name."""
+        return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": asdict(self.corrections)}
+
+    @staticmethod
+    def of(document: dict[str, Any]) -> Recipe:
+        """The recipe of a document."""
+        mapping = read(document["mapping"], "the checkpoint's mapping")
+        return Recipe(mapping, tuple(document["methods"]), Corrections(**document["corrections"]))
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a remedy starts from.
+
+    work    the float model, calibrated as it was given, with the samples to learn from
+    recipe  the best so far
+    budget  what the model is to keep, if anything
+    steps   of methods that learn
+    seed    of whatever is drawn at random
+    show    whether to show progress
+    """
+
+    work: Work
+    recipe: Recipe
+    budget: Budget | None
+    steps: int
+    seed: int
+    show: bool | None
+
+    def untuned(self) -> Work:
+        """The work from the best mapping so far on, before any method."""
+        mapping, corrections = self.recipe.mapping, self.recipe.corrections
+        seen = self.work.seen if corrections.equalize == self.work.corrections.equalize else self.work.seen_otherwise
+        prepared = self.work.with_mapping(mapping, corrections)
+        return replace(self.work, prepared=prepared, base=mapping, seen=seen, corrections=corrections)
+
+
+Proposals = Iterator[tuple[str, Recipe]]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to lose less.
+
+    name     as the report calls it
+    propose  recipes to judge, with what each is in words, one after the other until the drop is within the tolerance; nothing where
+             there is nothing to try
+    """
+
+    name: str
+    propose: Callable[[State], Proposals]
+
+
+def _observers(state: State) -> Proposals:
+    """The observer that is best for each tensor, and the best one for all."""
+    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None, state.show)
+    if found.chosen != "as given":
+        yield found.chosen, replace(state.recipe, mapping=found.qconfig)
+
+
+def _high_precision(state: State) -> Proposals:
+    """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
+    if state.budget is not None:
+        return
+    mapping, wide = outputs.with_high_precision(state.untuned().prepared, state.recipe.mapping)
+    if wide:
+        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=mapping)
+
+
+def _sixteen(state: State) -> Proposals:
+    """Sixteen bits for the most sensitive tensors and weights: one, two, four, …, a quarter of them at most."""
+    if state.budget is not None:
+        return
+    work = state.untuned()
+    choices = Choices(work.prepared, WIDTHS)
+    known = find(work.prepared, work.samples, WIDTHS, False, None, state.seed, None, state.show)
+    gains = {}
+    for tensor in known.tensors:
+        wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
+        if wide and tensor.dtype != wide[0]:
+            gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
+    ranked = sorted(gains, key=lambda name: gains[name][0], reverse=True)
+    count = 1
+    while count <= max(1, len(choices) // 4) and count <= len(ranked):
+        dtypes = {name: gains[name][1] for name in ranked[:count]}
+        yield f"int16 for {', '.join(dtypes)}", replace(state.recipe, mapping=choices.mapping(work.base, dtypes))
+        count *= 2
+
+
+def _within_budget(state: State) -> Proposals:
+    """The dtypes that are best within the budget."""
+    if state.budget is not None:
+        found = mixed_precision.search(state.untuned(), state.budget, WIDTHS, True, None, state.seed, None, state.show)
+        yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
+
+
+def _with(state: State, **corrections: bool) -> Recipe:
+    return replace(state.recipe, corrections=replace(state.recipe.corrections, **corrections))
+
+
+def _bias_correction(state: State) -> Proposals:
+    """No bias correction, where calibration made one; and one by all samples."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    if any(operator.weight_quantizer.correction is not None for operator in operators):
+        yield "off", _with(state, correct_bias=False)
+    yield "by all samples", replace(state.recipe, methods=(*state.recipe.methods, "bias correction"))
+
+
+def _rounding(state: State) -> Proposals:
+    """Weights of every dtype rounded by samples; and to the nearest, where calibration rounded some by samples."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    yield "by samples, all weights", _with(state, round_weights=True)
+    if any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in operators):
+        yield "to the nearest", _with(state, round_weights=False)
+
+
+def _equalization(state: State) -> Proposals:
+    """No powers of two for channels, where calibration chose some."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    if any(operator.factors is not None and operator.factors.active for operator in operators):
+        yield "off", _with(state, equalize=False)
+
+
+# By name what tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
+METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]] = {
+    "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
+    "distillation": lambda model, samples, steps, seed, file, show: distill(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
+    "AdaRound": lambda model, samples, steps, seed, file, show: adaround(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
+    "reconstruction": lambda model, samples, steps, seed, file, show: reconstruct(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
+}
+
+
+def _method(name: str) -> Remedy:
+    def propose(state: State) -> Proposals:
+        yield f"{state.steps} steps", replace(state.recipe, methods=(*state.recipe.methods, name))
+
+    return Remedy(name, propose)
+
+
+BUDGET = Remedy("mixed precision", _within_budget)
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy("32-bit outputs", _high_precision),
+    Remedy("observers", _observers),
+    Remedy("bias correction", _bias_correction),
+    Remedy("rounding of weights", _rounding),
+    Remedy("equalization", _equalization),
+    Remedy("16 bits", _sixteen),
+    BUDGET,
+    _method("distillation"),
+    _method("AdaRound"),
+    _method("reconstruction"),
+)

@@ -1,0 +1,362 @@
+"""Sensitivity: what is lost at the model's outputs if one tensor, or one weight, alone is quantized to so many bits.
+
+measured     Σ(y' - y)² / Σy², where y' are the outputs with that one rounded and everything else in float
+estimated    E_v Σᵢ (∂(v·y)/∂xᵢ)² (x'ᵢ - xᵢ)² / Σy²,  v = ±1 at random: the same to second order, if rounding errors are
+             independent. (∂/∂x)² is the diagonal of the Fisher information of a Gaussian around the outputs (Dong et al. 2019,
+             HAWQ, and Choi et al. 2017 use the curvature in this way); one pass backward serves all tensors and all dtypes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.api import calibrate, prepare
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import float_model
+from fxquant.ir.graph import stage_of
+from fxquant.prepared.batches import as_batches, example_inputs, no_batches
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfig
+from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
+from fxquant.support.progress import progress
+from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits, is_real
+from fxquant.tuning.journal import Journal
+from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.samples import Metric, Reference, taken
+from fxquant.tuning.simulation import Simulation, grid_for, rounded_weight
+from fxquant.tuning.table import table
+
+WIDTHS = (4, 8, 16)
+
+
+def _widths(value: Any) -> tuple[int, ...]:
+    found = (value,) if isinstance(value, int) else tuple(value)
+    if not found or not all(type(width) is int and width in WIDTHS for width in found):
+        raise ValueError
+    return tuple(sorted(set(found)))
+
+
+WIDTH = Kind("some of 4, 8 and 16", _widths)
+METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")
+
+
+@dataclass(frozen=True)
+class TensorSensitivity:
+    """What one tensor, or one weight, costs at the outputs.
+
+    name       the node whose result it is; of a weight its layer's with ".weight"
+    kind       "activation" or "weight"
+    dtype      what it has now
+    noise      by dtype: the noise to signal ratio of the outputs with this one alone rounded to it; empty if it was not measured
+    estimate   by dtype: the same by the second-order estimate
+    drop       by dtype: by how much the metric falls; empty without one
+    macs       the multiply-accumulates that read it, of one item
+    elements   how many numbers it is, of one item
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    noise: Mapping[str, float]
+    estimate: Mapping[str, float]
+    drop: Mapping[str, float]
+    macs: int
+    elements: int
+
+    @property
+    def loss(self) -> Mapping[str, float]:
+        """By dtype what is known best: the measured noise, or else the estimate."""
+        return self.noise or self.estimate
+
+
+@dataclass(frozen=True)
+class Sensitivity(Mapping[str, TensorSensitivity]):
+    """The sensitivities of a model's tensors and weights by name, in the order they run; prints as a table, the most sensitive first.
+
+    score    what the metric gives for the float model; None without one
+    """
+
+    tensors: tuple[TensorSensitivity, ...]
+    score: float | None = None
+
+    def __getitem__(self, name: str) -> TensorSensitivity:
+        found = next((tensor for tensor in self.tensors if tensor.name == name), None)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (tensor.name for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def ranked(self, width: int | None = None) -> tuple[TensorSensitivity, ...]:
+        """The tensors that lose most at the outputs first: as they are now, or with so many bits, among those that can have them."""
+
+        def loss(tensor: TensorSensitivity) -> float:
+            return max((tensor.loss[dtype] for dtype in tensor.loss if _is_asked(tensor, dtype, width)), default=-math.inf)
+
+        known = [tensor for tensor in self.tensors if any(_is_asked(tensor, dtype, width) for dtype in tensor.loss)]
+        return tuple(sorted(known, key=loss, reverse=True))
+
+    def __str__(self) -> str:
+        """The table: signal to noise at the outputs in dB for each dtype, and shares of multiply-accumulates and of bytes as they are."""
+        dtypes = sorted({dtype for tensor in self.tensors for dtype in tensor.loss}, key=lambda dtype: (bits(dtype), dtype))
+        macs = sum(tensor.macs for tensor in self.tensors if tensor.kind == WEIGHT) or 1
+        sizes = {kind: sum(_bytes(tensor) for tensor in self.tensors if tensor.kind == kind) or 1 for kind in (ACTIVATION, WEIGHT)}
+        rows = []
+        for tensor in self.ranked():
+            cells = [f"{decibels(tensor.loss[dtype]):.1f}" if dtype in tensor.loss else "" for dtype in dtypes]
+            drops = [f"{tensor.drop[dtype]:+.3g}" if dtype in tensor.drop else "" for dtype in dtypes if self.score is not None]
+            rows.append(
+                (
+                    tensor.name,
+                    tensor.dtype,
+                    *cells,
+                    *drops,
+                    f"{100 * tensor.macs / macs:.1f} %",
+                    f"{100 * _bytes(tensor) / sizes[tensor.kind]:.1f} %",
+                )
+            )
+        measured = all(tensor.noise for tensor in self.tensors)
+        head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
+        told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
+        return f"{told}\n{table(('tensor', 'now', *head, 'MACs', 'bytes'), rows, left=2)}"
+
+
+def _is_asked(tensor: TensorSensitivity, dtype: str, width: int | None) -> bool:
+    return dtype == tensor.dtype if width is None else bits(dtype) == width
+
+
+def _bytes(tensor: TensorSensitivity) -> float:
+    return tensor.elements * bits(tensor.dtype) / 8
+
+
+def decibels(noise: float) -> float:
+    """The signal to noise ratio of a noise to signal ratio, in dB."""
+    return math.inf if noise <= 0 else -10 * math.log10(noise)
+
+
+@checked(widths=WIDTH, measured=FLAG, metric=METRIC, seed=COUNT, checkpoint=CHECKPOINT)
+def sensitivity(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    measured: bool = True,
+    metric: Metric | None = None,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> Sensitivity:
+    """What each quantized tensor, and each layer's weight, loses at the outputs if it alone has 4, 8 or 16 bits, as the target has them.
+
+    `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared one, whose target and qconfig
+    count. Each dtype's scale is that of the tensor's observer, so one calibration serves all. The loss is measured, one tensor
+    and dtype after the other in a run over the batches each, and estimated to second order, all at once; `measured=False` leaves the
+    first out. `metric(model)` is a number of which more is better, evaluated for each tensor and dtype as well.
+
+    Tensors whose dtype an operator demands, whose scale was given or frozen, and modules with a QConfig of their own are left out.
+    The outputs of the float model are kept for all batches. `seed` is that of the estimate; no global generator is read. After a
+    kill the same call with the same `checkpoint` goes on, and ends with the same numbers. The model is left as it was.
+
+    Raises NotCalibrated for a prepared model without scales, and what `prepare` and `calibrate` raise.
+    """
+    prepared = as_prepared(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
+    samples = taken(prepared, batches, num_batches, batch_fn)
+    return find(prepared, samples, widths, measured, metric, seed, checkpoint, show_progress)
+
+
+def as_prepared(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target,
+    qconfig: QConfig | QConfigMapping | None,
+    num_batches: int | None,
+    batch_fn: Callable[[Any], Any] | None,
+    show_progress: bool | None,
+    *,
+    float_only: bool = False,
+) -> fx.GraphModule:
+    """The model prepared and calibrated, or as it is if it is such. Raises NotCalibrated where a scale is missing."""
+    is_prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
+    if is_prepared and float_only:
+        raise ConfigurationError(
+            "a prepared model cannot be prepared anew",
+            because="its dtypes are to change, and they are those that it was prepared with",
+            remedy="pass the float model, and the qconfig",
+        )
+    if not is_prepared:
+        _refuse_used_up(batches)
+        as_written, source = float_model(model), as_batches(batches)
+        first = next(iter(source), None)
+        if first is None:
+            raise no_batches(num_batches)
+        example = example_inputs(as_written, first if batch_fn is None else batch_fn(first))
+        prepared = prepare(as_written, example, target, qconfig)
+        return calibrate(prepared, source, num_batches, batch_fn, show_progress=show_progress)
+    for operator in quantized_operators(model).values():
+        if not operator.plain:
+            operator.output.require()
+    assert isinstance(model, fx.GraphModule)
+    return model
+
+
+def _refuse_used_up(batches: Any) -> None:
+    if isinstance(batches, Iterator):
+        raise ConfigurationError(
+            f"a {type(batches).__name__} yields its batches only once",
+            because="a search runs the same batches again and again",
+            remedy="pass a list or a DataLoader: list(batches)",
+        )
+
+
+def find(
+    prepared: fx.GraphModule,
+    samples: list[list[Any]],
+    widths: Sequence[int],
+    measured: bool,
+    metric: Metric | None,
+    seed: int,
+    checkpoint: str | None,
+    show_progress: bool | None,
+    kinds: Sequence[str] = (ACTIVATION, WEIGHT),
+) -> Sensitivity:
+    """The sensitivities of the choices of these kinds."""
+    choices = Choices(prepared, widths)
+    wanted = [choice for choice in choices.values() if choice.kind in kinds]
+    journal = Journal(
+        checkpoint,
+        {
+            "function": "sensitivity",
+            "widths": tuple(widths),
+            "kinds": tuple(kinds),
+            "seed": seed,
+            "metric": metric is not None,
+            "model": model_digest(prepared),
+            "samples": digest(value for inputs in samples for value in inputs if isinstance(value, Tensor)),
+        },
+    )
+    simulation = Simulation(choices)
+    with simulation.running():
+        reference = Reference(simulation, samples)
+        estimates = journal.at("estimate", lambda: _estimated(simulation, reference, wanted, seed))
+        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if measured or metric is not None else []
+        score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
+        noise: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
+        drop: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
+        for choice, dtype in progress(trials, len(trials), "sensitivity", show_progress):
+            with simulation.rounded({choice.name: dtype}):
+                if measured:
+                    noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(simulation.outputs))
+                if metric is not None and score is not None:
+                    found = journal.at(f"metric {choice.name} {dtype}", lambda: score_of(metric, prepared))
+                    drop[choice.name][dtype] = score - found
+    return Sensitivity(
+        tuple(
+            TensorSensitivity(
+                choice.name,
+                choice.kind,
+                choice.dtype,
+                noise[choice.name],
+                estimates[choice.name],
+                drop[choice.name],
+                choice.macs,
+                choice.elements,
+            )
+            for choice in wanted
+        ),
+        score,
+    )
+
+
+def score_of(metric: Metric, model: nn.Module) -> float:
+    """What a metric gives. Raises ConfigurationError if that is no finite number."""
+    with torch.no_grad():
+        found: Any = metric(model)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigurationError(
+            f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number",
+            because="a metric is a function of a model that returns a finite number, of which more is better",
+            remedy="return a float: an accuracy, a PSNR, a loss with its sign changed",
+        )
+    return number
+
+
+# ---- the estimate --------------------------------------------------------------------------------------------------------
+
+
+def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
+    """The second-order estimate of every choice in every dtype."""
+    found: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in wanted}
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}  # with the arguments of the call
+    curvature: dict[str, Tensor] = {}  # of weights: Σ over batches of the squared gradient
+    seen: list[tuple[Choice, Tensor, Mapping[str, Any] | None]] = []
+
+    def watch(choice: Choice, value: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
+        if choice.name in found and is_real(value):
+            value = value.detach().clone().requires_grad_() if arguments is not None or not value.requires_grad else value
+            seen.append((choice, value, arguments))
+        return value
+
+    simulation.observe = watch
+    try:
+        for inputs in reference.samples:
+            seen.clear()
+            with torch.enable_grad(), torch.inference_mode(False):
+                probe = _probe(simulation.outputs(inputs), reference, generator)
+                known = [value for _, value, _ in seen]
+                gradients = torch.autograd.grad(probe, known, allow_unused=True) if known and probe.requires_grad else [None] * len(known)
+            for (choice, value, arguments), gradient in zip(seen, gradients, strict=True):
+                if gradient is None:
+                    continue
+                squared = gradient.double().square()
+                if arguments is not None:
+                    curvature[choice.name] = curvature.get(choice.name, torch.zeros_like(squared)) + squared
+                    weights[choice.name] = value.detach(), arguments
+                    continue
+                for dtype in choice.dtypes:
+                    found[choice.name][dtype] += float((squared * _error(choice, dtype, value.detach())).sum())
+    finally:
+        simulation.observe = None
+    for choice in wanted:
+        if choice.name in weights:
+            weight, arguments = weights[choice.name]
+            for dtype in choice.dtypes:
+                error = (rounded_weight(choice.operators[0], arguments, dtype) - weight).double().square()
+                found[choice.name][dtype] = float((curvature[choice.name] * error).sum())
+    return found
+
+
+def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Generator) -> Tensor:
+    """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
+    total = torch.zeros((), device="cpu", dtype=torch.float32)
+    for output, power in zip(outputs, reference.power, strict=True):
+        signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1
+        total = total.to(output.device) + (output * signs).sum() / (power * len(outputs)) ** 0.5
+    return total
+
+
+def _error(choice: Choice, dtype: str, value: Tensor) -> Tensor:
+    """The squared rounding error of a tensor's elements."""
+    grid = grid_for(choice.operators[0].output, dtype)
+    return (grid.dequantize(grid.quantize(value)) - value).double().square()

@@ -1,0 +1,289 @@
+"""One tuner: remedies from the cheapest on, until the drop is within the tolerance."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.analysis.record import still
+from fxquant.errors import CalibrationError
+from fxquant.prepared.batches import as_batches
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfig
+from fxquant.quantization.state import State as OperatorState
+from fxquant.search.budget import Budget, costs, fits
+from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
+from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
+from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
+from fxquant.search.sensitivity import METRIC, decibels, score_of
+from fxquant.support.arguments import COUNT, Kind, checked
+from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.choices import Choices
+from fxquant.tuning.journal import Journal
+from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
+from fxquant.tuning.simulation import Simulation
+from fxquant.tuning.table import table
+
+logger = logging.getLogger("fxquant")
+
+HELD_OUT_OF = 4  # every fourth batch is held out
+WITHIN = 0.01  # of the float model's score, where no tolerance is given
+
+
+def _tolerance(value: Any) -> float:
+    if isinstance(value, bool | str) or not math.isfinite(number := float(value)) or number < 0:
+        raise ValueError
+    return number
+
+
+@dataclass(frozen=True)
+class TuneStep:
+    """One thing that was tried.
+
+    remedy  its name
+    tried   what it was in words
+    score   what the metric gave
+    noise   the noise to signal ratio of the outputs on what is held out
+    gain    by how much the score is better than the best until then
+    kept    whether it is in the model: where the score is better, or the same with less noise
+    """
+
+    remedy: str
+    tried: str
+    score: float
+    noise: float
+    gain: float
+    kept: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """What `tune` returns; prints as a table of what was tried.
+
+    prepared   the best model, in state VALIDATE
+    qconfig    the mapping that it was prepared with
+    methods    what tuned it then, in order
+    corrections  what calibration corrected: the arguments of `fxq.calibrate` that are not the default
+    steps      what was tried, in order
+    reference  the float model's score
+    score      that of the best model
+    tolerance  the drop that was to do
+    """
+
+    prepared: fx.GraphModule
+    qconfig: QConfigMapping
+    methods: tuple[str, ...]
+    steps: tuple[TuneStep, ...]
+    reference: float
+    score: float
+    tolerance: float
+    corrections: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def drop(self) -> float:
+        """By how much the score is below the float model's."""
+        return self.reference - self.score
+
+    @property
+    def reached(self) -> bool:
+        """Whether the drop is within the tolerance."""
+        return self.drop <= self.tolerance
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                step.remedy,
+                f"{step.score:.5g}",
+                f"{self.reference - step.score:+.4g}",
+                f"{decibels(step.noise):.2f} dB",
+                f"{step.gain:+.4g}",
+                "kept" if step.kept else "dropped",
+                step.tried,
+            )
+            for step in self.steps
+        ]
+        told = f"{'within' if self.reached else 'beyond'} the tolerance of {self.tolerance:.4g}"
+        head = ("remedy", "score", "drop", "SQNR", "gain", "", "what")
+        return f"float {self.reference:.5g}, tuned {self.score:.5g}: a drop of {self.drop:.4g}, {told}\n{table(head, rows)}"
+
+
+@checked(
+    metric=METRIC,
+    budget=Kind(BUDGET.right, BUDGET.take).or_none("none"),
+    tolerance=Kind("a finite number from 0 on", _tolerance).or_none("one hundredth of the float model's score"),
+    seed=COUNT,
+    steps=COUNT,
+    checkpoint=CHECKPOINT,
+)
+def tune(
+    model: nn.Module,
+    batches: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    metric: Metric | None = None,
+    budget: Budget | None = None,
+    tolerance: float | None = None,
+    steps: int = 1000,
+    batch_fn: Callable[[Any], Any] | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> Tuned:
+    """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
+
+    Three of four batches calibrate and teach; every fourth is held out, and judges, beside `metric(model)`, a number of which more is
+    better: an accuracy on a validation set, say. Without one it is minus the relative error of the outputs in percent, root mean
+    square, and 0 for the float model. What a remedy finds is kept if the score is higher, or the same with less error on what is held
+    out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
+
+    Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
+    outputs of the layers whose sums the model returns; other observers; what calibration corrects, off and on: biases, the rounding of
+    weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out both of these (32-bit
+    outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
+    reconstruction, in `steps` for each layer or block.
+
+    The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
+    `checkpoint` goes on behind the last thing that was tried, and ends with the same bits. Raises CalibrationError for fewer than
+    two batches, and what `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
+    """
+    every = list(as_batches(batches))
+    if len(every) < 2:
+        raise CalibrationError(
+            "there is too little to tune with",
+            because=f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge",
+            remedy="pass at least 2 batches, or smaller ones: torch.split(images, 16)",
+        )
+    held_out = range(HELD_OUT_OF - 1, len(every), HELD_OUT_OF) if len(every) >= HELD_OUT_OF else range(len(every) - 1, len(every))
+    teaching = [batch for index, batch in enumerate(every) if index not in held_out]
+    work = work_of(model, teaching, target, qconfig, batch_fn, show_progress)
+    judging = taken(work.prepared, [every[index] for index in held_out], None, batch_fn)
+    call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
+    call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
+    budget = None if budget is None else budget.on(work.prepared.meta["target"])
+    session = _Session(work, judging, metric, Journal(checkpoint, call), steps, budget, seed, show_progress)
+    return session.run(tolerance)
+
+
+def _tensors(samples: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
+    return (value for inputs in samples for value in inputs if isinstance(value, Tensor))
+
+
+class _Session:
+    """One search: the best so far, and what was tried."""
+
+    def __init__(
+        self,
+        work: Work,
+        judging: list[list[Any]],
+        metric: Metric | None,
+        journal: Journal,
+        steps: int,
+        budget: Budget | None,
+        seed: int,
+        show: bool | None,
+    ) -> None:
+        self.work, self.metric, self.journal, self.steps = work, metric, journal, steps
+        self.budget, self.seed, self.show = budget, seed, show
+        with Simulation(Choices(work.prepared)).running() as simulation:
+            self.judge = Reference(simulation, judging)
+        self.recipe = Recipe(work.base)
+        self.made: fx.GraphModule | None = work.prepared
+        self.best: TuneStep | None = None
+        self.tried: list[TuneStep] = []
+
+    def run(self, tolerance: float | None) -> Tuned:
+        """Try one remedy after the other until the drop is within the tolerance."""
+        reference = self.journal.at("float", self._float_score)
+        enough = tolerance if tolerance is not None else WITHIN * (abs(reference) if self.metric is not None else 100.0)
+        choices = Choices(self.work.prepared)
+        too_large = self.budget is not None and not fits(costs(choices, choices.dtypes(), self.budget.speed), self.budget)
+        self._try(CALIBRATION, reference - enough, refused=too_large)
+        rest = [WITHIN_BUDGET, *(remedy for remedy in REMEDIES if remedy is not WITHIN_BUDGET)] if too_large else REMEDIES
+        for remedy in rest:
+            if self.best is None or self.best.score < reference - enough:
+                self._try(remedy, reference - enough)
+        assert self.best is not None
+        made = self._built(self.recipe)
+        usual = asdict(UNCHANGED)
+        changed = {name: value for name, value in asdict(self.recipe.corrections).items() if value != usual[name]}
+        return Tuned(made, self.recipe.mapping, self.recipe.methods, tuple(self.tried), reference, self.best.score, enough, changed)
+
+    def _float_score(self) -> float:
+        if self.metric is None:
+            return 0.0
+        with still(self.work.prepared, OperatorState.FLOAT):
+            return score_of(self.metric, self.work.prepared)
+
+    def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
+        """Judge what a remedy proposes, and keep the best of it."""
+        known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
+        state = State(self.work, self.recipe, self.budget, self.steps, self.seed, self.show)
+        for entry in known["tried"]:
+            self._take(remedy, TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
+        if not known["done"]:
+            for index, (told, recipe) in enumerate(remedy.propose(state)):
+                if index < len(known["tried"]):
+                    continue
+                made = self._built(recipe)
+                noise = self.judge.noise(lambda inputs, made=made: real_outputs_of(made, inputs))  # type: ignore[misc]
+                score = -100 * noise**0.5 if self.metric is None else score_of(self.metric, made)
+                gain = 0.0 if self.best is None else score - self.best.score
+                better = self.best is None or (score, -noise) > (self.best.score, -self.best.noise)
+                step = TuneStep(remedy.name, told, score, noise, gain, better and not refused)
+                self._take(remedy, step, recipe, made)
+                if self.journal.path is not None:
+                    known["tried"].append({"step": asdict(step), "recipe": recipe.document()})
+                    self.journal.write()
+                if self.best is not None and self.best.score >= enough:
+                    break
+            known["done"] = True
+            self.journal.write()
+
+    def _take(self, remedy: Remedy, step: TuneStep, recipe: Recipe, made: fx.GraphModule | None) -> None:
+        self.tried.append(step)
+        logger.info("tune: %s (%s): score %.5g, %s", step.remedy, step.tried, step.score, "kept" if step.kept else "dropped")
+        if step.kept:
+            self.best, self.recipe, self.made = step, recipe, made
+
+    def _built(self, recipe: Recipe) -> fx.GraphModule:
+        """The model of a recipe; from the best so far where that is its beginning."""
+        if self.made is None and recipe != self.recipe:
+            self.made = self._built(self.recipe)
+        if self.made is not None and recipe == self.recipe:
+            return self.made
+        done = self.recipe.methods
+        same = replace(recipe, methods=done) == self.recipe
+        if self.made is not None and same and recipe.methods[: len(done)] == done:
+            made = copy.deepcopy(self.made)
+        else:
+            made, done = self.work.with_mapping(recipe.mapping, recipe.corrections), ()
+        for count in range(len(done), len(recipe.methods)):
+            part = replace(recipe, methods=recipe.methods[: count + 1])
+            METHODS[part.methods[-1]](made, self.work.samples, self.steps, self.seed, self._file(part), self.show)
+        if recipe == self.recipe:
+            self.made = made
+        return made
+
+    def _file(self, recipe: Recipe) -> str | None:
+        """Where the last method of a recipe keeps what it has learned until it is done."""
+        if self.journal.path is None:
+            return None
+        text = torch.frombuffer(bytearray(repr(recipe.document()).encode()), dtype=torch.uint8)
+        return f"{self.journal.path}.{digest([text])}"
+
+
+def _as_given(state: State) -> Iterator[tuple[str, Recipe]]:
+    yield "as the qconfig says", state.recipe
+
+
+CALIBRATION = Remedy("calibration", _as_given)

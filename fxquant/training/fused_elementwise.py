@@ -1,0 +1,387 @@
+"""Accumulators of two tensors, element by element, that are requantized without being written down.
+
+A product of two activations, a sum of terms on a common scale, a factor of every channel: what an operator composes of primitives is
+kept as it is called (`Deferred`) until it is requantized. Where it is one of these forms (`Join`) and a backend offers passes over
+memory for it, one pass finds the ends of the accumulators, one makes the integers and the real numbers, one goes back; and what is kept
+for the way back is the operands of a product, and which elements have no gradient, if any. All else is composed of the primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
+from fxquant.support.offers import Offers
+from fxquant.training import fused_layers, saturation_masks
+from fxquant.training.reference_kernels import Rounded
+
+# ---- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A call of a primitive, whose arguments may be such calls.
+
+    `slope` is the gradient of the result to the first argument, where it is not that of the primitive: see `Lowering.multiplied`.
+    """
+
+    primitive: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    slope: float | None = None
+
+
+_MADE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.CHANNEL_SCALING, Role.MULTIPLICATION})
+
+
+def defers(primitive: Callable[..., Tensor], arguments: Sequence[Any]) -> bool:
+    """Whether a call may be kept: it is of such a primitive, on a tensor that passes are offered for."""
+    if role_of(primitive) not in _MADE:
+        return False
+    return any(isinstance(a, Deferred) or (isinstance(a, Tensor) and a.numel() >= SMALLEST and offered(a) is not None) for a in arguments)
+
+
+class Layout(NamedTuple):
+    """Where an operand has the element of a row and a column: (row mod rows) · stride + column · step."""
+
+    rows: int
+    stride: int
+    step: int
+
+
+ALONE = Layout(1, 0, 0)  # of one number
+
+
+@dataclass(frozen=True)
+class Join:
+    """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c.
+
+    a, b      float32 tensors of whole numbers; a has the shape of the result, b may be smaller, or absent from a sum
+    c         float64 whole numbers, or None
+    product   whether it is the product
+    down      how the terms of a sum are rounded: down, or to the nearest, half to even
+    wide      whether its numbers are float64, else float32
+    each      whether b and c are of the columns, and the requantization's constants too
+    slopes    the gradients of the terms of a sum, which the factors are rounded from
+    """
+
+    a: Tensor
+    b: Tensor | None
+    c: Tensor | None
+    product: bool
+    wide: bool
+    down: bool = True
+    each: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+    slopes: tuple[float, float] = (1.0, 1.0)
+    signs: tuple[float, float] = (1.0, 1.0)
+    columns: int = 1
+    of_b: Layout = ALONE
+    of_c: Layout = ALONE
+
+    @property
+    def rows(self) -> int:
+        """How many rows of columns there are."""
+        return self.a.numel() // self.columns
+
+    @property
+    def same(self) -> bool:
+        """Whether it is a square."""
+        return self.product and self.a is self.b
+
+
+# ---- what it is of ----------------------------------------------------------------------------------------------------
+
+
+def join_of(value: Tensor | Deferred) -> Join | None:
+    """The form of an accumulator; None where it has none of these."""
+    found = _form(value)
+    if found is None or not fused_layers.plain(found.a, found.b) or (found.c is not None and type(found.c) is not Tensor):
+        return None
+    join = _laid_out(found)
+    return None if join is None or join.a.numel() < SMALLEST or offered(join.a) is None else join
+
+
+def _form(value: Tensor | Deferred) -> Join | None:
+    if isinstance(value, Tensor):
+        return Join(value, None, None, product=False, wide=False)
+    primitive, arguments = value.primitive, value.arguments
+    if primitive is elementwise.multiply:
+        a, b, wide = arguments
+        return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
+    if role_of(primitive) is Role.CHANNEL_SCALING:
+        a, weight, bias, trailing = arguments
+        fits = isinstance(a, Tensor) and a.dim() > 0 and trailing == 0 and weight.numel() == a.shape[-1]
+        if not fits:
+            return None
+        c = torch.zeros(a.shape[-1], dtype=torch.float64, device=a.device) if bias is None else bias.double()
+        return Join(a, weight, c, product=True, wide=PRIMITIVES[primitive].wide, each=True)
+    return _sum(value)
+
+
+class _Term(NamedTuple):
+    """An operand times a factor, with a sign; rounded down to whole steps or not, wide or not. Its gradient is the slope, with the sign."""
+
+    operand: Tensor
+    factor: float
+    slope: float
+    sign: float
+    down: bool
+    wide: bool
+
+
+def _sum(value: Deferred) -> Join | None:
+    """The form of a sum of one or two terms, and at most one constant."""
+    terms: list[_Term] = []
+    constants: list[Tensor] = []
+    if not _gather(value, 1.0, terms, constants) or len(terms) > 2 or len(constants) > 1 or len({each[4:] for each in terms}) > 1:
+        return None
+    (a, factor, slope, sign, down, wide), *rest = terms
+    b, other, others, against = rest[0][:4] if rest else (None, 0.0, 0.0, 1.0)
+    c = constants[0].double() if constants else None
+    return Join(a, b, c, product=False, wide=wide, down=down, factors=(factor, other), slopes=(slope, others), signs=(sign, against))
+
+
+def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]) -> bool:
+    """Whether a value is a sum; its terms and constants go into the lists."""
+    # Not a function inside of `_sum`: one that calls itself would keep the tensors until garbage is collected.
+    if not isinstance(value, Deferred):
+        return False
+    primitive, arguments = value.primitive, value.arguments
+    if role_of(primitive) is Role.ALIGNMENT:
+        fixed = primitive is elementwise.align_fixed
+        operand, wide = arguments[0], bool(arguments[-1]) if isinstance(arguments[-1], bool) else False
+        if not isinstance(operand, Tensor) or arguments[1].numel() != 1:
+            return False
+        factor = float(arguments[1]) * 2.0 ** -int(arguments[2]) if fixed else float(arguments[1])
+        terms.append(_Term(operand, factor, factor if value.slope is None else value.slope, sign, fixed, wide))
+        return True
+    if primitive is elementwise.negate:
+        return _gather(arguments[0], -sign, terms, constants)
+    if primitive is elementwise.add_constant:
+        constants.append(arguments[1])
+        return sign > 0 and _gather(arguments[0], sign, terms, constants)
+    second = -sign if primitive is elementwise.subtract else sign
+    return _gather(arguments[0], sign, terms, constants) and _gather(arguments[1], second, terms, constants)
+
+
+def _laid_out(join: Join) -> Join | None:
+    """The same with rows and columns: behind them, what is smaller has one number, or all."""
+    shape = join.a.shape
+    if not all(each is None or each.numel() for each in (join.a, join.b)):
+        return None
+    if any(each is not None and not _within(each.shape, shape) for each in (join.b, join.c)):
+        if join.b is None or join.each or not all(each is None or _within(each.shape, join.b.shape) for each in (join.a, join.c)):
+            return None
+        shape = join.b.shape
+        join = replace(join, a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
+    smaller = [each for each in (join.b, join.c) if each is not None and each.shape != shape]
+    if not shape:
+        return None
+    trailing = _ones(smaller[0], len(shape)) if smaller else 0
+    if not trailing:
+        trailing = 1
+        while not smaller and trailing < len(shape) and shape[len(shape) - trailing :].numel() < COLUMNS:
+            trailing += 1
+    join = replace(join, columns=shape[len(shape) - trailing :].numel())
+    of_b, of_c = (ALONE if each is None else _layout(each.shape, shape, trailing, join.columns) for each in (join.b, join.c))
+    if of_b is None or of_c is None:
+        return None
+    join = replace(join, of_b=of_b, of_c=of_c)
+    if join.b is not None and join.b.requires_grad and torch.is_grad_enabled() and not join.each and join.of_b.rows != join.rows:
+        return None  # its gradient is a sum over rows
+    return join
+
+
+def _within(own: torch.Size, shape: torch.Size) -> bool:
+    """Whether a tensor broadcasts to this shape."""
+    return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False))
+
+
+def _ones(value: Tensor, rank: int) -> int:
+    """How many of the last dimensions have one element."""
+    return next((count for count, size in enumerate(reversed(value.shape)) if size != 1), rank)
+
+
+def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: int) -> Layout | None:
+    """How an operand is read: its last dimensions are all there, or all 1; so are those before, but for leading ones."""
+    own = [*[1] * (len(shape) - len(own)), *own]
+    split = len(shape) - trailing
+    behind, before = own[split:], own[:split]
+    whole = list(behind) == list(shape[split:])
+    if not whole and any(size != 1 for size in behind):
+        return None
+    while before and before[0] == 1:
+        before = before[1:]
+    if list(before) != list(shape[split - len(before) : split]):
+        return None
+    rows = 1
+    for size in before:
+        rows *= size
+    return Layout(rows, columns if whole else 1, int(whole))
+
+
+COLUMNS = 256  # in a row, or more, where it may be
+
+# ---- the passes -------------------------------------------------------------------------------------------------------
+
+
+class Joining(Protocol):
+    """The passes over memory that a backend has."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Whether they are for this tensor."""
+
+    def ends(self, join: Join) -> Tensor:
+        """The least and the largest accumulator, float64 of shape (2, columns) where constants are of the columns, else (2, 1)."""
+
+    def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """The integers, and the real numbers that they stand for, never -0.0; if it `marks`, which elements have a gradient, how many not.
+
+        Marks are bytes, 1 where there is one.
+        """
+
+    def backward(
+        self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The gradients of a, of b and of c, float32: those of b as a is shaped, or one of each row; where `each`, of the columns.
+
+        That of c is None elsewhere.
+        """
+
+    def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
+        """Which whole numbers from low to high a tensor holds: truth values."""
+
+    def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """table[value - low], and this times the scale, never -0.0: float32; and, if it `keeps`, value - low.
+
+        That is uint8, or the bits of uint16 as int16 where the table has more than 2^8 entries.
+        """
+
+    def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
+        """(of_integers + of_real · scale) · slopes[places], of places as `look_up` keeps them."""
+
+    def to_bytes(self, value: Tensor) -> Tensor | None:
+        """Whole numbers as int8; None where they are not all within its limits."""
+
+
+SMALLEST = 2**8  # elements of a tensor
+OFFERS = Offers[Joining]()
+
+
+def offered(value: Tensor) -> Joining | None:
+    """The passes for a tensor, where there are any."""
+    return OFFERS.first(value) if fused_layers.admitted(value) else None
+
+
+def passes_for(value: Tensor) -> Joining:
+    """Those of a tensor that there are passes for."""
+    found = offered(value)
+    assert found is not None
+    return found
+
+
+# ---- accumulators -----------------------------------------------------------------------------------------------------
+
+
+def _narrow(value: Tensor, join: Join) -> Tensor:
+    """An operand as it is kept: in 16 bits, where it holds no more, unless someone else keeps it anyway."""
+    if join.same:
+        return value
+    low, high = (float(end) for end in torch.aminmax(value))
+    return value.to(torch.int16) if low >= -(2**15) and high < 2**15 else value
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, c: Tensor | None, join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
+        held = (_narrow(a, join), None if a is b else b) if join.product else (None, None)
+        ctx.save_for_backward(*held, None if inside is None else saturation_masks.kept(inside, without))
+        empty = torch.empty(0, device=a.device, dtype=torch.float32)
+        ctx.join, ctx.shapes = (
+            replace(join, a=empty, b=None, c=None),
+            (a.shape, None if b is None else b.shape, None if c is None else c.shape),
+        )
+        ctx.same, ctx.c_dtype = join.same, None if c is None else c.dtype
+        ctx.scale, ctx.ratio = how.scale, ratio
+        return integers, real
+
+    @staticmethod
+    def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_integers is None and of_real is None:
+            return (None,) * 6
+        a, b, kept = ctx.saved_tensors
+        join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
+        given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
+        inside = saturation_masks.opened(kept, torch.empty(shape, device="meta", dtype=torch.float32))
+        a = given if a is None else a.float()
+        if ctx.same:
+            b, ratio = a, 2 * ratio
+        join = replace(join, a=a, b=b)
+        needs_a, needs_b, needs_c = ctx.needs_input_grad[:3]
+        needs_b = needs_b and not ctx.same
+        passes = None if torch.is_grad_enabled() else offered(given)
+        if passes is None:
+            found = _back(join, ctx.scale, ratio, inside, of_integers, of_real, shape)
+        else:
+            found = passes.backward(join, ctx.scale, ratio, inside, of_integers, of_real)
+        of_a, of_b, of_c = found
+        if of_c is None and needs_c:
+            of_c = of_a / (join.slopes[0] * join.signs[0])
+        to_b = of_b.reshape(of_b_shape) if of_b is not None and needs_b else None
+        to_c = of_c.sum_to_size(of_c_shape).to(ctx.c_dtype) if of_c is not None and needs_c else None
+        return of_a if needs_a else None, to_b, to_c, None, None, None
+
+
+def _back(
+    join: Join,
+    scale: Tensor,
+    ratio: Tensor,
+    inside: Tensor | None,
+    of_integers: Tensor | None,
+    of_real: Tensor | None,
+    shape: Sequence[int],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`Joining.backward` in tensors: a function that can itself be differentiated, on every device."""
+    whole = of_integers
+    if of_real is not None:
+        whole = of_real * scale if whole is None else whole + of_real * scale
+    assert whole is not None
+    of = (whole if inside is None else torch.where(inside.view(shape) > 0, whole, 0.0)) / scale
+    of = (of * ratio.to(of.dtype)).reshape(join.rows, join.columns)
+
+    def of_rows(gradient: Tensor) -> Tensor:
+        return gradient if join.of_b.step else gradient.sum(1)
+
+    if not join.product:
+        first, other = (slope * sign for slope, sign in zip(join.slopes, join.signs, strict=True))
+        return (of * first).view(shape), of_rows(of * other), None
+    assert join.b is not None
+    rows = join.b.reshape(-1, join.columns if join.of_b.step else 1)
+    rows = rows.repeat(join.rows // len(rows), 1)
+    of_a, of_b = (of * rows).view(shape), of * join.a.reshape(join.rows, join.columns)
+    return (of_a, of_b.sum(0), of.sum(0)) if join.each else (of_a, of_rows(of_b), None)
+
+
+def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of an accumulator, and the real numbers that they stand for.
+
+    Gradients run through the real number of the accumulator, `ratio` of them, as far as the fused clamp and the grid reach.
+    """
+    if not torch.is_grad_enabled():
+        integers, real, *_ = passes_for(join.a).forward(join, how, ratio, False)
+        return integers, real
+    result: tuple[Tensor, Tensor] = _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call]
+    return result
+
+
+def ends(join: Join) -> Tensor:
+    """The least and the largest accumulator, float64; of every column where constants are."""
+    with torch.no_grad():
+        return passes_for(join.a).ends(join)
