@@ -39,6 +39,7 @@ check: lint types test  ## ruff, mypy and the tests
 lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/words.py
 
 types: $(READY)  ## mypy: strict over what the wheel would hold, and over the tests and benchmarks
 	rm -rf build/types && mkdir -p build/types/fxquant

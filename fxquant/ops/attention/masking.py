@@ -4,7 +4,7 @@
 
 The largest element of a row is one that is kept, so that Σ e is 1 at least, but in a row of which nothing is kept: that becomes zeros.
 An added mask (of -10000, -inf, …) is truth values and what it adds to the elements that it keeps. One that is made of truth values is
-found in the graph (`fxquant.ops.attention.hiding`). Of any other mask both are found beside the integers, in real numbers, of a constant once.
+found in the graph (`fxquant.ops.attention.hiding`). Of any other both are found beside the integers, in real numbers, of a constant once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""Check the words of docstrings and comments: python docs/words.py [room …].
+
+Plain technical English in the terms of docs/terms.md. Each finding is a file and line, the words, and what to write in their place.
+Rooms that are not listed in CHECKED still have the old words; a room is added when it has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHECKED = ("fxquant/support",)
+BANNED = {
+    r"the way back": "backward",
+    r"real numbers?|real tensors?": "float value, dequantized tensor",
+    r"whole numbers?": "integer, int64 tensor",
+    r"truth values?": "boolean",
+    r"pass(es)? over memory": "memory traffic, kernel",
+    r"(is|are|was|were) told|tells? apart": "reported, distinguished",
+    r"loud(ness|er|est)?": "outlier sample, norm of a sample",
+    r"settled?|settles": "apply, resolve",
+    r"stands? (beside|behind|in front|alone)": "is next to, after, before, alone",
+    r"puts? out": "returns",
+    r"made anew|makes? anew": "recreated",
+    r"written down": "materialized",
+    r"joined|joining": "fused, concatenated, reduced",
+    r"(is|are) no (?!longer|more)[a-z]+": "is not a",
+    r"for the sake of": "for",
+    r"what is left of": "the remainder of",
+    r"spelling": "call form",
+}
+START = re.compile(r"(The same|What|See)\b")
+LONGEST = 35  # words of a sentence in the docstring of a module
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, ast.AST]]:
+    """Yield the line, the text and the node of every docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                yield first.lineno, first.value.value, node
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def prose(text: str) -> str:
+    """Return a text without what is quoted from code."""
+    return re.sub(r"`[^`]*`", "`code`", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of the paragraphs that are prose; formulas and lists, which are indented, are left out."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        if not any(line.startswith("   ") for line in paragraph.splitlines()):
+            yield from re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
+
+
+def findings(path: Path, source: str) -> Iterator[str]:
+    """Yield what is to be changed in the docstrings and comments of a file."""
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    tree = ast.parse(source)
+    texts = [(line, text) for line, text, _ in docstrings(tree)] + list(comments(source))
+    for line, text in texts:
+        for words, better in BANNED.items():
+            for found in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
+                yield f"{name}:{line + prose(text)[: found.start()].count(chr(10))}: {found.group()!r}: write {better}"
+    for line, text, node in docstrings(tree):
+        if START.match(text.strip()):
+            yield f"{name}:{line}: a docstring begins with {text.split()[0]!r}: begin with a verb"
+        if isinstance(node, ast.Module):
+            yield from (
+                f"{name}:{line}: a sentence of {len(sentence.split())} words: at most {LONGEST}"
+                for sentence in sentences(text)
+                if len(sentence.split()) > LONGEST
+            )
+
+
+def main(rooms: list[str]) -> int:
+    """Print all findings of these rooms, or of those that are checked; return how many there are."""
+    count = 0
+    for room in rooms or CHECKED:
+        for path in sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / room]:
+            for finding in findings(path, path.read_text(encoding="utf-8")):
+                print(finding)
+                count += 1
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
