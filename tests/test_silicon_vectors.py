@@ -37,6 +37,16 @@ def test_the_integer_graph_gives_what_the_compiled_program_gave(
     assert not differing, differing
 
 
+def test_a_multiplier_rounded_half_to_even_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vectors of ties tell the compiler's rounding from the one that differs in ties alone."""
+    monkeypatch.setattr("fxquant.numerics.rescaling._nearest", lambda value, halves_up: round(value))
+    (case,) = [each for each in CASES if TIES in str(each.id) and "prelu" in each.values[3]["rows"]]
+    march, dtype, scales, group, recorded = case.values
+    found = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
+    unequal = {name for name, ours, theirs in zip(group["rows"], found, recorded, strict=True) if not torch.equal(ours, theirs)}
+    assert unequal == {"prelu"}
+
+
 def test_each_march_has_vectors() -> None:
     """No file was lost: an empty folder would hold nothing to anything."""
     assert {path.stem for path in FOLDER.glob("b*.npz")} >= {"bayes-e-int8", "bernoulli2-int8", f"bayes-e-int8{TIES}"}
