@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fxquant.errors import MissingModule
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the library
 _FOREIGN = (
     os.path.dirname(torch.__file__),
-    *(os.path.join(_HERE, name) for name in ("carried.py", "model.py", "hooks.py")),
+    *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "prepared/hooks.py")),
     "<eval_with_key>",
 )
 _ABSENT = object()
