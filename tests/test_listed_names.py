@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_layers import ROOT, library
 
 from fxquant.ops import BY_NAME
 from fxquant.primitives import PRIMITIVES
+from tests.test_layers import ROOT, library
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from c_cases import cases
 from torch import Tensor
 
 from fxquant import primitives
@@ -18,6 +17,7 @@ from fxquant.ops import BY_NAME, OPERATORS, Operator, Trait
 from fxquant.ops.elementwise.curve import INPUT
 from fxquant.ops.elementwise.unary import UNARY
 from fxquant.primitives import POINTWISE, PRIMITIVES, Primitive, Role, ZeroPoint
+from tests.c_cases import cases
 
 pytestmark = pytest.mark.quick
 
