@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is computed: its shape for every batch size, and its dtype."""
+"""Facts of a tensor before it is computed: its shape for every batch size, and its dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchDim:
         return BatchDim(coefficient, a - coefficient * BATCH_SIZES[0])
 
     def at(self, batch: int) -> int:
-        """The size at this batch size; raises ValueError where it is not a whole number."""
+        """Return the size at this batch size; raises ValueError where it is not an integer."""
         value = self.coefficient * batch + self.offset
         if value.denominator != 1:
             raise ValueError(f"{self} is not a whole number at batch size {batch}")

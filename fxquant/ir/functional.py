@@ -1,4 +1,4 @@
-"""Out-of-place spellings for in-place operations that PyTorch offers no function for."""
+"""Out-of-place forms of in-place operations that PyTorch offers no function for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 
 def stopped(value: Any) -> Any:
-    """A tensor, or a nest of them, detached."""
+    """Detach a tensor, or a nest of them."""
     return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, value)
 
 
@@ -21,7 +21,7 @@ def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 
 
 def copy(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`source`, broadcast to the shape of `tensor` and converted to its type."""
+    """Return `source`, broadcast to the shape of `tensor` and converted to its dtype."""
     return source.to(tensor.dtype).expand_as(tensor)
 
 

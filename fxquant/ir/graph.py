@@ -1,13 +1,13 @@
 """Facts on nodes, and the few ways passes change a graph.
 
 Everything static that fxquant knows about a node is in `node.meta` and is read and written through this
-module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphModule.
+module, so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
     fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
     source      the user's line: "model.py:41 in forward:  y = self.act(y)"
     module      the dotted path of the user's module the node came from ("layer1.0.conv1")
     made_by     the pass (or "trace") that created the node
-    qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
+    qconfig     the QConfigs (or None) attached to the user's modules around the call, by their paths, nearest first
     matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
     batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
     detached    whether the node is computed without gradients while the prepared model trains
@@ -47,7 +47,7 @@ def source(node: fx.Node) -> str:
 
 
 def argument_name(node: fx.Node) -> str:
-    """What the user calls the input that a placeholder stands for; as a rule, its name."""
+    """Return the user's name of the input that a placeholder stands for; as a rule, the placeholder's own."""
     return str(node.meta.get("argument", node.target))
 
 
@@ -57,7 +57,7 @@ def set_argument_name(node: fx.Node, name: str) -> None:
 
 
 def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs of a graph, in its order, as keyword arguments: a call with these is taken as the graph takes it."""
+    """Return the inputs of a graph, given in its order, as keyword arguments by the names of its placeholders."""
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
@@ -72,17 +72,17 @@ def made_by(node: fx.Node) -> str:
 
 
 def attached_qconfigs(node: fx.Node) -> tuple[tuple[str, Any], ...]:
-    """The QConfigs (or None, for float) that stand on the modules around the call, with their paths: the nearest first."""
+    """Return the QConfigs (or None, for float) attached to the modules around the call, with their paths: the nearest first."""
     return tuple(node.meta.get("qconfig", ()))
 
 
 def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
-    """Write the QConfigs that stand on the modules around the call, the nearest first."""
+    """Write the QConfigs attached to the modules around the call, the nearest first."""
     node.meta["qconfig"] = value
 
 
 def matched_rules(node: fx.Node) -> tuple[Any, ...]:
-    """What the user asked of this node, and then of each that was fused into it, in the order they run: a `spec.MatchedRules` for each."""
+    """Return the rules for this node, then for each node fused into it, in the order they run: a `spec.MatchedRules` for each."""
     return tuple(node.meta.get("matched_rules", ()))
 
 
@@ -156,7 +156,7 @@ def is_on_host(node: fx.Node) -> bool:
 
 
 def observed(node: fx.Node) -> tuple[float, float] | None:
-    """The interval beyond which the node's values make no difference to anything that reads them; None if all of them do."""
+    """Return the interval beyond which the node's values make no difference to any reader; None if all of them do."""
     return node.meta.get("observed")
 
 
@@ -197,7 +197,7 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def computes_tensor(node: fx.Node) -> bool:
-    """Whether the node is something that happens to tensors: neither an input nor the output, a parameter or a number."""
+    """Return whether the node computes tensors: it is neither an input nor the output, a parameter or a number."""
     if node.op in ("placeholder", "output") or is_parameter(node):
         return False
     known = fact(node)
@@ -265,18 +265,18 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def stated_demand(node: fx.Node) -> Any:
-    """What a composite demands of the grid of this part of it (an `ops.Demand`); None of any other node."""
+    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
     return node.meta.get("demand")
 
 
 def state_demand(node: fx.Node, value: Any) -> None:
-    """Write what the composite demands of the grid of this part of it."""
+    """Write the demand of the composite on the grid of this part of it."""
     node.meta["demand"] = value
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of what operator of the model a node is a part.
+    """The operator of the model that a node is a part of.
 
     composite  the operator's name
     role       the part's
@@ -311,13 +311,13 @@ def is_inner_part(node: fx.Node) -> bool:
 
 
 def step_of(node: fx.Node) -> int | None:
-    """At which step of a recurrence a part of it is computed, counted from 0; None of any other node."""
+    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
     known = part(node)
     return None if known is None else known.step
 
 
 def ties(node: fx.Node) -> tuple[str, ...]:
-    """What a node is tied by: nodes with one tie in common have one grid."""
+    """Return the names of a node's ties: nodes with one tie in common share one grid."""
     return tuple(node.meta.get("ties", ()))
 
 
@@ -327,12 +327,12 @@ def tie(node: fx.Node, name: str) -> None:
 
 
 def spelling(node: fx.Node) -> tuple[Any, ...]:
-    """What the user wrote: the function, or the class of the module, the node stood for; several after fusion."""
+    """Return the functions, or the classes of modules, that the user called for this node; several after fusion."""
     return tuple(node.meta.get("spelling", ()))
 
 
 def spell(node: fx.Node, *written: Any) -> None:
-    """Add to what the user wrote."""
+    """Add functions, or classes of modules, that the user called for this node."""
     node.meta["spelling"] = (*spelling(node), *written)
 
 
@@ -344,7 +344,7 @@ def fused(node: fx.Node) -> tuple[str, ...]:
 def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`.
 
-    Where that has no gradients and `other` has, by operands of its own, the node's own arguments have none.
+    If `node` has no gradients and `other` has some, by operands of its own, the arguments of `node` are marked as without gradients.
     """
     if is_detached(node) and not is_detached(other):
         brought = {operand for operand in other.all_input_nodes if operand is not node}
@@ -358,12 +358,12 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
 
 
 def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """Pairs of names: a node that is gone, since it passed on its operand as it is, and that operand."""
+    """Return pairs of names: a removed node, which passed on its operand as it is, and that operand."""
     return tuple(node.meta.get("passed_on", ()))
 
 
 def pass_on(operand: fx.Node, node: fx.Node) -> None:
-    """Record that what reads `node` reads its operand from now on."""
+    """Record that the readers of `node` read its operand from now on."""
     operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
 
 
@@ -391,12 +391,12 @@ def notes(node: fx.Node) -> dict[str, Any]:
 
 
 def noted(node: fx.Node, key: str) -> Any:
-    """One of these facts; None where it was not recorded."""
+    """Return one of the facts in `notes`; None where it was not recorded."""
     return node.meta.get("notes", {}).get(key)
 
 
 def channel_exponents(node: fx.Node) -> list[Any] | None:
-    """In an integer graph: the tensor of a node is the float model's times 2 to these; None where it is the float model's.
+    """Return the exponents e of a node of an integer graph: its tensor is the float model's times 2^e. None where it is that tensor.
 
     They are nested lists of its shape without the batch, where a list of one stands for a whole dimension.
     """
@@ -405,7 +405,7 @@ def channel_exponents(node: fx.Node) -> list[Any] | None:
 
 
 def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
-    """Write them."""
+    """Write the exponents that `channel_exponents` returns."""
     notes(node)["exponents"] = json.dumps(value)
 
 
@@ -441,7 +441,7 @@ def zero_point(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands, among the arguments of an `Operation`, for the node of this name."""
+    """A reference, among the arguments of an `Operation`, to the node of this name."""
 
     node: str
 
@@ -463,7 +463,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Operation:
-    """What the primitives that make a quantized tensor compute together: an operator of the table.
+    """The operator of the table that the primitives behind a quantized tensor compute together.
 
     name          the operator's name
     arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
@@ -520,7 +520,7 @@ def origin(node: fx.Node) -> str:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether a node of an integer graph stands inside of what an operator was lowered to, and is not its result."""
+    """Return whether a node of an integer graph is an inner primitive of a lowered operator, and not its result."""
     return origin(node) != node.name
 
 
@@ -530,7 +530,7 @@ def is_inner(node: fx.Node) -> bool:
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
     """Give a new node the source line, the module, the attached QConfigs and the matched_rules of the node it was made for.
 
-    What is computed for a node without gradients has none either.
+    A node made for a node without gradients has none either.
     """
     for key in ("source", "module", "qconfig", "matched_rules", "detached"):
         if key in parent.meta:
@@ -540,14 +540,14 @@ def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
 
 
 def resolve(root: torch.nn.Module, path: str) -> Any:
-    """What is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
+    """Return what is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
     return registered(root, path)
 
 
 def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
     """Register a module, or a buffer, at a dotted path, making plain modules on the way.
 
-    What the path names may be what the GraphModule has an attribute for: a user's module may be called "graph".
+    The path may be the name of an attribute of GraphModule: a user's module may be called "graph".
     """
     *parents, name = path.split(".")
     for part in parents:

@@ -1,6 +1,6 @@
-"""What changes gradients and no values: tensor hooks, and the backward of a custom `torch.autograd.Function`.
+"""Modules that change gradients and no values: tensor hooks, and the backward of a custom `torch.autograd.Function`.
 
-Each is a module that is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has none.
+Each is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has no such module.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradientHooks(GradientRule):
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands, among the arguments of a custom function, for the operand of this position."""
+    """A reference, among the arguments of a custom function, to the operand of this position."""
 
     position: int
 

@@ -1,4 +1,4 @@
-"""From one scale to another: exact ratios, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them."""
+"""Rescale: exact ratios of scales, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class FixedWidths:
         return fixed_requantization(ratio, self, output, accumulator_bits)
 
     def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
-        """(M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
+        """Return (M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
         return ratio.mantissa(self.multiplier_bits, largest_exponent=31)
 
 
@@ -181,7 +181,7 @@ class FixedWidths:
 class MeasuredWidths(FixedWidths):
     """The widths that the compiler of bernoulli2, bayes and bayes-e chooses, for one output dtype (backends/bpu/CHIP.md, section 8).
 
-    The last shift b is the largest that there is, and what is left of the exponent k is the first shift. A multiplier that
+    The last shift b is the largest that there is, and the remainder of the exponent k is the first shift. A multiplier that
     rounds up to 2^multiplier_bits is one less.
     """
 
@@ -290,7 +290,7 @@ def real_multiplier(ratio: Ratio) -> Tensor:
 
 
 def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
-    """(n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
+    """Return (n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
 
     n is the largest of 0…14 for which no M but that minimum exceeds 2^14; 0 if there is none. Three times 255 · 2^14 is below 2^24:
     float32 adds two terms of 8 bits and a zero point exactly, in any order.
@@ -303,7 +303,7 @@ def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
 
 
 def _limited_multiplier(ratio: Ratio, bits: int) -> Tensor:
-    """round_half_even(ratio · 2^bits); something larger than 2^14 where it is that."""
+    """Return round_half_even(ratio · 2^bits); where that is much larger than 2^14, some number larger than 2^14."""
     large = float(ratio.approximate()) > 2.0 * LARGEST_NARROW_MULTIPLIER
     exponent = torch.tensor(bits, dtype=torch.int64, device=ratio.numerators[0].device)
     return torch.full_like(exponent, 2 * LARGEST_NARROW_MULTIPLIER) if large else ratio.rounded(exponent)
