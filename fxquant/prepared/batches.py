@@ -29,7 +29,7 @@ def no_batches(num_batches: int | None) -> CalibrationError:
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
-    """What yields batches: one tensor or one dict is a batch by itself. Raises ConfigurationError if nothing can be iterated over."""
+    """Return an iterable of batches: one tensor or one dict is a batch by itself. Raises ConfigurationError for what is not iterable."""
     if isinstance(batches, torch.Tensor | Mapping):
         return [batches]
     try:
@@ -60,10 +60,10 @@ def length(batches: Iterable[Any], count: int | None) -> int | None:
 
 
 def example_inputs(model: nn.Module, batch: Any) -> Any:
-    """The part of a batch that forward requires, as a tuple or a dict of forward's arguments.
+    """Return the part of a batch that forward requires, as a tuple or a dict of forward's arguments.
 
-    Of a dict, what forward has a parameter for. Of a tuple or list its leading items, as many as forward has required
-    parameters; or its first item, where that alone is a tuple of so many (or a dict), as in ((image, mask), target).
+    Of a dict, that is the items that forward has a parameter for. Of a tuple or list, it is the leading items, as many as forward has
+    required parameters; or its first item, where that alone is a tuple of so many (or a dict), as in ((image, mask), target).
     """
     parameters = inspect.signature(model.forward).parameters
     if isinstance(batch, Mapping):

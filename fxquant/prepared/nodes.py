@@ -14,7 +14,7 @@ from fxquant.primitives.record import Primitive
 
 
 def called(model: fx.GraphModule, node: fx.Node) -> str:
-    """The name of what a node calls: an operator, a primitive, a function, a method, or the class of a module."""
+    """Return the name of the operator, primitive, function, method or class of module that a node calls."""
     operator = record_of(model, node)
     if operator is not None:
         return operator.name
@@ -24,7 +24,7 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of value that a primitive's node holds; what moves elements moves truth values and whole numbers too."""
+    """Return the kind of value that a primitive's node holds; primitives that move elements move booleans and integers too."""
     record = PRIMITIVES[node.target]  # type: ignore[index]
     return "plain" if record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values() else record.kind
 
@@ -45,13 +45,13 @@ def in_float16(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def record_of(model: fx.GraphModule, node: fx.Node) -> Operator | None:
-    """The operator at a node, before or after it became a module; None if it is none of the table, or has been lowered."""
+    """Return the operator at a node, before or after it became a module; None if the table has none, or it has been lowered."""
     module = quantized_operator(model, node)
     return operator_of(node) if module is None else module.operator
 
 
 def quantized_operator(model: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
-    """The module of a prepared model that stands at a node; None if none does."""
+    """Return the quantized operator that a node of a prepared model calls; None if it calls none."""
     module = resolve(model, str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, QuantizedOperator) else None
 
@@ -62,17 +62,17 @@ def primitive_of(node: fx.Node) -> Primitive | None:
 
 
 def is_quantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether real numbers become integers at a node, at any stage."""
+    """Return whether a node quantizes, at any stage."""
     return node.target is boundary.quantize or record_of(model, node) is QUANTIZE
 
 
 def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether integers become real numbers at a node, at any stage."""
+    """Return whether a node dequantizes, at any stage."""
     return node.target is boundary.dequantize or record_of(model, node) is DEQUANTIZE
 
 
 def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node computes real numbers from real numbers by way of integers whose grid is found at run time, at any stage."""
+    """Return whether a node computes floats from floats by integers whose grid is found at run time, at any stage."""
     primitive, operator = primitive_of(node), record_of(model, node)
     return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and operator.dynamic)
 
