@@ -71,12 +71,12 @@ def _decide_anew(prepared: nn.Module, _: Any) -> None:
 
 
 def _has_batch_norm(node: fx.Node) -> bool:
-    """Whether a node has a batch norm among its arguments."""
+    """Return whether a node has a batch norm among its arguments."""
     return node.kwargs.get("batch_norm") is not None
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """The quantizers of its operands."""
+    """Yield the quantizers of its operands."""
     inputs: Any
     for inputs in operator.inputs.values():
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:

@@ -124,7 +124,7 @@ class Observations(Mapping[str, Observed]):
         return self._by_places.get(places)
 
     def named(self, name: str) -> Iterator[Places]:
-        """The places among which a tensor of this name was observed."""
+        """Return the places among which a tensor of this name was observed."""
         return (places for places in self._by_places if name in (place.name for place in places))
 
 
@@ -232,7 +232,7 @@ def _place(node: fx.Node, operator: QuantizedOperator, exponents: Tensor) -> Pla
 
 
 def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> str | None:
-    """Why the observations cannot give a scale; None if they can."""
+    """Return why the observations cannot give a scale; None if they can."""
     known = observed.at(places)
     if known is None:
         return _why_elsewhere(places, observed)

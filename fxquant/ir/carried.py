@@ -58,7 +58,7 @@ class Carried:
         return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve}, left)
 
     def modules(self) -> list[str]:
-        """The paths of the modules that are to be preserved whole."""
+        """Return the paths of the modules that are to be preserved whole."""
         return [name for name, value in self.preserved.items() if value is None]
 
     def dress(self, model: nn.Module) -> None:
@@ -107,7 +107,7 @@ class Carried:
 
 
 def calling_line() -> str | None:
-    """The innermost line outside of torch and of what a model here is: "model.py:41 in encode:  return self.e(x)"."""
+    """Return the innermost line outside of torch and of what a model here is: "model.py:41 in encode:  return self.e(x)"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         frame = frame.f_back

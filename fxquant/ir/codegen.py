@@ -14,7 +14,7 @@ _REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated 
 
 
 def registered(root: nn.Module, path: str) -> Any:
-    """The module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
+    """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
     value: Any = root
     for part in path.split("."):
         value = _member(value, part)
@@ -39,7 +39,7 @@ def own_names() -> frozenset[str]:
 
 @functools.cache
 def _is_plain(path: str) -> bool:
-    """Whether `self.` and the path is an expression that reads what is registered there."""
+    """Return whether `self.` and the path is an expression that reads what is registered there."""
     first, *others = path.split(".")
     return not (
         first in own_names()

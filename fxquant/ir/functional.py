@@ -14,7 +14,7 @@ def stopped(value: Any) -> Any:
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """A copy of `tensor` in which `tensor[index]` is `value`."""
+    """Return a copy of `tensor` in which `tensor[index]` is `value`."""
     result = tensor.clone()
     result[index] = value
     return result
@@ -26,17 +26,17 @@ def copy(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
-    """A tensor like `tensor` that holds `value` everywhere."""
+    """Return a tensor like `tensor` that holds `value` everywhere."""
     return torch.full_like(tensor, value)
 
 
 def zero(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like `tensor` that holds zeros."""
+    """Return a tensor like `tensor` that holds zeros."""
     return torch.zeros_like(tensor)
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
-    """A copy of `tensor` in which a view of it holds `value`.
+    """Return a copy of `tensor` in which a view of it holds `value`.
 
     `way` leads there: (name, arguments, keyword arguments) of one method after the other, each one of VIEWS. Raises ValueError for
     another method.
@@ -47,7 +47,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor, way: Any) -> Any:
-    """The view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
+    """Return the view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
     view: Any = tensor
     for name, args, kwargs in way:
         if name == "getattr" and args in (("T",), ("mT",)):

@@ -32,7 +32,7 @@ from fxquant.ir.facts import Size, TensorFact
 
 
 def fact(node: fx.Node) -> Any:
-    """The node's `TensorFact` (or nest of them, or number); None if nothing is known."""
+    """Return the node's `TensorFact` (or nest of them, or number); None if nothing is known."""
     return node.meta.get("fact")
 
 
@@ -42,7 +42,7 @@ def set_fact(node: fx.Node, value: Any) -> None:
 
 
 def source(node: fx.Node) -> str:
-    """The user's source line, or an empty string."""
+    """Return the user's source line, or an empty string."""
     return str(node.meta.get("source", ""))
 
 
@@ -62,12 +62,12 @@ def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted path of the user's module this node came from, or an empty string for the model itself."""
+    """Return the dotted path of the user's module this node came from, or an empty string for the model itself."""
     return str(node.meta.get("module", ""))
 
 
 def made_by(node: fx.Node) -> str:
-    """The pass that created the node, or "trace"."""
+    """Return the pass that created the node, or "trace"."""
     return str(node.meta.get("made_by", "trace"))
 
 
@@ -92,7 +92,7 @@ def set_matched_rules(node: fx.Node, *rules: Any) -> None:
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
-    """The node's shape; raises TypeError if its value is not one tensor."""
+    """Return the node's shape; raises TypeError if its value is not one tensor."""
     value = fact(node)
     if not isinstance(value, TensorFact):
         raise TypeError(f"%{node.name} is not a tensor of known shape")
@@ -100,12 +100,12 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 
 
 def reads_shape_only(node: fx.Node) -> bool:
-    """Whether the node asks a tensor for its size, and not for its values."""
+    """Return whether the node asks a tensor for its size, and not for its values."""
     return node.op == "call_method" and node.target in ("size", "dim")
 
 
 def batch_norm_path(node: fx.Node) -> str:
-    """The dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
+    """Return the dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
     return str(node.meta.get("batch_norm", module_path(node)))
 
 
@@ -136,7 +136,7 @@ class Annotation:
 
 
 def annotation(node: fx.Node) -> Annotation | None:
-    """The node's annotation; None before `specs.annotate`."""
+    """Return the node's annotation; None before `specs.annotate`."""
     value = node.meta.get("annotation")
     return value if isinstance(value, Annotation) else None
 
@@ -150,7 +150,7 @@ HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_h
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether the node stays in float since it would break a limit of the target."""
+    """Return whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
     return spec is not None and spec.on_host
 
@@ -166,7 +166,7 @@ def set_observed(node: fx.Node, interval: tuple[float, float]) -> None:
 
 
 def refusal(node: fx.Node) -> str | None:
-    """Why the node could not be brought to canonical form; None if it was, or was never an operator."""
+    """Return why the node could not be brought to canonical form; None if it was, or was never an operator."""
     return node.meta.get("refusal")
 
 
@@ -179,7 +179,7 @@ WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as l
 
 
 def is_python(node: fx.Node) -> bool:
-    """Whether a node calls the user's Python as it stands."""
+    """Return whether a node calls the user's Python as it stands."""
     return bool(node.meta.get("python"))
 
 
@@ -192,7 +192,7 @@ def restore_flags(meta: dict[str, Any]) -> None:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
+    """Return whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
 
 
@@ -205,7 +205,7 @@ def computes_tensor(node: fx.Node) -> bool:
 
 
 def trains_only(node: fx.Node) -> bool:
-    """Whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
+    """Return whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
     return bool(node.meta.get("trains_only"))
 
 
@@ -220,7 +220,7 @@ def mark_parameter(node: fx.Node) -> None:
 
 
 def is_detached(node: fx.Node) -> bool:
-    """Whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
+    """Return whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
     return bool(node.meta.get("detached")) and not is_parameter(node)
 
 
@@ -230,7 +230,7 @@ def detach(node: fx.Node) -> None:
 
 
 def detached_arguments(node: fx.Node) -> tuple[int | str, ...]:
-    """The positions and the keywords of arguments that have no gradient, of a node that has one by others."""
+    """Return the positions and the keywords of arguments that have no gradient, of a node that has one by others."""
     return tuple(node.meta.get("detached_arguments", ()))
 
 
@@ -294,7 +294,7 @@ class Part:
 
 
 def part(node: fx.Node) -> Part | None:
-    """The composite a node is a part of; None if it is a whole operator."""
+    """Return the composite a node is a part of; None if it is a whole operator."""
     value = node.meta.get("part")
     return value if isinstance(value, Part) else None
 
@@ -305,7 +305,7 @@ def set_part(node: fx.Node, value: Part) -> None:
 
 
 def is_inner_part(node: fx.Node) -> bool:
-    """Whether a node holds an inner tensor of a composite."""
+    """Return whether a node holds an inner tensor of a composite."""
     known = part(node)
     return known is not None and known.inner
 
@@ -337,7 +337,7 @@ def spell(node: fx.Node, *written: Any) -> None:
 
 
 def fused(node: fx.Node) -> tuple[str, ...]:
-    """The names of the nodes fused into this one."""
+    """Return the names of the nodes fused into this one."""
     return tuple(node.meta.get("fused", ()))
 
 
@@ -374,7 +374,7 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 
 
 def unfused(node: fx.Node) -> str | None:
-    """Why a node was not fused into what it reads; None where nobody tried."""
+    """Return why a node was not fused into what it reads; None where nobody tried."""
     value = node.meta.get("unfused")
     return None if value is None else str(value)
 
@@ -423,7 +423,7 @@ class QParams:
 
 
 def qparams(node: fx.Node) -> QParams | None:
-    """The grid of the quantized tensor a node of an integer graph holds; None for any other node."""
+    """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
     value = node.meta.get("qparams")
     return value if isinstance(value, QParams) else None
 
@@ -434,7 +434,7 @@ def set_qparams(node: fx.Node, value: QParams) -> None:
 
 
 def zero_point(node: fx.Node) -> int:
-    """The integer that stands for 0 in the tensor a node of an integer graph holds."""
+    """Return the integer that stands for 0 in the tensor a node of an integer graph holds."""
     known = qparams(node)
     return 0 if known is None else known.zero_point
 
@@ -478,7 +478,7 @@ class Operation:
 
 
 def operation(node: fx.Node) -> Operation | None:
-    """The operator that a node of an integer graph is the result of; None for any other node."""
+    """Return the operator that a node of an integer graph is the result of; None for any other node."""
     value = node.meta.get("operation")
     return value if isinstance(value, Operation) else None
 
@@ -499,23 +499,23 @@ def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
 
 
 def model_meta(model: Any) -> dict[str, Any]:
-    """The `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
+    """Return the `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
     found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
     return found if isinstance(found, dict) else {}
 
 
 def stage_of(model: Any) -> str | None:
-    """The stage that the passes left a graph at; None for a module that they have not rewritten."""
+    """Return the stage that the passes left a graph at; None for a module that they have not rewritten."""
     return model_meta(model).get("stage")
 
 
 def is_deployed(model: Any) -> bool:
-    """Whether this is an integer model, with kernels or without."""
+    """Return whether this is an integer model, with kernels or without."""
     return stage_of(model) in ("INTEGER", "FUSED")
 
 
 def origin(node: fx.Node) -> str:
-    """The name of the prepared node an integer node was lowered from."""
+    """Return the name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))
 
 

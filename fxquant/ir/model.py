@@ -169,7 +169,7 @@ class Model(fx.GraphModule):
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
-        """A model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
+        """Return a model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
 
         It is not compiled yet: call `recompile` before running it.
         """
@@ -331,12 +331,12 @@ def _by_name(value: Any) -> Any:
 
 
 def _found(value: Any) -> Any:
-    """The function that something stands for; anything else as it is."""
+    """Return the function that something stands for; anything else as it is."""
     return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
 
 
 def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A value of `meta` with the function applied to what is in plain containers."""
+    """Return a value of `meta` with the function applied to what is in plain containers."""
     if type(value) in (tuple, list):
         return type(value)(_nested(item, function) for item in value)
     if type(value) is dict:

@@ -50,7 +50,7 @@ class Taken(NamedTuple):
     buffers: dict[tuple[str, str], Tensor]
 
     def repeated_by(self, key: Any) -> bool:
-        """Whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
+        """Return whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
         return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
 
 
@@ -110,7 +110,7 @@ def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
 
 
 def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """The buffers that training may move: of each the path of its module, its name, and the tensor."""
+    """Return the buffers that training may move: of each the path of its module, its name, and the tensor."""
     return [
         (path, name, value)
         for path, module in model.named_modules()

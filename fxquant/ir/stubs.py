@@ -34,12 +34,12 @@ def mark_stub(node: fx.Node) -> None:
 
 
 def is_stub(node: fx.Node) -> bool:
-    """Whether this node is a user's QuantStub."""
+    """Return whether this node is a user's QuantStub."""
     return bool(node.meta.get("quant_stub"))
 
 
 def stub_of(module: nn.Module) -> tuple[object, ...] | None:
-    """The function that a stub stands for, with its further arguments; None for any other module."""
+    """Return the function that a stub stands for, with its further arguments; None for any other module."""
     kind = type(module)
     if kind.__name__ not in ("QuantStub", "DeQuantStub") or not kind.__module__.startswith(_HOMES):
         return None
@@ -52,7 +52,7 @@ def stub_of(module: nn.Module) -> tuple[object, ...] | None:
 
 
 def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The nodes that stubs keep in float, and why; none in a model without stubs.
+    """Return the nodes that stubs keep in float, and why; none in a model without stubs.
 
     A node is inside if it reads a tensor that has passed a QuantStub, and no DeQuantStub since. Without a QuantStub, inputs are inside.
     """

@@ -172,5 +172,5 @@ def _compare(site: Site, implementation: Implementation, built: Built, given: di
 
 
 def is_primitive(node: fx.Node) -> bool:
-    """Whether a node is a call of a primitive."""
+    """Return whether a node is a call of a primitive."""
     return node.op == "call_function" and node.target in PRIMITIVES

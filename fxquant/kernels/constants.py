@@ -57,7 +57,7 @@ class Checksums:
 
 
 def _memory(span: Span) -> memoryview:
-    """The bytes of a span, in the tensor's own memory."""
+    """Return the bytes of a span, in the tensor's own memory."""
     storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(span.tensor.untyped_storage())
     begin = span.tensor.storage_offset() * span.tensor.element_size() + span.first
     return storage.numpy().data[begin : begin + span.size]

@@ -19,14 +19,14 @@ AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are 
 
 
 def grid(node: fx.Node) -> QParams:
-    """The grid of a quantized tensor."""
+    """Return the grid of a quantized tensor."""
     known = qparams(node)
     assert known is not None
     return known
 
 
 def magnitude(node: fx.Node) -> int:
-    """The largest absolute value of a centred integer of a tensor of bytes."""
+    """Return the largest absolute value of a centred integer of a tensor of bytes."""
     known = grid(node)
     return max(known.zero_point, 255 - known.zero_point) if known.dtype == "uint8" else 128
 

@@ -19,7 +19,7 @@ LAYERS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = (2, 3, 4)) -> bool:
-    """Whether a value is a tensor of one of these dtypes and ranks."""
+    """Return whether a value is a tensor of one of these dtypes and ranks."""
     known = fact(node) if isinstance(node, fx.Node) else None
     return isinstance(known, TensorFact) and known.dtype in dtypes and len(known.shape) in ranks
 
@@ -158,7 +158,7 @@ def dynamic_layer(root: fx.Node) -> Match | None:
 
 
 def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
-    """The quantized tensors that never hold negative centred integers."""
+    """Return the quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:
         record = PRIMITIVES.get(node.target) if node.op == "call_function" else None

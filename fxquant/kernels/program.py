@@ -131,14 +131,14 @@ class Program:
         return self.layouts[node][2].is_floating_point
 
     def _plain(self, node: fx.Node) -> int:
-        """The place of a value as primitives have it."""
+        """Return the place of a value as primitives have it."""
         if (node, False) not in self.places and (node, True) in self.places:
             place = self._place(node, False)
             self.steps.append((_Plain(self.held(node), self.layouts[node]), [self.places[node, True]], place))
         return self._place(node, False)
 
     def _held(self, node: fx.Node) -> int:
-        """The place of a value as kernels hold it."""
+        """Return the place of a value as kernels hold it."""
         if (node, True) not in self.places:
             place = self._place(node, True)
             self.buffers[place] = self.held(node)

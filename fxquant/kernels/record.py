@@ -136,26 +136,26 @@ class Site:
     non_negative: frozenset[fx.Node]
 
     def constant(self, node: fx.Node | None) -> Tensor | None:
-        """The tensor of a constant."""
+        """Return the tensor of a constant."""
         return None if node is None else resolve(self.model, str(node.target)).detach()
 
     def tensor(self, name: str) -> Tensor:
-        """A constant among the parts, by name."""
+        """Return a constant among the parts, by name."""
         found = self.constant(self.match.parts[name])
         assert found is not None
         return found
 
     def held(self, node: fx.Node) -> Held:
-        """How a quantized tensor, or an accumulator, is held."""
+        """Return how a quantized tensor, or an accumulator, is held."""
         return held(node, self.sizes[node], node in self.non_negative)
 
     def result(self) -> Held:
-        """How the result is held."""
+        """Return how the result is held."""
         return self.held(self.match.root)
 
 
 def held(node: fx.Node, sizes: SIZES, non_negative: bool) -> Held:
-    """How kernels hold a quantized tensor of an integer graph, or an accumulator."""
+    """Return how kernels hold a quantized tensor of an integer graph, or an accumulator."""
     known, dtype = qparams(node), node.meta["fact"].dtype
     if dtype == torch.uint8 and known is not None:
         return Held(sizes, known.zero_point)

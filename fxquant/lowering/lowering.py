@@ -62,7 +62,7 @@ class ResidualFactor(NamedTuple):
     right_shift: Any = None
 
     def value(self) -> Tensor:
-        """The factor as a tensor; only for eager lowering."""
+        """Return the factor as a tensor; only for eager lowering."""
         factor: Tensor = self.multiplier
         return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
 
@@ -160,7 +160,7 @@ class Lowering:
         return value
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
-        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+        """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
@@ -168,7 +168,7 @@ class Lowering:
         return value
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
-        """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
+        """Return the zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
         return ()
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
@@ -180,7 +180,7 @@ class Lowering:
         """
 
     def holds(self, value: Any, grid: Grid) -> Any:
-        """The value, recorded as a quantized tensor on a grid."""
+        """Return the value, recorded as a quantized tensor on a grid."""
         return value
 
     def note(self, key: str, value: object) -> None:
@@ -203,7 +203,7 @@ class Lowering:
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
 
     def not_finite(self) -> NotFinite:
-        """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
+        """Return the error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
         found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
@@ -385,7 +385,7 @@ class Lowering:
         return self.constant(role, value, dtype)
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
-        """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
+        """Return the operand's integers on the grid of `to`; the operand's own where the grids are equal."""
         grid = to.grid
         if operand.grid.equals(grid):
             return operand.value
@@ -435,7 +435,7 @@ class Lowering:
 
 
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
-    """Which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
+    """Return which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
     for name, value in parameters.items():
         if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
@@ -452,7 +452,7 @@ def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: Bat
 
 
 def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
-    """The error for parameters that are not finite."""
+    """Return the error for parameters that are not finite."""
     return NotFinite(
         f"the parameters of %{name} cannot become integers",
         at=at,

@@ -25,7 +25,7 @@ class GradientRule(nn.Module):
     label: str
 
     def same(self, other: GradientRule) -> bool:
-        """Whether two traces of one model made both for the same place."""
+        """Return whether two traces of one model made both for the same place."""
         return type(self) is type(other) and self.label == other.label
 
     def extra_repr(self) -> str:
@@ -74,7 +74,7 @@ class CustomBackward(GradientRule):
         self.label = f"{function.__qualname__}.backward"
 
     def same(self, other: GradientRule) -> bool:
-        """Whether the other is of the same function and the same result."""
+        """Return whether the other is of the same function and the same result."""
         return isinstance(other, CustomBackward) and (self.function, self.index) == (other.function, other.index)
 
     def forward(self, value: Tensor, *operands: Any) -> Tensor:

@@ -132,7 +132,7 @@ class Grid:
         return real.add_(0.0)
 
     def bound(self, value: float | None, default: int) -> int:
-        """The centred integer of a clamp's bound, as `clamp_bound` says."""
+        """Return the centred integer of a clamp's bound, as `clamp_bound` says."""
         return clamp_bound(value, float(self.scale), default, self)
 
     def equals(self, other: Grid) -> bool:
@@ -164,7 +164,7 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, 
 
 
 def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
-    """The float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
+    """Return the float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
     This is the one function that computes a scale, for observing, training and converting. The scale is at least 2^-48, so that
     a division by it is always finite; it is 2^-23 where all values are zero, and NaN where one is NaN.
@@ -178,18 +178,18 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below the scale; NaN for NaN."""
+    """Return the smallest power of two that is not below the scale; NaN for NaN."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)
 
 
 def is_scale(value: float) -> bool:
-    """Whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
+    """Return whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
     return SMALLEST_NORMAL <= value <= LARGEST_FLOAT32
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
-    """The scale fixed by a threshold: threshold / 128 for int8 and uint8, threshold / 32768 for int16."""
+    """Return the scale fixed by a threshold: threshold / 128 for int8 and uint8, threshold / 32768 for int16."""
     return threshold / ((dtype.high - dtype.low + 1) // 2)
 
 
@@ -199,7 +199,7 @@ def round_half_up(value: float) -> int:
 
 
 def round_away(value: Tensor) -> Tensor:
-    """The nearest integers, halves away from zero, in the dtype of `value`."""
+    """Return the nearest integers, halves away from zero, in the dtype of `value`."""
     magnitude = value.abs()
     below = torch.floor(magnitude)
     return torch.copysign(below + (magnitude - below >= 0.5).to(value.dtype), value)  # both differences are exact
@@ -232,7 +232,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
-    """The scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
+    """Return the scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
     flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
     largest = flat.abs().amax(dim=1)
     return scale_from_range(-largest, largest, dtype)
@@ -241,7 +241,7 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
 def least_error_scale(
     weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24, p: float = 2.0, power_of_two: bool = False
 ) -> Tensor:
-    """The scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
+    """Return the scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
 
     The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it; of powers of two, that scale
     rounded up, its half and its quarter.
@@ -273,7 +273,7 @@ def bias_limit(input: IntType, weight: IntType) -> int:
 
 
 def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
-    """The smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
+    """Return the smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
 
     Only a channel whose weights are tiny beside its bias has a smaller one (a dead channel after folding).
     """
@@ -306,7 +306,7 @@ def table(
     points: Tensor | None = None,
     in_float32: bool = False,
 ) -> Tensor:
-    """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
+    """Return the table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.
 
@@ -346,7 +346,7 @@ def table(
 
 
 def _values(function: Callable[[float], float], x: Tensor, on_tensors: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """A function's values in float64, by Python's `math` where few are asked for."""
+    """Return a function's values in float64, by Python's `math` where few are asked for."""
     if on_tensors is not None and x.numel() > 2**10:
         return on_tensors(x)
     found = []
@@ -374,7 +374,7 @@ def _table_entry(function: Callable[[float], float], x: float, output_scale: flo
 
 
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
-    """The largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
+    """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
     The bound covers every partial sum in any order, hence every blocking and thread count.
     """
@@ -383,5 +383,5 @@ def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magn
 
 
 def bits_of(bound: float) -> int:
-    """The bits of a signed integer that holds every value of magnitude up to `bound`."""
+    """Return the bits of a signed integer that holds every value of magnitude up to `bound`."""
     return int(bound).bit_length() + 1

@@ -48,7 +48,7 @@ class Ratio:
         return [float(factor) for factor in self.numerators], [float(factor) for factor in self.denominators]
 
     def approximate(self) -> Tensor:
-        """The ratio in float64, within a few units in the last place."""
+        """Return the ratio in float64, within a few units in the last place."""
         numbers = self.numbers()
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
@@ -60,7 +60,7 @@ class Ratio:
         return value
 
     def exact(self) -> list[Fraction]:
-        """The ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
+        """Return the ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
         factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
         rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
         above = len(self.numerators)
@@ -169,7 +169,7 @@ class FixedWidths:
         return self.largest_shift
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
+        """Return the integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
         return fixed_requantization(ratio, self, output, accumulator_bits)
 
     def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class MeasuredWidths(FixedWidths):
         return 31
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`.
+        """Return the integers that multiply an accumulator of so many bits by `ratio`.
 
         A `layer` with weights may have `layer_shift`; that of a `wide` operand, of 16 bits, has at least `wide_first_shift`.
         """
@@ -231,7 +231,7 @@ class FixedRequantization:
 
 
 def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
-    """The integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
+    """Return the integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
 
     The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
     one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last

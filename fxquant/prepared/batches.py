@@ -20,7 +20,7 @@ logger = logging.getLogger("fxquant")
 
 
 def no_batches(num_batches: int | None) -> CalibrationError:
-    """The error for an empty iterable of batches."""
+    """Return the error for an empty iterable of batches."""
     return CalibrationError(
         "there is nothing to calibrate with",
         because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
@@ -44,14 +44,14 @@ def as_batches(batches: Any) -> Iterable[Any]:
 
 
 def first_batches(batches: Iterable[Any], count: int | None) -> Iterator[Any]:
-    """The first `count` of the batches, all for None; not one more is taken."""
+    """Return the first `count` of the batches, all for None; not one more is taken."""
     if count is not None and count < 0:
         raise ConfigurationError(f"num_batches={count} is negative", because="it is a number of batches", remedy="pass 1 or more, or None")
     return itertools.islice(batches, count)
 
 
 def length(batches: Iterable[Any], count: int | None) -> int | None:
-    """How many batches there will be, as far as that is known."""
+    """Return how many batches there will be, as far as that is known."""
     try:
         whole = len(batches)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -87,7 +87,7 @@ def example_inputs(model: nn.Module, batch: Any) -> Any:
 
 
 def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]:
-    """The model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
+    """Return the model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
 
     Items may be nested, as in ((image, mask), target): the leading tensors count. The rest is dropped, and logged once.
 
@@ -140,7 +140,7 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
 
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
-    """The items of a dict by the names of the model's inputs: those of a list called "images" are images_0, images_1, …"""
+    """Return the items of a dict by the names of the model's inputs: those of a list called "images" are images_0, images_1, …"""
     found: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, list | tuple | Mapping):
@@ -199,11 +199,11 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
 
 
 def _quantized(node: fx.Node) -> bool:
-    """Whether a node of a prepared or an integer model is a quantized tensor."""
+    """Return whether a node of a prepared or an integer model is a quantized tensor."""
     spec = annotation(node)
     return qparams(node) is not None or (spec is not None and spec.dtype is not None)
 
 
 def bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
-    """The error for a batch, counted from 0, whose inputs are not the model's."""
+    """Return the error for a batch, counted from 0, whose inputs are not the model's."""
     return CalibrationError(f"batch {index} does not fit the model", because=because, remedy=remedy)

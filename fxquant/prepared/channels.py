@@ -47,7 +47,7 @@ class Channels:
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
-    """The labels of all channels; linear in their number.
+    """Return the labels of all channels; linear in their number.
 
     With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
     """
@@ -80,7 +80,7 @@ def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:
 
 
 def exponents(prepared: fx.GraphModule, known: Channels) -> Tensor:
-    """The exponent of every label: int64 of shape (number,)."""
+    """Return the exponent of every label: int64 of shape (number,)."""
     found = torch.zeros(known.number, dtype=torch.int64, device="cpu")
     for node, given in known.given.items():
         found[given] = _factors(prepared, node).outputs.cpu().long()
@@ -113,7 +113,7 @@ def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
 
 
 def homogeneous(low: Any, high: Any) -> bool:
-    """Whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
+    """Return whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
     return all(bound is None or (isinstance(bound, int | float) and (bound == 0 or math.isinf(bound))) for bound in (low, high))
 
 
@@ -149,7 +149,7 @@ class _Walk:
         return first
 
     def along(self, labels: Tensor, dim: int, size: int) -> Tensor:
-        """One label for each index of a dimension: all that share it are the same."""
+        """Return one label for each index of a dimension: all that share it are the same."""
         moved = labels.movedim(dim, 0)
         rows = moved.reshape(len(moved), -1)
         self.same(rows[:, :1].expand_as(rows), rows)
@@ -158,7 +158,7 @@ class _Walk:
     # -- operators -----------------------------------------------------------------------------------------------
 
     def through(self, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
-        """The labels of an operator's result; None if factors do not pass through it."""
+        """Return the labels of an operator's result; None if factors do not pass through it."""
         arguments = module.operator.bind_call(node.args, node.kwargs)
         operands = operand_nodes(module.operator, arguments)
         known = fact(node)

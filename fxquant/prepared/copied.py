@@ -65,7 +65,7 @@ _NO_ARITHMETIC = Arithmetic("none")
 
 
 def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> Steps | None:
-    """The primitives that compute a float node; None where it does not only copy elements.
+    """Return the primitives that compute a float node; None where it does not only copy elements.
 
     Nodes among their arguments are tensors, or sizes that depend on the batch.
 

@@ -224,7 +224,7 @@ def _names(nest: Any) -> list[str]:
 
 
 def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[str, Registry]:
-    """The registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
+    """Return the registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
     reads = NOWHERE in [name for call in calls for name in _names(call.read)]
     missing = [[name == NOWHERE for name in _names(call.result)] for call in calls]
     returns = any(each and all(each) for each in missing)
@@ -259,7 +259,7 @@ class Hooks:
         self.calls = calls
 
     def active(self, model: nn.Module) -> bool:
-        """Whether any module has a hook that is to fire."""
+        """Return whether any module has a hook that is to fire."""
         return Registry.used and any(True for _ in self._hooked(model))
 
     def _hooked(self, model: nn.Module) -> Iterator[tuple[Call, nn.Module]]:
@@ -305,7 +305,7 @@ class _Run:
         raise AssertionError("a graph has an output")
 
     def _value(self, node: fx.Node) -> Any:
-        """The value of a node; a parameter is read when it is needed, as it is then."""
+        """Return the value of a node; a parameter is read when it is needed, as it is then."""
         return resolve(self.model, str(node.target)) if node.op == "get_attr" else self.values[node.name]
 
     def _computed(self, node: fx.Node) -> Any:

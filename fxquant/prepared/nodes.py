@@ -39,7 +39,7 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def in_float16(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
+    """Return whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
     target = model_meta(model).get("target")
     return target is not None and bool(target.float16) and target.computes_in_float16(called(model, node))
 
@@ -57,7 +57,7 @@ def quantized_operator(model: fx.GraphModule, node: fx.Node) -> QuantizedOperato
 
 
 def primitive_of(node: fx.Node) -> Primitive | None:
-    """The primitive that a node of an integer graph calls; None if it calls none."""
+    """Return the primitive that a node of an integer graph calls; None if it calls none."""
     return PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
-    """The scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
+    """Return the scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
 
     A prepared model's scale is NaN until it is calibrated, and () where the tensor is a sum, whose scale only the integer model knows.
     """

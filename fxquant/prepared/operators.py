@@ -288,5 +288,5 @@ def _watched(value: Tensor, integers: Tensor) -> bool:
 
 
 def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
-    """The quantized operators of a prepared model, by node name, in the order they run."""
+    """Return the quantized operators of a prepared model, by node name, in the order they run."""
     return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}

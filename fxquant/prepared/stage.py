@@ -86,7 +86,7 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def is_integer(node: fx.Node) -> bool:
-    """Whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
+    """Return whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
     spec = annotation(node)
     return spec is not None and spec.dtype is not None
 
@@ -98,7 +98,7 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def is_quantized(node: fx.Node) -> bool:
-    """Whether the annotated node's result is a quantized tensor."""
+    """Return whether the annotated node's result is a quantized tensor."""
     return is_integer(node) and not is_plain(node)
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor itself if its memory holds its values; else a copy of which this is true."""
+    """Return the tensor itself if its memory holds its values; else a copy of which this is true."""
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         return torch.empty_like(tensor).copy_(tensor)
     return tensor
 
 
 def address(tensor: Tensor) -> int:
-    """Where the first element of a tensor lies, of any dtype and strides; 0 if it has no elements.
+    """Return where the first element of a tensor lies, of any dtype and strides; 0 if it has no elements.
 
     Raises RuntimeError if its memory does not hold its values, or is not the processor's: meta, sparse, fake or transformed tensors.
     """
@@ -36,7 +36,7 @@ memory_start = Tensor.data_ptr  # of a tensor with memory, to be compared with w
 
 
 def start(tensor: Tensor) -> int | None:
-    """Where a tensor begins in the memory of its device; None if its memory does not hold its values, or it has none."""
+    """Return where a tensor begins in the memory of its device; None if its memory does not hold its values, or it has none."""
     return None if tensor.is_neg() or tensor.is_conj() or tensor.is_meta else tensor.data_ptr()
 
 

@@ -19,7 +19,7 @@ _displays: list[Progress] = []  # the one in use: what begins inside another's w
 
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
-    """The items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
+    """Yield the items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
     with _task(description, total, show) as display:
         if display is None:
             yield from items
@@ -80,12 +80,12 @@ def _displayed(delay: float) -> Iterator[Progress]:
 
 
 def shown(show: bool | None) -> bool:
-    """Whether to show progress: as asked, or, for None, if standard error is a terminal."""
+    """Return whether to show progress: as asked, or, for None, if standard error is a terminal."""
     return sys.stderr.isatty() if show is None else show
 
 
 def bar() -> Progress:
-    """A progress bar on standard error that vanishes when it is done."""
+    """Return a progress bar on standard error that vanishes when it is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 

@@ -199,12 +199,12 @@ def _laid_out(join: Join) -> Join | None:
 
 
 def _within(own: torch.Size, shape: torch.Size) -> bool:
-    """Whether a tensor broadcasts to this shape."""
+    """Return whether a tensor broadcasts to this shape."""
     return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False))
 
 
 def _ones(value: Tensor, rank: int) -> int:
-    """How many of the last dimensions have one element."""
+    """Return how many of the last dimensions have one element."""
     return next((count for count, size in enumerate(reversed(value.shape)) if size != 1), rank)
 
 
@@ -238,7 +238,7 @@ class Joining(Protocol):
     """The fused kernels of a backend."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether they are for this tensor."""
+        """Return whether they are for this tensor."""
 
     def ends(self, join: Join) -> Tensor:
         """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""

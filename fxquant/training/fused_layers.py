@@ -55,7 +55,7 @@ def admitted(*tensors: Tensor | None) -> bool:
 
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether these are tensors of such a dtype and of no class of their own, outside of torch.func's transforms."""
+    """Return whether these are tensors of such a dtype and of no class of their own, outside of torch.func's transforms."""
     given = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
     return given and not torch._C._are_functorch_transforms_active()
 
@@ -206,7 +206,7 @@ def finished(
 
 
 def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-    """The least and the largest accumulator of each channel, (2, channels)."""
+    """Return the least and the largest accumulator of each channel, (2, channels)."""
     with torch.no_grad():
         return _passes(sums, residual).ends(sums, form, bias, residual, factor)
 
@@ -223,7 +223,7 @@ class Constants:
         self.primitive, self.arguments = primitive, arguments
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The constant as it is."""
+        """Return the constant as it is."""
         return value
 
     def offset(self, grid: Any) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ class _Whole(torch.autograd.Function):
 
 
 def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
-    """The largest magnitude of each channel of a weight times the gain: its product is rounded as every element's is."""
+    """Return the largest magnitude of each channel of a weight times the gain: its product is rounded as every element's is."""
     with torch.no_grad():
         found = _passes(weight).weight_ends(weight)
         return found if gain is None else found * gain.abs()

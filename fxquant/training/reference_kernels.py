@@ -102,7 +102,7 @@ class Passes:
         return mean, torch.tensor(apart, dtype=torch.float64, device=sums.device), ends
 
     def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-        """The least and the largest accumulator of each channel, of shape (2, channels)."""
+        """Return the least and the largest accumulator of each channel, of shape (2, channels)."""
         value = accumulated(sums, form, bias, residual, factor)
         dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
         return torch.stack((value.amin(dims), value.amax(dims)))
@@ -209,7 +209,7 @@ class Passes:
 
 
 def accumulated(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-    """The accumulator: sums with their bias, and the residual times its factor."""
+    """Return the accumulator: sums with their bias, and the residual times its factor."""
     value = sums if bias is None else sums + bias.reshape(form.shape)
     if residual is None or factor is None:
         return value
