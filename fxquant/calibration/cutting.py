@@ -28,7 +28,7 @@ KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh 
 def keep_statistics(prepared: nn.Module) -> None:
     """Freeze the statistics of batch norms behind tensors that clip much of the observed power; a warning names these tensors.
 
-    The observations of calibration decide, not the scales that training has changed, so that resumed training decides alike. A state
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
     that is loaded later decides again.
     """
     if _decide_anew not in prepared._load_state_dict_post_hooks.values():

@@ -159,7 +159,7 @@ def observations(prepared: nn.Module) -> Observations:
 def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
     """Set every scale that the observations can give; returns the tensors whose scale they cannot, by name, and why.
 
-    Raises ConfigurationError if they are of another model: if none of its tensors was observed.
+    Raises ConfigurationError if they are of another model, so that not one of its tensors was observed.
     """
     _multiply(prepared, observed)
     wanted = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
@@ -186,7 +186,7 @@ def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
 
 
 def _scales(prepared: nn.Module) -> list[tuple[Quantizer, Places]]:
-    """Every quantizer with the places that it observes."""
+    """Return every quantizer with the places that it observes."""
     assert isinstance(prepared, fx.GraphModule)
     nodes = {node.name: node for node in prepared.graph.nodes}
     known = channels(prepared)

@@ -28,7 +28,7 @@ SHOWN = 8  # tensors that a warning names
 def follow_unseen(prepared: nn.Module) -> None:
     """Decide which tensors of a prepared model in TRAIN are `unseen`; a warning says which.
 
-    The observations of calibration decide, not the scales that training has changed, so that resumed training decides alike. A state
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
     that is loaded later decides again. A tensor is unseen if all its values are below half a step of every sum that it is a term of,
     or that unseen tensors alone lead to from it.
     """

@@ -51,7 +51,7 @@ class Carried:
 
     @staticmethod
     def of(model: nn.Module, preserve: Sequence[str] = ()) -> Carried:
-        """Return what a model carries. Raises AttributeError if it has none of a name to be preserved."""
+        """Return the attributes that a model carries. Raises AttributeError if a name in `preserve` is missing."""
         own = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE}
         found = {name: value for name, value in own.items() if not _holds_module(value)}
         left = [*model._modules, *(name for name in own if name not in found)]
@@ -62,7 +62,7 @@ class Carried:
         return [name for name, value in self.preserved.items() if value is None]
 
     def dress(self, model: nn.Module) -> None:
-        """Put what is preserved of submodules where it was: on modules without any code, which are made where there are none."""
+        """Put preserved attributes of submodules at their paths: on modules without any code, which are made where they are missing."""
         for name, value in self.preserved.items():
             path, _, last = name.rpartition(".")
             if value is None or not path:
@@ -107,7 +107,7 @@ class Carried:
 
 
 def calling_line() -> str | None:
-    """Return the innermost line outside of torch and of what a model here is: "model.py:41 in encode:  return self.e(x)"."""
+    """Return the innermost line outside of torch and of the code of models: "model.py:41 in encode:  return self.e(x)"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """Facts on nodes, and the few ways passes change a graph.
 
-Everything static that fxquant knows about a node is in `node.meta` and is read and written through this
-module, so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
+All static facts about a node are in `node.meta` and are read and written through this module,
+so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
     fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
     source      the user's line: "model.py:41 in forward:  y = self.act(y)"
@@ -171,7 +171,7 @@ def refusal(node: fx.Node) -> str | None:
 
 
 def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
-    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it stands."""
+    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it is."""
     node.meta["refusal"], node.meta["python"] = because, python
 
 
@@ -179,12 +179,12 @@ WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as l
 
 
 def is_python(node: fx.Node) -> bool:
-    """Return whether a node calls the user's Python as it stands."""
+    """Return whether a node calls the user's Python as it is."""
     return bool(node.meta.get("python"))
 
 
 def restore_flags(meta: dict[str, Any]) -> None:
-    """Set in the meta of a node, which was read from a file, what files say by the texts of reasons alone."""
+    """Set in the meta of a node that was read from a file the flags that files hold only as texts of reasons."""
     if meta.get("refusal") in (WRAPPED, LEAF):
         meta["python"] = True
     if "annotation" in meta:
@@ -241,7 +241,7 @@ def detach_arguments(node: fx.Node, *names: int | str) -> None:
 
 
 def gradient_changes(node: fx.Node) -> dict[int, str]:
-    """The paths of the rules that change the gradient of a node, or of the output's values by their places; an empty path stops it."""
+    """Return the paths of the rules that change the gradient of a node, or of the output's values by position; an empty path stops it."""
     return dict(node.meta.get("gradient_changes", {}))
 
 
@@ -251,7 +251,7 @@ def change_gradient(node: fx.Node, rule: str, position: int = 0) -> None:
 
 
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
-    """The value that a parameter, or what is computed from parameters, has at this moment; without gradients, which some functions lack."""
+    """Return the present value of a parameter, or of a node computed from parameters; without gradients, which some functions lack."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
     args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
@@ -374,7 +374,7 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 
 
 def unfused(node: fx.Node) -> str | None:
-    """Return why a node was not fused into what it reads; None where nobody tried."""
+    """Return why a node was not fused into its operand; None where no pass tried."""
     value = node.meta.get("unfused")
     return None if value is None else str(value)
 
@@ -385,7 +385,7 @@ def set_unfused(node: fx.Node, because: str) -> None:
 
 
 def notes(node: fx.Node) -> dict[str, Any]:
-    """Facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
+    """Return the facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
     value: dict[str, Any] = node.meta.setdefault("notes", {})
     return value
 
@@ -398,7 +398,7 @@ def noted(node: fx.Node, key: str) -> Any:
 def channel_exponents(node: fx.Node) -> list[Any] | None:
     """Return the exponents e of a node of an integer graph: its tensor is the float model's times 2^e. None where it is that tensor.
 
-    They are nested lists of its shape without the batch, where a list of one stands for a whole dimension.
+    They are nested lists of its shape without the batch, where a list of one element is for a whole dimension.
     """
     known = noted(node, "exponents")
     return None if known is None else list(json.loads(known))
@@ -489,7 +489,7 @@ def set_operation(node: fx.Node, value: Operation) -> None:
 
 
 def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
-    """The kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None where there is none."""
+    """Return the kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None without one."""
     return node.meta.get("kernel")
 
 
@@ -505,7 +505,7 @@ def model_meta(model: Any) -> dict[str, Any]:
 
 
 def stage_of(model: Any) -> str | None:
-    """Return the stage that the passes left a graph at; None for a module that they have not rewritten."""
+    """Return the stage that the passes have brought a graph to; None for a module that they have not rewritten."""
     return model_meta(model).get("stage")
 
 

@@ -34,7 +34,7 @@ class _Collection:
 
     @classmethod
     def keep_own(cls) -> None:
-        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        """In a forked child, forget the compilations of other threads, which do not continue there."""
         others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
         for thread in others:
             cls.resume(thread)
@@ -116,8 +116,8 @@ FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that 
 FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
 CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
 HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
-SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
-RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
+SAMPLES = "_fxquant_samples"  # samples that a prepared model keeps for a calibration that continues; no file has them
+RUNNER = "_fxquant_runner"  # what runs an integer model, if that is not its generated code
 
 
 class Model(fx.GraphModule):
@@ -331,7 +331,7 @@ def _by_name(value: Any) -> Any:
 
 
 def _found(value: Any) -> Any:
-    """Return the function that something stands for; anything else as it is."""
+    """Return the function that a `_Function` refers to; anything else as it is."""
     return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing around a prepared model: its second forward pass, inside backward, sees the statistics of the first one.
 
-A pass in state TRAIN moves scales and running statistics. A pass that computes the same again must start from what the first one started
-from, and must move nothing, so that gradients are those without checkpointing and statistics move once a step.
+A pass in state TRAIN moves scales and running statistics. A pass that repeats it must start from the same buffers, and must move
+nothing. Gradients are then those without checkpointing, and statistics move once a step.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def is_stub(node: fx.Node) -> bool:
 
 
 def stub_of(module: nn.Module) -> tuple[object, ...] | None:
-    """Return the function that a stub stands for, with its further arguments; None for any other module."""
+    """Return the function that replaces a stub, with its further arguments; None for any other module."""
     kind = type(module)
     if kind.__name__ not in ("QuantStub", "DeQuantStub") or not kind.__module__.startswith(_HOMES):
         return None

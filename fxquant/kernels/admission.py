@@ -56,7 +56,7 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
 
 
 def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
-    """Return the reference result: that of the primitives that a kernel stands for, on these operands."""
+    """Return the reference result: that of the primitives that a kernel replaces, on these operands."""
     known: dict[fx.Node, Any] = dict(given)
 
     def value(node: fx.Node) -> Any:

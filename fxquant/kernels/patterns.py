@@ -1,4 +1,4 @@
-"""The patterns of primitives that kernels stand for. A pattern is about the graph alone, and the same on every machine."""
+"""The patterns of primitives that kernels replace. A pattern depends on the graph alone, and is the same on every machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels: each is a pattern of primitives, which define it, and implementations, each with the conditions under which it is exact.
 
-Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero, where the zero is
-the grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` says how.
+Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero. The zero is the
+grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` describes the layout.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class EagerLowering(Lowering):
         return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
 
     def _follows(self, to: Quantizer) -> bool:
-        """Return whether a scale is to follow what is computed now."""
+        """Return whether a scale follows the value that is computed now."""
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
     def _joined(
@@ -311,7 +311,7 @@ class EagerLowering(Lowering):
         multiplier: ResidualFactor | None,
         known: fused_layers.Collected | None,
     ) -> bool:
-        """Return whether the accumulator stays below 2^24: that of every operand, or of these."""
+        """Return whether the accumulator stays below 2^24, for every operand or for these."""
         if bound < FLOAT32_EXACT:
             return True
         if sums.dtype != torch.float32:

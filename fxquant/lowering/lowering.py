@@ -164,7 +164,7 @@ class Lowering:
         raise NotImplementedError
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
-        """Centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        """Return centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
         return value
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
@@ -172,9 +172,9 @@ class Lowering:
         return ()
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
-        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+        """Record the scale of a constant: one number for all, or one for each index of its dimension `axis` (negative).
 
-        An empty `scale` says that it stands for itself: a mask, an index.
+        An empty `scale` is that of a constant without one: a mask, an index.
 
         `zero_point` is the integer that stands for 0, or a tensor of one for each index.
         """
@@ -203,7 +203,7 @@ class Lowering:
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
 
     def not_finite(self) -> NotFinite:
-        """Return the error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
+        """Return the error for integers that cannot be computed since a parameter, or a value computed from some, is NaN or infinite."""
         found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
@@ -435,7 +435,7 @@ class Lowering:
 
 
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
-    """Return which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
+    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
     for name, value in parameters.items():
         if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"

@@ -172,7 +172,7 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
     scale = (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(SMALLEST_SCALE)
-    # The lowest integer is further from 0 than the divisor, and finite too; what is infinite stays so, for those who look for it.
+    # The lowest integer is further from 0 than the divisor, and finite too; an infinite scale stays infinite, since callers check for it.
     scale = torch.where(torch.isinf(scale), scale, scale.clamp_max(LARGEST_FLOAT32 / dtype.magnitude))
     return torch.where(largest == 0, FLOAT32_EPSILON, scale)
 
@@ -275,15 +275,15 @@ def bias_limit(input: IntType, weight: IntType) -> int:
 def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
     """Return the smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
 
-    Only a channel whose weights are tiny beside its bias has a smaller one (a dead channel after folding).
+    Only a channel whose weights are tiny compared to its bias has a smaller one (a dead channel after folding).
     """
     return (bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))).float()
 
 
 def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
-    """The smallest weight scale for which a residual of this magnitude stays below `limit` in steps of input_scale · scale; at most 2^-23.
+    """Return the smallest weight scale with which such a residual stays below `limit` in steps of input_scale · scale; at most 2^-23.
 
-    Only a channel whose weights are tiny beside the residual has a smaller one; it would keep the whole layer from adding its residual.
+    Only a channel whose weights are tiny compared to the residual has a smaller one; it would keep the layer from adding its residual.
     """
     needed = residual_scale.detach().double() * magnitude / (input_scale.detach().double() * limit)
     return needed.float().clamp_max(FLOAT32_EPSILON)

@@ -30,15 +30,18 @@ class Ratio:
     denominators: tuple[Tensor, ...] = ()
 
     def times(self, *numerators: Tensor) -> Ratio:
-        """This ratio multiplied by more factors."""
+        """Return this ratio multiplied by more factors."""
         return Ratio(self.numerators + numerators, self.denominators)
 
     def over(self, *denominators: Tensor) -> Ratio:
-        """This ratio divided by more factors."""
+        """Return this ratio divided by more factors."""
         return Ratio(self.numerators, self.denominators + denominators)
 
     def numbers(self) -> tuple[list[float], list[float]] | None:
-        """The factors as Python numbers, where all of them are scalars in memory without gradients: these are computed with faster."""
+        """Return the factors as Python numbers, which are faster, if all are scalars on the CPU without gradients.
+
+        Return None otherwise, and while PyTorch traces or transforms.
+        """
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return None
         gradients = torch.is_grad_enabled()
@@ -120,7 +123,7 @@ def _nearest(value: Fraction, halves_up: bool) -> int:
 
 
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
-    """`Ratio.approximate` of Python numbers: the same operations in the same order."""
+    """Compute `Ratio.approximate` on Python numbers: the same operations in the same order."""
     value = 1.0
     for factor in numerators:
         value *= factor
@@ -132,7 +135,7 @@ def _quotient(numerators: list[float], denominators: list[float]) -> float:
 def _mantissa(
     numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
 ) -> tuple[int, int] | None:
-    """`Ratio.mantissa` of Python numbers; None where these are not ordinary ones."""
+    """Compute `Ratio.mantissa` on Python numbers; return None if a factor is not positive and finite, or the ratio is extreme."""
     if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
         return None
     value = _quotient(numerators, denominators)
@@ -268,7 +271,7 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
 
 
 def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
-    """`fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
+    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
     shift, bits = 0, widths.multiplier_bits
     if shifted_bits:
         largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
@@ -284,7 +287,7 @@ def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntT
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:
-    """The ratio rounded once, half to even, to float32; one beyond is the largest float32, with which every non-zero integer saturates."""
+    """Return the ratio rounded once, half to even, to float32; at most the largest float32, with which every non-zero integer saturates."""
     mantissa, k = ratio.mantissa(24)
     return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
 

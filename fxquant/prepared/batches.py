@@ -44,14 +44,14 @@ def as_batches(batches: Any) -> Iterable[Any]:
 
 
 def first_batches(batches: Iterable[Any], count: int | None) -> Iterator[Any]:
-    """Return the first `count` of the batches, all for None; not one more is taken."""
+    """Return the first `count` of the batches, all for None, without taking one more."""
     if count is not None and count < 0:
         raise ConfigurationError(f"num_batches={count} is negative", because="it is a number of batches", remedy="pass 1 or more, or None")
     return itertools.islice(batches, count)
 
 
 def length(batches: Iterable[Any], count: int | None) -> int | None:
-    """Return how many batches there will be, as far as that is known."""
+    """Return the number of batches, at most `count`; `count` itself where the batches have no length."""
     try:
         whole = len(batches)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -151,7 +151,7 @@ def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:
-    """Log, once for each model, that something of the batches is dropped."""
+    """Log, once for each model, that items of the batches are dropped."""
     if not model.meta.get("told_dropped"):
         logger.info(message, *arguments)
         model.meta["told_dropped"] = True

@@ -1,7 +1,7 @@
 """Which channels of a prepared model may be multiplied by a factor without changing its function, and which by the same one.
 
 Every tensor has a *label* for each of its channels, and channels with one label have one factor. The factor of a layer's output is
-multiplied into its parameters. It passes through positively homogeneous functions, f(a·x) = a·f(x) for a > 0, and is divided out of
+multiplied into its parameters. It passes through positively homogeneous functions, f(a·x) = a·f(x) for a > 0. It is divided out of
 the weights of every layer that reads it. Channels that any other operator makes or reads have the label 0, and no factor.
 """
 
@@ -113,7 +113,7 @@ def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
 
 
 def homogeneous(low: Any, high: Any) -> bool:
-    """Return whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
+    """Return whether a clamp with these limits commutes with a multiplication by a positive number."""
     return all(bound is None or (isinstance(bound, int | float) and (bound == 0 or math.isinf(bound))) for bound in (low, high))
 
 
@@ -193,7 +193,7 @@ class _Walk:
         return shaped
 
     def solved(self) -> Channels:
-        """All labels, renumbered from 0 so that those that are the same are equal."""
+        """Return all labels, renumbered from 0 so that labels which are the same are equal."""
         root = torch.arange(self.number, dtype=torch.int64, device="cpu")
         if self.pairs:
             one, other = (torch.cat(column) for column in zip(*self.pairs, strict=True))

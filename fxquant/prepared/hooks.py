@@ -259,7 +259,7 @@ class Hooks:
         self.calls = calls
 
     def active(self, model: nn.Module) -> bool:
-        """Return whether any module has a hook that is to fire."""
+        """Return whether any module has a hook that will fire."""
         return Registry.used and any(True for _ in self._hooked(model))
 
     def _hooked(self, model: nn.Module) -> Iterator[tuple[Call, nn.Module]]:
@@ -305,7 +305,7 @@ class _Run:
         raise AssertionError("a graph has an output")
 
     def _value(self, node: fx.Node) -> Any:
-        """Return the value of a node; a parameter is read when it is needed, as it is then."""
+        """Return the value of a node; a parameter is read at this moment."""
         return resolve(self.model, str(node.target)) if node.op == "get_attr" else self.values[node.name]
 
     def _computed(self, node: fx.Node) -> Any:

@@ -30,7 +30,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
-    """The integer dtype of a node's result, with a grid or plain ("bool", "int64"); None of what is computed in float, or not decided."""
+    """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
     if primitive is not None and kind_of(node) == "plain":
         return str(fact(node).dtype).removeprefix("torch.")
@@ -78,7 +78,7 @@ def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
-    """Return the scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
+    """Return the scale and dtype of the quantized tensor at a node; None for other nodes, or before they have a quantizer.
 
     A prepared model's scale is NaN until it is calibrated, and () where the tensor is a sum, whose scale only the integer model knows.
     """

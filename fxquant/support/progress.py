@@ -14,7 +14,7 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
-MOMENT = 1.0  # seconds before a bar appears that nobody asked for
+MOMENT = 1.0  # seconds before a bar appears that was not asked for
 _displays: list[Progress] = []  # the one in use: what begins inside another's work is a line below it
 
 

@@ -231,14 +231,14 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
 
 COLUMNS = 256  # in a row, or more, where it may be
 
-# ---- the passes -------------------------------------------------------------------------------------------------------
+# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 class Joining(Protocol):
     """The fused kernels of a backend."""
 
     def takes(self, value: Tensor) -> bool:
-        """Return whether they are for this tensor."""
+        """Return whether the kernels are for this tensor."""
 
     def ends(self, join: Join) -> Tensor:
         """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# ---- how a tensor lies ------------------------------------------------------------------------------------------------
+# ---- layout of a tensor -----------------------------------------------------------------------------------------------
 
 
 class Form(NamedTuple):
@@ -41,7 +41,7 @@ def form_of(value: Tensor, trailing: int) -> Form | None:
     return Form(value.numel() // channels, channels, 1, shape) if last else None
 
 
-# ---- the passes -------------------------------------------------------------------------------------------------------
+# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Passes:
     """The kernels in PyTorch. Per-channel tensors have one element for each channel."""
 
     def collect(self, sums: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and variance of each channel, float64, and the ends: the least and the largest, of shape (2, channels).
+        """Return mean and variance of each channel, float64, and the ends: the least and the largest, of shape (2, channels).
 
-        With n integers x of a channel, S = Σ x and Q = Σ x²: S / n, and (n·Q - S²) / n / n, of which S, Q and the difference
-        are exact: in whatever order they are summed, and by however many threads. Numbers of 2^31 or more, of which float64 would
-        not hold the sums, have PyTorch's statistics.
+        With n integers x of a channel, S = Σ x and Q = Σ x²: S / n, and (n·Q - S²) / n / n. S, Q and the difference are exact,
+        in any order of summation and with any number of threads. Integers too large for exact sums in float64, or of 2^31 or
+        more, have PyTorch's statistics.
         """
         dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
         ends = torch.stack((sums.amin(dims), sums.amax(dims)))

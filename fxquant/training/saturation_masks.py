@@ -16,7 +16,7 @@ class Marks(Protocol):
     """The kernels that a backend may offer; each has the results of the function here."""
 
     def takes(self, inside: Tensor) -> bool:
-        """Return whether it is for this tensor."""
+        """Return whether the kernels are for this tensor."""
 
     def places(self, marks: Tensor, count: int) -> Tensor:
         """Return the int32 indices of the `count` bytes that are 0, as `kept` does."""
