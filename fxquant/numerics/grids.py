@@ -178,7 +178,7 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """Return the smallest power of two that is not below the scale; NaN for NaN."""
+    """Return the smallest power of two that is not below the scale, of its shape and dtype; NaN for NaN."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)
 
@@ -281,9 +281,10 @@ def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) 
 
 
 def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
-    """Return the smallest weight scale with which such a residual stays below `limit` in steps of input_scale · scale; at most 2^-23.
+    """Return the smallest weight scale for which a residual of this magnitude stays below `limit`, float32; at most 2^-23.
 
-    Only a channel whose weights are tiny compared to the residual has a smaller one; it would keep the layer from adding its residual.
+    The limit is in steps of input_scale · scale. Only a channel whose weights are tiny compared to the residual has a smaller scale; it
+    would keep the whole layer from adding its residual.
     """
     needed = residual_scale.detach().double() * magnitude / (input_scale.detach().double() * limit)
     return needed.float().clamp_max(FLOAT32_EPSILON)

@@ -102,7 +102,7 @@ class _TransformedStraightThrough(torch.autograd.Function):
 
 
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
-    """Return `exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
+    """Return `exact`, bit for bit, of its shape and dtype, with the gradient of `smooth`; also inside of torch.func's transforms."""
     transformed = torch._C._are_functorch_transforms_active()
     function = _TransformedStraightThrough if transformed else _StraightThrough
     result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]

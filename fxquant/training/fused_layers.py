@@ -279,7 +279,7 @@ def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> t
 
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Return `integers`, bit for bit, with the gradient of (value / scale).clamp(*bounds)."""
+    """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
     result: Tensor = _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call]
     return result
 
@@ -303,7 +303,7 @@ class _Whole(torch.autograd.Function):
 
 
 def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
-    """Return the largest magnitude of each channel of a weight times the gain: its product is rounded as every element's is."""
+    """Return the largest magnitude of each channel of a weight times the gain, (channels,). It is rounded as every element's product."""
     with torch.no_grad():
         found = _passes(weight).weight_ends(weight)
         return found if gain is None else found * gain.abs()

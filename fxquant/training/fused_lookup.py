@@ -85,7 +85,7 @@ class _LookedUp(torch.autograd.Function):
 
 
 def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: Grid) -> tuple[Tensor, Tensor]:
-    """Return the table's integers and the dequantized tensor; gradients run along the curve, as far as the grid reaches."""
+    """Return the table's integers and the dequantized tensor, float32; gradients run along the curve, as far as the grid reaches."""
     table = table.float()
     if curve.slopes is None or not torch.is_grad_enabled():
         integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)

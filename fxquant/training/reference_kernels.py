@@ -188,7 +188,7 @@ class Passes:
         return gradient.add_(added) if own and not torch.is_grad_enabled() else gradient + added
 
     def weight_ends(self, weight: Tensor) -> Tensor:
-        """Return the largest magnitude of each channel, which is dimension 0; NaN where one element is NaN."""
+        """Return the largest magnitude of each channel, (channels,), of the weight's dtype. Channels are dimension 0; NaN gives NaN."""
         low, high = torch.aminmax(weight.flatten(1), dim=1)
         return torch.maximum(-low, high)
 
