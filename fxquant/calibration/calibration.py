@@ -31,11 +31,11 @@ logger = logging.getLogger("fxquant")
 
 logger = logging.getLogger("fxquant")
 
-INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
+INTERMEDIATE = ".intermediate"  # after an operator's name: the tensor that its residual is added to
 
 
 def require_prepared(model: nn.Module) -> None:
-    """Raise ConfigurationError if this is no prepared model."""
+    """Raise ConfigurationError if this is not a prepared model."""
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
             raise ConfigurationError(
@@ -54,9 +54,9 @@ def require_prepared(model: nn.Module) -> None:
 def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
     """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
 
-    An empty list of modules names none. Leaving CALIBRATE sets the scales from what was observed. In TRAIN, batch norms behind a tensor
-    that cuts off what a few loud items hold are no longer live, which a warning says (see `cutting`). Raises ConfigurationError if a
-    name matches nothing.
+    An empty list of modules names none. Leaving CALIBRATE sets the scales from the observed values. In TRAIN, batch norms behind a
+    tensor that clips most of a few outlier samples are no longer live, which a warning says (see `cutting`). Raises ConfigurationError
+    if a name matches nothing.
     """
     require_prepared(prepared)
     state = State(state)
@@ -82,7 +82,7 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
 
 
 def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
-    """Say which tensors were 0 in all of calibration, and what becomes of their scales."""
+    """Warn of tensors that were 0 in all of calibration, and say what becomes of their scales."""
     if quantizers:
         logger.warning(
             "calibration saw nothing but zeros in %s: their scales say nothing of later values. In TRAIN they follow the batches, "
@@ -93,10 +93,10 @@ def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
 
 
 def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
-    """The operators that `set_state` has taken out of calibration.
+    """Return the operators that `set_state` has taken out of calibration.
 
-    Where some are in state CALIBRATE, all others: but in TRAIN and VALIDATE only those whose scales are known, since they compute with
-    them. Where none is, those in FLOAT, unless the whole model is.
+    If some are in state CALIBRATE, these are all others; of those in TRAIN and VALIDATE, only the ones whose scales are known, since
+    they compute with them. If none is in CALIBRATE, these are the operators in FLOAT, unless all are.
     """
     operators = list(quantized_operators(model).values())
     states = {operator.state for operator in operators}
@@ -114,7 +114,7 @@ def _is_calibrated(operator: QuantizedOperator) -> bool:
 def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterator[None]:
     """Inside, operators that are left out compute what they do in their state, and nothing of them moves.
 
-    One in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
+    An operator in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
     """
     out = [operator for operator in quantized_operators(model).values() if operator.left_out]
     states = [operator.state for operator in out]
@@ -135,7 +135,7 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """The quantizers of what an operator reads as integers, and of its own result."""
+    """Yield the quantizers of an operator's integer operands, and of its own result."""
     for quantizers in operator.inputs.values():
         yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
     if not operator.plain:
@@ -143,7 +143,7 @@ def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
 
 
 def update_scales(operator: QuantizedOperator) -> None:
-    """Set the scales an operator owns from what was observed."""
+    """Set the scales an operator owns from its observers."""
     if operator.weight_quantizer.learned is not None and not operator.plain and operator.output.pending:
         operator.weight_quantizer.forget_learned()
     for quantizer in owned_quantizers(operator):
@@ -151,12 +151,12 @@ def update_scales(operator: QuantizedOperator) -> None:
 
 
 def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
-    """The quantizers that belong to an operator: of its output, unless it shares another's, and before its residual."""
+    """Return the quantizers that belong to an operator: of its output, unless that shares another's, and of its intermediate."""
     return ([operator.output] if operator.owns_output else []) + ([operator.intermediate] if operator.intermediate is not None else [])
 
 
 def _scales(value: Any) -> dict[str, tuple[float, int | None]]:
-    """Names with numbers, and with zero points where they are given; whether they can be such is told by name."""
+    """Return names with scales, and with zero points where they are given; whether the values are valid is checked later, by name."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         raise TypeError
     return {name: _scale(scale) for name, scale in value.items()}
@@ -209,9 +209,10 @@ def calibrate(
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
     torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
     `only_missing`, tensors that have a scale are left as they are, and no batch is taken if all have one. `first` is called
-    with the first batch before that is observed; with None on a rank that has none; `each` with every batch once it is.
+    with the first batch before that is observed, or with None on a rank without batches. `each` is called with every batch after
+    that is observed.
 
-    Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
+    Raises CalibrationError if `batches` is empty, or a batch does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
@@ -259,7 +260,7 @@ def calibrate(
 
 @contextmanager
 def _paused(quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    """These quantizers observe nothing meanwhile."""
+    """Inside, these quantizers observe nothing."""
     chosen = list(quantizers)
     try:
         for quantizer in chosen:
@@ -271,7 +272,7 @@ def _paused(quantizers: Iterable[Quantizer]) -> Iterator[None]:
 
 
 def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
-    """Observe, and let all ranks know what each has seen; what they knew before counts once, as rank 0 has it."""
+    """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
     observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
     before = ranks.copy_of(observers)
     if ranks.index() > 0:
@@ -292,7 +293,7 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
 
 @contextmanager
 def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
-    """A batch that fails half-way leaves no trace in the observers that had seen it by then."""
+    """Inside, an exception restores the buffers of all observers, so that a batch that fails half-way is not observed."""
     buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -305,12 +306,12 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
 
 @checked()
 def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
-    """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
+    """Return the scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
 
-    Of a uint8 output it is a pair: the scale and the zero point.
+    For a uint8 output this is a pair: the scale and the zero point.
 
-    Where a residual is fused into an operator, what it is added to has a scale too, "name.intermediate", for when it cannot be
-    added in the accumulator.
+    Where a residual is fused into an operator, the tensor that it is added to has a scale too, "name.intermediate", for when it cannot
+    be added in the accumulator.
     """
     require_prepared(prepared)
     grids = {name: quantizer.grid for name, quantizer in _by_name(quantized_operators(prepared)).items()}
@@ -318,7 +319,7 @@ def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
 
 
 def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]:
-    """The quantizers of outputs, and of what residuals are added to, as `qparams` calls them."""
+    """Return the quantizers of outputs, and of the tensors that residuals are added to, by their names in `qparams`."""
     found: dict[str, Quantizer] = {}
     for name, operator in operators.items():
         if not operator.plain:
@@ -332,9 +333,9 @@ def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]
 def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, int]]) -> None:
     """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
 
-    A pair is a scale and a zero point, as `qparams` gives it of a uint8 output; with a scale alone its zero point stays.
+    A pair is a scale and a zero point, as `qparams` returns for a uint8 output; with a scale alone the zero point is unchanged.
 
-    Only what is named is fixed: where a residual is fused into an operator, what it is added to goes on with its own statistics.
+    Only the named tensors are fixed: where a residual is fused into an operator, the tensor that it is added to keeps its own statistics.
 
     Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.
     """
@@ -389,10 +390,10 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
 
 @checked(scales=FLAG, batch_norm=FLAG)
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
-    """Stop what moves while training besides the model's parameters: scales, followed or learned, and running statistics.
+    """Freeze scales, followed or learned, and running statistics, which besides the model's parameters change in training.
 
     Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside. Scales that are frozen stay so through
-    `state_dict`; which statistics are, is no part of it.
+    `state_dict`; which statistics are frozen is not a part of it.
     """
     require_prepared(prepared)
     for operator in quantized_operators(prepared).values():

@@ -1,8 +1,9 @@
-"""Tensors that cut off what a few loud items hold, and the batch norms behind them.
+"""Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them.
 
-Where a few items of a batch are far louder than all others, a calibrated range may leave them out (`observers.loudness`). The variance of
-the float model is theirs for the most part; that of the quantized one is not, and a batch norm that took the statistics of batches would
-multiply every other item by what is missing. Behind such a tensor batch norms therefore keep their running statistics.
+Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.loudness`).
+Most of the float model's variance comes from these samples, but not that of the quantized model. A batch norm that took the
+statistics of batches would multiply every other sample by the missing part. Behind such a tensor batch norms therefore keep their
+running statistics.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh 
 
 
 def keep_statistics(prepared: nn.Module) -> None:
-    """Behind tensors that cut off much of the power that was observed, no batch norm is live any more; a warning says behind which.
+    """Freeze the statistics of batch norms behind tensors that clip much of the observed power; a warning names these tensors.
 
-    What was observed in calibration decides, not what a scale has become in training, so that training that is resumed decides
-    alike; a state that is loaded later decides too.
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
+    that is loaded later decides again.
     """
     if _decide_anew not in prepared._load_state_dict_post_hooks.values():
         prepared.register_load_state_dict_post_hook(_decide_anew)  # type: ignore[no-untyped-call]
@@ -64,18 +65,18 @@ def keep_statistics(prepared: nn.Module) -> None:
 
 
 def _decide_anew(prepared: nn.Module, _: Any) -> None:
-    """What a state that was loaded in TRAIN says of tensors decides too."""
+    """Decide again after a state was loaded in TRAIN."""
     if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
         keep_statistics(prepared)
 
 
 def _has_batch_norm(node: fx.Node) -> bool:
-    """Whether a node has a batch norm among its arguments."""
+    """Return whether a node has a batch norm among its arguments."""
     return node.kwargs.get("batch_norm") is not None
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """The quantizers of its operands."""
+    """Yield the quantizers of its operands."""
     inputs: Any
     for inputs in operator.inputs.values():
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:
@@ -84,13 +85,13 @@ def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
 
 
 def _equalized(operator: QuantizedOperator) -> bool:
-    """Whether its channels are multiplied: power is then of no unit that all of them share, and what is loud is a channel, not an item."""
+    """Return whether its channels are multiplied: their powers then have no common unit, and the outliers are channels, not samples."""
     return operator.factors is not None and bool(operator.factors.outputs.any())
 
 
 @torch.no_grad()
 def _cuts(quantizer: Quantizer) -> bool:
-    """Whether the range that was calibrated leaves out more than a quarter of the power that was observed."""
+    """Return whether the calibrated range leaves out more than a quarter of the observed power."""
     observer = quantizer.observer
     if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
         return False

@@ -1,4 +1,4 @@
-"""Calibration on several ranks: every rank observes its shard, and at the end all of them know what each has seen.
+"""Calibration on several ranks: every rank observes its shard, and at the end the observations of all ranks are merged.
 
 There is one collective operation, when a calibration ends, so ranks may have different numbers of batches. While
 training nothing is added to what DistributedDataParallel does: gradients are averaged, and its `broadcast_buffers`
@@ -21,38 +21,38 @@ Seen = dict[str, dict[str, Tensor]]  # the buffers of every observer, by the obs
 
 
 def count() -> int:
-    """How many processes take part; 1 where torch.distributed is not in use."""
+    """Return the number of ranks; 1 where torch.distributed is not in use."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def index() -> int:
-    """Which of them this one is."""
+    """Return the rank of this process."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank passes here, in their order; each calls this once."""
+    """Return the values that all ranks pass here, in the order of the ranks; each rank calls this once."""
     found: list[Any] = [None] * count()
     dist.all_gather_object(found, value)
     return found
 
 
 def copy_of(observers: Mapping[str, Observer]) -> Seen:
-    """A copy of what every observer has seen."""
+    """Return a copy of the buffers of every observer."""
     return {path: {name: buffer.detach().clone() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
 
 
 def restore(observers: Mapping[str, Observer], state: Seen) -> None:
-    """Put back what `copy_of` copied."""
+    """Restore the buffers that `copy_of` copied."""
     for path, observer in observers.items():
         for name, buffer in observer.named_buffers():
             buffer.copy_(state[path][name])
 
 
 def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
-    """Let every observer know what those of all ranks have seen; returns how many batches that were.
+    """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
 
-    Called once by every rank. `seen` is the number of batches of this one, None if its calibration failed: the other
+    Every rank calls this once. `seen` is this rank's number of batches, None if its calibration failed: the other
     ranks then raise CalibrationError instead of waiting for it.
     """
     gathered: list[tuple[int | None, dict[str, dict[str, Tensor]]]] = [(None, {})] * count()

@@ -12,7 +12,7 @@ from fxquant.quantization.state import State
 
 
 def in_float(model: nn.Module) -> list[QuantizedOperator]:
-    """The operators in state FLOAT, if the others are not."""
+    """Return the operators in state FLOAT; none if all are."""
     operators = quantized_operators(model).values()
     found = [operator for operator in operators if operator.state is State.FLOAT]
     return found if len(found) < len(operators) else []
@@ -20,7 +20,7 @@ def in_float(model: nn.Module) -> list[QuantizedOperator]:
 
 @contextmanager
 def leaving_out(chosen: Iterable[QuantizedOperator]) -> Iterator[None]:
-    """Inside, these operators are left as they are, by whatever asks for `left_out`."""
+    """Inside, `left_out` is set on these operators, so that calibration and tuning leave them as they are."""
     marked = [operator for operator in chosen if not operator.left_out]
     try:
         for operator in marked:

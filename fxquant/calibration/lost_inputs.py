@@ -1,4 +1,4 @@
-"""Inputs of a model most of whose values round to nothing: a few large ones set a scale that is too coarse for all others."""
+"""Inputs of a model most of whose values round to 0: a few large values set a scale that is too coarse for all others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _finer(operator: QuantizedOperator, target: Target) -> str:
 
 
 def _lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
-    """Where inputs are quantized, with the share that is lost there, where that is large."""
+    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is large."""
     for node in prepared.graph.nodes:
         operator = quantized_operators(prepared).get(node.name) if node.op == "call_module" else None
         read = node.all_input_nodes

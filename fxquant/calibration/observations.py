@@ -1,8 +1,8 @@
-"""What calibration has observed, as a value apart from the model: it can give scales to another dtype, observer, mapping or target.
+"""Observations of a calibration, apart from the model: they can give scales to another dtype, observer, mapping or target.
 
-Observed values are those of the float model, so nothing about integers is in them. A tensor is known again by its name, and by all
-that decides which of its values were observed: what was fused into it, its shape, the interval that its readers tell apart, and the
-tensors whose scale it shares. The parameters of the model are not compared.
+Observed values are those of the float model, so they do not depend on integer dtypes. A tensor is identified by its name and by all
+that decides which of its values were observed. These are the nodes fused into it, its shape, the interval that its readers
+distinguish, and the tensors whose scale it shares. The parameters of the model are not compared.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EXTREMES = gathering(MinMaxObserver())
 class Place:
     """A tensor of the float model, and which of its values are observed there.
 
-    name    the node's; where a real number is quantized, that of the node that computes it; behind it ".intermediate" for what a
-            residual is added to
+    name    the node's; for a quantize, that of the node that computes the float value; with ".intermediate" appended for the tensor
+            that a residual is added to
     fused   the nodes that are fused into it
     shape   shape and dtype, as in f32[B,8,16,16]
     within  beyond this interval its values are observed as the nearer end
@@ -52,7 +52,7 @@ Places = tuple[Place, ...]  # of one tensor, or of several that share a scale, i
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What was observed in the places of one scale: the buffers of observers, by how these gather."""
+    """The observations in the places of one scale: the buffers of observers, by how these gather."""
 
     places: Places
     gathered: Mapping[Gathering, Mapping[str, Tensor]]
@@ -94,7 +94,7 @@ class Observed:
 
 
 class Observations(Mapping[str, Observed]):
-    """What was observed of every tensor whose scale is observed, by the tensor's name. Immutable; equal by value.
+    """The observations of every tensor whose scale is observed, by the tensor's name. Immutable; equal by value.
 
     Given to `prepare`, it sets scales without another calibration; `save` and `load` keep it in a file.
     """
@@ -104,7 +104,7 @@ class Observations(Mapping[str, Observed]):
         self._by_name: dict[str, Observed] = {}
         for entry in self._by_places.values():
             name = ", ".join(place.name for place in entry.places)
-            # A value that is quantized twice, for readers that tell different values apart, is there twice.
+            # A value that is quantized twice, for readers that distinguish different values, is there twice.
             self._by_name[f"{name} {_within(entry.places[0])}" if name in self._by_name else name] = entry
 
     def __getitem__(self, name: str) -> Observed:
@@ -120,21 +120,21 @@ class Observations(Mapping[str, Observed]):
         return f"Observations({', '.join(self)})"
 
     def at(self, places: Places) -> Observed | None:
-        """What was observed in exactly these places; None if nothing was."""
+        """Return the observations in exactly these places; None if there are none."""
         return self._by_places.get(places)
 
     def named(self, name: str) -> Iterator[Places]:
-        """The places among which a tensor of this name was observed."""
+        """Return the places among which a tensor of this name was observed."""
         return (places for places in self._by_places if name in (place.name for place in places))
 
 
 @checked()
 def observations(prepared: nn.Module) -> Observations:
-    """What calibration has observed, to give to `prepare` for another dtype, observer, mapping or target.
+    """Return the observations of a calibration, to pass to `prepare` for another dtype, observer, mapping or target.
 
-    It holds the smallest and largest value, the average of the batches' ranges and a histogram of each tensor, and what an observer
-    with other settings has gathered; a copy, which later calibration does not change. What batches in state TRAIN moved is no part of
-    it. Tensors with a scale that was given, and 32-bit sums, are not observed. Raises NotCalibrated if nothing was.
+    They hold the smallest and largest value, the average of the batches' ranges and a histogram of each tensor, and the buffers of
+    observers with other settings. They are a copy, which later calibration does not change. Changes by batches in state TRAIN are not
+    a part of them. Tensors with a scale that was given, and 32-bit sums, are not observed. Raises NotCalibrated if nothing was observed.
     """
     require_prepared(prepared)
     found = []
@@ -159,7 +159,7 @@ def observations(prepared: nn.Module) -> Observations:
 def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
     """Set every scale that the observations can give; returns the tensors whose scale they cannot, by name, and why.
 
-    Raises ConfigurationError if they are of another model: if none of its tensors was observed.
+    Raises ConfigurationError if they are of another model, so that not one of its tensors was observed.
     """
     _multiply(prepared, observed)
     wanted = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
@@ -186,7 +186,7 @@ def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
 
 
 def _scales(prepared: nn.Module) -> list[tuple[Quantizer, Places]]:
-    """Every quantizer with the places that it observes."""
+    """Return every quantizer with the places that it observes."""
     assert isinstance(prepared, fx.GraphModule)
     nodes = {node.name: node for node in prepared.graph.nodes}
     known = channels(prepared)
@@ -225,14 +225,14 @@ def _plainly(exponents: Tensor) -> tuple[int, ...]:
 
 
 def _place(node: fx.Node, operator: QuantizedOperator, exponents: Tensor) -> Place:
-    # A quantize passes on the real number it reads, which has one name whoever quantizes it.
+    # A quantize passes on the float value it reads, which has one name whichever node quantizes it.
     value = node.args[0] if operator.operator is QUANTIZE else node
     assert isinstance(value, fx.Node)
     return Place(value.name, fused(value), str(fact(value)), operator.observed, _plainly(exponents))
 
 
 def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> str | None:
-    """Why the observations cannot give a scale; None if they can."""
+    """Return why the observations cannot give a scale; None if they can."""
     known = observed.at(places)
     if known is None:
         return _why_elsewhere(places, observed)
@@ -247,7 +247,7 @@ def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> st
 
 
 def _why_elsewhere(places: Places, observed: Observations) -> str:
-    """In which way a tensor differs from what was observed under its name."""
+    """Return how a tensor differs from the one observed under its name."""
     for place in places:
         others = list(observed.named(place.name))
         if not others:

@@ -1,8 +1,8 @@
 """Tensors that are too small for what they are added to: layer scales of 1e-6, gates next to 0.
 
-In calibration the sum does not see them, and their own scales say as little of the values that training gives them: a scale that is
-learned from there would clip them, without a gradient, many steps long. Such tensors follow the batches in TRAIN, as those do that were 0,
-and the scales of the weights that they are computed from follow these weights.
+In calibration they do not change the sum, and their own scales do not fit the values that training gives them. A scale that is learned
+from there would clip them, without a gradient, for many steps. Such tensors follow the batches in TRAIN, as tensors that were 0 do.
+The scales of the weights that they are computed from follow these weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SHOWN = 8  # tensors that a warning names
 def follow_unseen(prepared: nn.Module) -> None:
     """Decide which tensors of a prepared model in TRAIN are `unseen`; a warning says which.
 
-    What was observed in calibration decides, not what a scale has become in training, so that training that is resumed decides
-    alike; a state that is loaded later decides too. A tensor is unseen if all its values are below half a step of every sum that
-    it is a term of, or that unseen tensors alone lead to from it.
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
+    that is loaded later decides again. A tensor is unseen if all its values are below half a step of every sum that it is a term of,
+    or that unseen tensors alone lead to from it.
     """
     if _decide_again not in prepared._load_state_dict_post_hooks.values():
         prepared.register_load_state_dict_post_hook(_decide_again)  # type: ignore[no-untyped-call]
@@ -62,14 +62,14 @@ def follow_unseen(prepared: nn.Module) -> None:
 
 
 def _decide_again(prepared: nn.Module, _: Any) -> None:
-    """A state that is loaded in TRAIN decides, too."""
+    """Decide again after a state was loaded in TRAIN."""
     follow_unseen(prepared)
 
 
 def _read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Iterator[tuple[Quantizer, float]]:
-    """The quantizers of what an operator reads, and of what its residual is added to, each with what it has to stay below.
+    """Yield the quantizers of an operator's operands, and of the tensor that its residual is added to, with their limits.
 
-    That is 0 for a tensor that something sees.
+    An unseen tensor stays below its limit. The limit is 0 for a tensor that is seen.
     """
     behind = _limit(operator.output, limits)
     adds = operator.operator.adds or operator.intermediate is not None
@@ -87,7 +87,7 @@ def _read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Ite
 
 
 def _limit(quantizer: Quantizer, limits: Mapping[Quantizer, float]) -> float:
-    """What an unseen tensor stays below; 0 for a tensor that is seen."""
+    """Return the limit that an unseen tensor stays below; 0 for a tensor that is seen."""
     limit = limits.get(quantizer, 0.0)
     return limit if _is_below(quantizer, limit) else 0.0
 
@@ -101,7 +101,7 @@ def _observed(quantizer: Quantizer) -> bool:
 
 
 def _half_step(quantizer: Quantizer) -> float:
-    """Half a step of what calibration found for a tensor; 0 where it found nothing."""
+    """Return half a step of the range that calibration found for a tensor; 0 where it found none."""
     if not _observed(quantizer):
         return 0.0
     low, high = quantizer.covered()

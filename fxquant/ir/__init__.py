@@ -1,4 +1,4 @@
 """Represent models: FX graphs with facts and annotations, generated code, copies, and the user's class behind a graph.
 
-`graph` spells every key of `node.meta`; the other modules read and write them through it.
+`graph` defines every key of `node.meta`; the other modules read and write them through it.
 """

@@ -1,4 +1,4 @@
-"""What a float model's class and instance hold besides its computation: names of classes, sizes, methods behind the network."""
+"""Keep the attributes of a float model besides its computation: names of classes, sizes, methods that follow the network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a module that is preserved: it is bound to what stands in that module's place."""
+    """A preserved method of a module: it is bound to the module that takes its place."""
 
     function: FunctionType
 
@@ -36,7 +36,7 @@ class Method:
 class Carried:
     """The attributes of a float model, and its class, for the models made from it.
 
-    kind         its class; None where that cannot be told, as in another process
+    kind         its class; None where it is not known, as in another process
     attributes   its own, as they were; containers and tensors are copies, anything else is shared. What holds a module is left out:
                  it belongs to forward, which is a graph now.
     preserved    what the user has asked for by name, "head.stride": the value; a `Method`; None for a module, which is registered under
@@ -51,18 +51,18 @@ class Carried:
 
     @staticmethod
     def of(model: nn.Module, preserve: Sequence[str] = ()) -> Carried:
-        """What a model carries. Raises AttributeError if it has none of a name to be preserved."""
+        """Return the attributes that a model carries. Raises AttributeError if a name in `preserve` is missing."""
         own = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE}
         found = {name: value for name, value in own.items() if not _holds_module(value)}
         left = [*model._modules, *(name for name in own if name not in found)]
         return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve}, left)
 
     def modules(self) -> list[str]:
-        """The paths of the modules that are to be preserved whole."""
+        """Return the paths of the modules that are to be preserved whole."""
         return [name for name, value in self.preserved.items() if value is None]
 
     def dress(self, model: nn.Module) -> None:
-        """Put what is preserved of submodules where it was: on modules without any code, which are made where there are none."""
+        """Put preserved attributes of submodules at their paths: on modules without any code, which are made where they are missing."""
         for name, value in self.preserved.items():
             path, _, last = name.rpartition(".")
             if value is None or not path:
@@ -76,7 +76,10 @@ class Carried:
                 holder.__dict__[last] = MethodType(value.function, holder) if isinstance(value, Method) else _copied(value)
 
     def find(self, owner: nn.Module, name: str) -> Any:
-        """An attribute, or a method or property bound to `owner`. Raises AttributeError if the model had none, or one of PyTorch's own."""
+        """Return an attribute, or a method or property bound to `owner`.
+
+        Raises AttributeError if the model had none, or one of PyTorch's own.
+        """
         value = self.preserved.get(name, _ABSENT)
         if isinstance(value, Method):
             return MethodType(value.function, owner)
@@ -97,14 +100,14 @@ class Carried:
         return Carried(self.kind, _copied(self.attributes), _copied(self.preserved), self.left)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What another process cannot read does not keep the model from it.
+        # Attributes that cannot be pickled are left out, so that the model can be.
         kept = {name: value for name, value in self.attributes.items() if _can_be_pickled(value)}
         preserved = {name: value for name, value in self.preserved.items() if _can_be_pickled(value)}
         return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept, preserved, self.left)
 
 
 def calling_line() -> str | None:
-    """The innermost line outside of torch and of what a model here is: "model.py:41 in encode:  return self.e(x)"."""
+    """Return the innermost line outside of torch and of the code of models: "model.py:41 in encode:  return self.e(x)"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         frame = frame.f_back
@@ -125,7 +128,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _preserved(model: nn.Module, name: str) -> Any:
-    """What is kept of an attribute, or a method, at a dotted path. Raises AttributeError if there is none."""
+    """Return the value kept for an attribute, or a method, at a dotted path. Raises AttributeError if there is none."""
     path, _, last = name.rpartition(".")
     holder = model.get_submodule(path)
     value = getattr(holder, last)

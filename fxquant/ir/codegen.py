@@ -1,4 +1,4 @@
-"""The Python that runs a graph, also where a name of the user's model is no Python name, or one the GraphModule has for itself."""
+"""Generate the Python that runs a graph, also for names of the user's model that are not Python names or are GraphModule's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated 
 
 
 def registered(root: nn.Module, path: str) -> Any:
-    """The module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
+    """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
     value: Any = root
     for part in path.split("."):
         value = _member(value, part)
@@ -33,13 +33,13 @@ def _member(holder: Any, name: str) -> Any:
 
 @functools.cache
 def own_names() -> frozenset[str]:
-    """What a GraphModule has attributes for, so that a module or tensor registered under that name is not found as one."""
+    """Return the names of a GraphModule's own attributes: a module or tensor registered under one is not found as an attribute."""
     return frozenset((*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph()))))
 
 
 @functools.cache
 def _is_plain(path: str) -> bool:
-    """Whether `self.` and the path is an expression that reads what is registered there."""
+    """Return whether `self.` and the path is an expression that reads what is registered there."""
     first, *others = path.split(".")
     return not (
         first in own_names()
@@ -49,9 +49,9 @@ def _is_plain(path: str) -> bool:
 
 
 class Code(CodeGen):
-    """As PyTorch generates it, with two things it does not always get right.
+    """PyTorch's generator of code, with two things it does not always get right.
 
-    Paths that are no plain expressions are looked up where modules and tensors are registered, and named tuples that are returned
+    Paths that are not plain expressions are looked up where modules and tensors are registered, and named tuples that are returned
     have their classes among the globals.
     """
 
@@ -90,6 +90,6 @@ class Code(CodeGen):
 
 
 def _expression(root: str, path: str) -> str:
-    """How PyTorch writes the path in the generated code."""
+    """Return the expression that PyTorch writes for the path in the generated code."""
     format_target: Callable[[str, str], str] = fx.graph._format_target
     return format_target(root, path)

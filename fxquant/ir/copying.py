@@ -12,18 +12,18 @@ from torch import fx
 
 
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """The module tree with tensors and containers of its own; other things its modules refer to are shared. Its root has no hooks.
+    """Return a copy of the module tree with tensors and containers of its own; other objects are shared. Its root has no hooks.
 
-    A tensor or module that stands in several places is one tensor or module in the copy as well.
+    A tensor or module that is used in several places is one tensor or module in the copy as well.
     """
     copied: torch.nn.Module = _Copier()(module)
     return copied
 
 
 def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Modules and tensors copied as `copy_parameters` does, for good, in eval mode.
+    """Return lasting copies of modules and tensors, made as `copy_parameters` makes them, with modules in eval mode.
 
-    What asks for a gradient still does: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
+    Parameters keep `requires_grad`: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
     """
     copier = _Copier()
     copies = {name: copier(value) for name, value in values.items()}

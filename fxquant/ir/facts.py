@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is computed: its shape for every batch size, and its dtype."""
+"""Facts of a tensor before it is computed: its shape for every batch size, and its dtype."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class BatchDim:
 
     @staticmethod
     def between(a: int, b: int) -> int | BatchDim:
-        """The size that is `a` and `b` at the two tracing batch sizes: a plain int if they agree."""
+        """Return the size that is `a` and `b` at the two tracing batch sizes: a plain int if they agree."""
         if a == b:
             return int(a)
         coefficient = Fraction(b - a, BATCH_SIZES[1] - BATCH_SIZES[0])
         return BatchDim(coefficient, a - coefficient * BATCH_SIZES[0])
 
     def at(self, batch: int) -> int:
-        """The size at this batch size; raises ValueError where it is not a whole number."""
+        """Return the size at this batch size; raises ValueError where it is not an integer."""
         value = self.coefficient * batch + self.offset
         if value.denominator != 1:
             raise ValueError(f"{self} is not a whole number at batch size {batch}")
@@ -52,11 +52,11 @@ class TensorFact:
 
     @staticmethod
     def between(a: torch.Tensor, b: torch.Tensor) -> TensorFact:
-        """The fact of a tensor seen at the two tracing batch sizes."""
+        """Return the fact of a tensor seen at the two tracing batch sizes."""
         return TensorFact(tuple(BatchDim.between(m, n) for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
 
     def at(self, batch: int) -> tuple[int, ...]:
-        """The shape at this batch size."""
+        """Return the shape at this batch size."""
         return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
 
     @property
@@ -83,7 +83,7 @@ DTYPE_NAMES = {
 
 
 def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """The kind of a tensor that has no values in dense memory, and how to convert it; None for a dense tensor with values."""
+    """Return the kind of a tensor that has no values in dense memory, and how to convert it; None for a dense tensor with values."""
     if tensor.is_nested:
         return "nested", "pad it to one size with .to_padded_tensor(0.0)"
     if getattr(tensor, "is_quantized", False):  # PyTorch is removing them

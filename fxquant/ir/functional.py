@@ -1,4 +1,4 @@
-"""Out-of-place spellings for in-place operations that PyTorch offers no function for."""
+"""Out-of-place forms of in-place operations that PyTorch offers no function for."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from torch.utils._pytree import tree_map
 
 
 def stopped(value: Any) -> Any:
-    """A tensor, or a nest of them, detached."""
+    """Detach a tensor, or a nest of them."""
     return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, value)
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """A copy of `tensor` in which `tensor[index]` is `value`."""
+    """Return a copy of `tensor` in which `tensor[index]` is `value`."""
     result = tensor.clone()
     result[index] = value
     return result
 
 
 def copy(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`source`, broadcast to the shape of `tensor` and converted to its type."""
+    """Return `source`, broadcast to the shape of `tensor` and converted to its dtype."""
     return source.to(tensor.dtype).expand_as(tensor)
 
 
 def fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
-    """A tensor like `tensor` that holds `value` everywhere."""
+    """Return a tensor like `tensor` that holds `value` everywhere."""
     return torch.full_like(tensor, value)
 
 
 def zero(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like `tensor` that holds zeros."""
+    """Return a tensor like `tensor` that holds zeros."""
     return torch.zeros_like(tensor)
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
-    """A copy of `tensor` in which a view of it holds `value`.
+    """Return a copy of `tensor` in which a view of it holds `value`.
 
     `way` leads there: (name, arguments, keyword arguments) of one method after the other, each one of VIEWS. Raises ValueError for
     another method.
@@ -47,7 +47,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor, way: Any) -> Any:
-    """The view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
+    """Return the view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
     view: Any = tensor
     for name, args, kwargs in way:
         if name == "getattr" and args in (("T",), ("mT",)):

@@ -1,13 +1,13 @@
 """Facts on nodes, and the few ways passes change a graph.
 
-Everything static that fxquant knows about a node is in `node.meta` and is read and written through this
-module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphModule.
+All static facts about a node are in `node.meta` and are read and written through this module,
+so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
     fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
     source      the user's line: "model.py:41 in forward:  y = self.act(y)"
     module      the dotted path of the user's module the node came from ("layer1.0.conv1")
     made_by     the pass (or "trace") that created the node
-    qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
+    qconfig     the QConfigs (or None) attached to the user's modules around the call, by their paths, nearest first
     matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
     batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
     detached    whether the node is computed without gradients while the prepared model trains
@@ -32,7 +32,7 @@ from fxquant.ir.facts import Size, TensorFact
 
 
 def fact(node: fx.Node) -> Any:
-    """The node's `TensorFact` (or nest of them, or number); None if nothing is known."""
+    """Return the node's `TensorFact` (or nest of them, or number); None if nothing is known."""
     return node.meta.get("fact")
 
 
@@ -42,12 +42,12 @@ def set_fact(node: fx.Node, value: Any) -> None:
 
 
 def source(node: fx.Node) -> str:
-    """The user's source line, or an empty string."""
+    """Return the user's source line, or an empty string."""
     return str(node.meta.get("source", ""))
 
 
 def argument_name(node: fx.Node) -> str:
-    """What the user calls the input that a placeholder stands for; as a rule, its name."""
+    """Return the user's name of the input that a placeholder stands for; as a rule, the placeholder's own."""
     return str(node.meta.get("argument", node.target))
 
 
@@ -57,32 +57,32 @@ def set_argument_name(node: fx.Node, name: str) -> None:
 
 
 def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs of a graph, in its order, as keyword arguments: a call with these is taken as the graph takes it."""
+    """Return the inputs of a graph, given in its order, as keyword arguments by the names of its placeholders."""
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted path of the user's module this node came from, or an empty string for the model itself."""
+    """Return the dotted path of the user's module this node came from, or an empty string for the model itself."""
     return str(node.meta.get("module", ""))
 
 
 def made_by(node: fx.Node) -> str:
-    """The pass that created the node, or "trace"."""
+    """Return the pass that created the node, or "trace"."""
     return str(node.meta.get("made_by", "trace"))
 
 
 def attached_qconfigs(node: fx.Node) -> tuple[tuple[str, Any], ...]:
-    """The QConfigs (or None, for float) that stand on the modules around the call, with their paths: the nearest first."""
+    """Return the QConfigs (or None, for float) attached to the modules around the call, with their paths: the nearest first."""
     return tuple(node.meta.get("qconfig", ()))
 
 
 def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
-    """Write the QConfigs that stand on the modules around the call, the nearest first."""
+    """Write the QConfigs attached to the modules around the call, the nearest first."""
     node.meta["qconfig"] = value
 
 
 def matched_rules(node: fx.Node) -> tuple[Any, ...]:
-    """What the user asked of this node, and then of each that was fused into it, in the order they run: a `spec.MatchedRules` for each."""
+    """Return the rules for this node, then for each node fused into it, in the order they run: a `spec.MatchedRules` for each."""
     return tuple(node.meta.get("matched_rules", ()))
 
 
@@ -92,7 +92,7 @@ def set_matched_rules(node: fx.Node, *rules: Any) -> None:
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
-    """The node's shape; raises TypeError if its value is not one tensor."""
+    """Return the node's shape; raises TypeError if its value is not one tensor."""
     value = fact(node)
     if not isinstance(value, TensorFact):
         raise TypeError(f"%{node.name} is not a tensor of known shape")
@@ -100,12 +100,12 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 
 
 def reads_shape_only(node: fx.Node) -> bool:
-    """Whether the node asks a tensor for its size, and not for its values."""
+    """Return whether the node asks a tensor for its size, and not for its values."""
     return node.op == "call_method" and node.target in ("size", "dim")
 
 
 def batch_norm_path(node: fx.Node) -> str:
-    """The dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
+    """Return the dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
     return str(node.meta.get("batch_norm", module_path(node)))
 
 
@@ -136,7 +136,7 @@ class Annotation:
 
 
 def annotation(node: fx.Node) -> Annotation | None:
-    """The node's annotation; None before `specs.annotate`."""
+    """Return the node's annotation; None before `specs.annotate`."""
     value = node.meta.get("annotation")
     return value if isinstance(value, Annotation) else None
 
@@ -150,13 +150,13 @@ HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_h
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether the node stays in float since it would break a limit of the target."""
+    """Return whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
     return spec is not None and spec.on_host
 
 
 def observed(node: fx.Node) -> tuple[float, float] | None:
-    """The interval beyond which the node's values make no difference to anything that reads them; None if all of them do."""
+    """Return the interval beyond which the node's values make no difference to any reader; None if all of them do."""
     return node.meta.get("observed")
 
 
@@ -166,12 +166,12 @@ def set_observed(node: fx.Node, interval: tuple[float, float]) -> None:
 
 
 def refusal(node: fx.Node) -> str | None:
-    """Why the node could not be brought to canonical form; None if it was, or was never an operator."""
+    """Return why the node could not be brought to canonical form; None if it was, or was never an operator."""
     return node.meta.get("refusal")
 
 
 def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
-    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it stands."""
+    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it is."""
     node.meta["refusal"], node.meta["python"] = because, python
 
 
@@ -179,12 +179,12 @@ WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as l
 
 
 def is_python(node: fx.Node) -> bool:
-    """Whether a node calls the user's Python as it stands."""
+    """Return whether a node calls the user's Python as it is."""
     return bool(node.meta.get("python"))
 
 
 def restore_flags(meta: dict[str, Any]) -> None:
-    """Set in the meta of a node, which was read from a file, what files say by the texts of reasons alone."""
+    """Set in the meta of a node that was read from a file the flags that files hold only as texts of reasons."""
     if meta.get("refusal") in (WRAPPED, LEAF):
         meta["python"] = True
     if "annotation" in meta:
@@ -192,12 +192,12 @@ def restore_flags(meta: dict[str, Any]) -> None:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
+    """Return whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
 
 
 def computes_tensor(node: fx.Node) -> bool:
-    """Whether the node is something that happens to tensors: neither an input nor the output, a parameter or a number."""
+    """Return whether the node computes tensors: it is neither an input nor the output, a parameter or a number."""
     if node.op in ("placeholder", "output") or is_parameter(node):
         return False
     known = fact(node)
@@ -205,7 +205,7 @@ def computes_tensor(node: fx.Node) -> bool:
 
 
 def trains_only(node: fx.Node) -> bool:
-    """Whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
+    """Return whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
     return bool(node.meta.get("trains_only"))
 
 
@@ -220,7 +220,7 @@ def mark_parameter(node: fx.Node) -> None:
 
 
 def is_detached(node: fx.Node) -> bool:
-    """Whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
+    """Return whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
     return bool(node.meta.get("detached")) and not is_parameter(node)
 
 
@@ -230,7 +230,7 @@ def detach(node: fx.Node) -> None:
 
 
 def detached_arguments(node: fx.Node) -> tuple[int | str, ...]:
-    """The positions and the keywords of arguments that have no gradient, of a node that has one by others."""
+    """Return the positions and the keywords of arguments that have no gradient, of a node that has one by others."""
     return tuple(node.meta.get("detached_arguments", ()))
 
 
@@ -241,7 +241,7 @@ def detach_arguments(node: fx.Node, *names: int | str) -> None:
 
 
 def gradient_changes(node: fx.Node) -> dict[int, str]:
-    """The paths of the rules that change the gradient of a node, or of the output's values by their places; an empty path stops it."""
+    """Return the paths of the rules that change the gradient of a node, or of the output's values by position; an empty path stops it."""
     return dict(node.meta.get("gradient_changes", {}))
 
 
@@ -251,7 +251,7 @@ def change_gradient(node: fx.Node, rule: str, position: int = 0) -> None:
 
 
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
-    """The value that a parameter, or what is computed from parameters, has at this moment; without gradients, which some functions lack."""
+    """Return the present value of a parameter, or of a node computed from parameters; without gradients, which some functions lack."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
     args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
@@ -265,18 +265,18 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def stated_demand(node: fx.Node) -> Any:
-    """What a composite demands of the grid of this part of it (an `ops.Demand`); None of any other node."""
+    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
     return node.meta.get("demand")
 
 
 def state_demand(node: fx.Node, value: Any) -> None:
-    """Write what the composite demands of the grid of this part of it."""
+    """Write the demand of the composite on the grid of this part of it."""
     node.meta["demand"] = value
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of what operator of the model a node is a part.
+    """The operator of the model that a node is a part of.
 
     composite  the operator's name
     role       the part's
@@ -294,7 +294,7 @@ class Part:
 
 
 def part(node: fx.Node) -> Part | None:
-    """The composite a node is a part of; None if it is a whole operator."""
+    """Return the composite a node is a part of; None if it is a whole operator."""
     value = node.meta.get("part")
     return value if isinstance(value, Part) else None
 
@@ -305,19 +305,19 @@ def set_part(node: fx.Node, value: Part) -> None:
 
 
 def is_inner_part(node: fx.Node) -> bool:
-    """Whether a node holds an inner tensor of a composite."""
+    """Return whether a node holds an inner tensor of a composite."""
     known = part(node)
     return known is not None and known.inner
 
 
 def step_of(node: fx.Node) -> int | None:
-    """At which step of a recurrence a part of it is computed, counted from 0; None of any other node."""
+    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
     known = part(node)
     return None if known is None else known.step
 
 
 def ties(node: fx.Node) -> tuple[str, ...]:
-    """What a node is tied by: nodes with one tie in common have one grid."""
+    """Return the names of a node's ties: nodes with one tie in common share one grid."""
     return tuple(node.meta.get("ties", ()))
 
 
@@ -327,24 +327,24 @@ def tie(node: fx.Node, name: str) -> None:
 
 
 def spelling(node: fx.Node) -> tuple[Any, ...]:
-    """What the user wrote: the function, or the class of the module, the node stood for; several after fusion."""
+    """Return the functions, or the classes of modules, that the user called for this node; several after fusion."""
     return tuple(node.meta.get("spelling", ()))
 
 
 def spell(node: fx.Node, *written: Any) -> None:
-    """Add to what the user wrote."""
+    """Add functions, or classes of modules, that the user called for this node."""
     node.meta["spelling"] = (*spelling(node), *written)
 
 
 def fused(node: fx.Node) -> tuple[str, ...]:
-    """The names of the nodes fused into this one."""
+    """Return the names of the nodes fused into this one."""
     return tuple(node.meta.get("fused", ()))
 
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`.
 
-    Where that has no gradients and `other` has, by operands of its own, the node's own arguments have none.
+    If `node` has no gradients and `other` has some, by operands of its own, the arguments of `node` are marked as without gradients.
     """
     if is_detached(node) and not is_detached(other):
         brought = {operand for operand in other.all_input_nodes if operand is not node}
@@ -358,12 +358,12 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
 
 
 def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """Pairs of names: a node that is gone, since it passed on its operand as it is, and that operand."""
+    """Return pairs of names: a removed node, which passed on its operand as it is, and that operand."""
     return tuple(node.meta.get("passed_on", ()))
 
 
 def pass_on(operand: fx.Node, node: fx.Node) -> None:
-    """Record that what reads `node` reads its operand from now on."""
+    """Record that the readers of `node` read its operand from now on."""
     operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
 
 
@@ -374,7 +374,7 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 
 
 def unfused(node: fx.Node) -> str | None:
-    """Why a node was not fused into what it reads; None where nobody tried."""
+    """Return why a node was not fused into its operand; None where no pass tried."""
     value = node.meta.get("unfused")
     return None if value is None else str(value)
 
@@ -385,27 +385,27 @@ def set_unfused(node: fx.Node, because: str) -> None:
 
 
 def notes(node: fx.Node) -> dict[str, Any]:
-    """Facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
+    """Return the facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
     value: dict[str, Any] = node.meta.setdefault("notes", {})
     return value
 
 
 def noted(node: fx.Node, key: str) -> Any:
-    """One of these facts; None where it was not recorded."""
+    """Return one of the facts in `notes`; None where it was not recorded."""
     return node.meta.get("notes", {}).get(key)
 
 
 def channel_exponents(node: fx.Node) -> list[Any] | None:
-    """In an integer graph: the tensor of a node is the float model's times 2 to these; None where it is the float model's.
+    """Return the exponents e of a node of an integer graph: its tensor is the float model's times 2^e. None where it is that tensor.
 
-    They are nested lists of its shape without the batch, where a list of one stands for a whole dimension.
+    They are nested lists of its shape without the batch, where a list of one element is for a whole dimension.
     """
     known = noted(node, "exponents")
     return None if known is None else list(json.loads(known))
 
 
 def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
-    """Write them."""
+    """Write the exponents that `channel_exponents` returns."""
     notes(node)["exponents"] = json.dumps(value)
 
 
@@ -423,7 +423,7 @@ class QParams:
 
 
 def qparams(node: fx.Node) -> QParams | None:
-    """The grid of the quantized tensor a node of an integer graph holds; None for any other node."""
+    """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
     value = node.meta.get("qparams")
     return value if isinstance(value, QParams) else None
 
@@ -434,14 +434,14 @@ def set_qparams(node: fx.Node, value: QParams) -> None:
 
 
 def zero_point(node: fx.Node) -> int:
-    """The integer that stands for 0 in the tensor a node of an integer graph holds."""
+    """Return the integer that stands for 0 in the tensor a node of an integer graph holds."""
     known = qparams(node)
     return 0 if known is None else known.zero_point
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands, among the arguments of an `Operation`, for the node of this name."""
+    """A reference, among the arguments of an `Operation`, to the node of this name."""
 
     node: str
 
@@ -463,7 +463,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Operation:
-    """What the primitives that make a quantized tensor compute together: an operator of the table.
+    """The operator of the table that the primitives behind a quantized tensor compute together.
 
     name          the operator's name
     arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
@@ -478,7 +478,7 @@ class Operation:
 
 
 def operation(node: fx.Node) -> Operation | None:
-    """The operator that a node of an integer graph is the result of; None for any other node."""
+    """Return the operator that a node of an integer graph is the result of; None for any other node."""
     value = node.meta.get("operation")
     return value if isinstance(value, Operation) else None
 
@@ -489,7 +489,7 @@ def set_operation(node: fx.Node, value: Operation) -> None:
 
 
 def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
-    """The kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None where there is none."""
+    """Return the kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None without one."""
     return node.meta.get("kernel")
 
 
@@ -499,28 +499,28 @@ def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
 
 
 def model_meta(model: Any) -> dict[str, Any]:
-    """The `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
+    """Return the `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
     found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
     return found if isinstance(found, dict) else {}
 
 
 def stage_of(model: Any) -> str | None:
-    """The stage that the passes left a graph at; None for a module that they have not rewritten."""
+    """Return the stage that the passes have brought a graph to; None for a module that they have not rewritten."""
     return model_meta(model).get("stage")
 
 
 def is_deployed(model: Any) -> bool:
-    """Whether this is an integer model, with kernels or without."""
+    """Return whether this is an integer model, with kernels or without."""
     return stage_of(model) in ("INTEGER", "FUSED")
 
 
 def origin(node: fx.Node) -> str:
-    """The name of the prepared node an integer node was lowered from."""
+    """Return the name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether a node of an integer graph stands inside of what an operator was lowered to, and is not its result."""
+    """Return whether a node of an integer graph is an inner primitive of a lowered operator, and not its result."""
     return origin(node) != node.name
 
 
@@ -530,7 +530,7 @@ def is_inner(node: fx.Node) -> bool:
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
     """Give a new node the source line, the module, the attached QConfigs and the matched_rules of the node it was made for.
 
-    What is computed for a node without gradients has none either.
+    A node made for a node without gradients has none either.
     """
     for key in ("source", "module", "qconfig", "matched_rules", "detached"):
         if key in parent.meta:
@@ -540,14 +540,14 @@ def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
 
 
 def resolve(root: torch.nn.Module, path: str) -> Any:
-    """What is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
+    """Return what is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
     return registered(root, path)
 
 
 def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
     """Register a module, or a buffer, at a dotted path, making plain modules on the way.
 
-    What the path names may be what the GraphModule has an attribute for: a user's module may be called "graph".
+    The path may be the name of an attribute of GraphModule: a user's module may be called "graph".
     """
     *parents, name = path.split(".")
     for part in parents:

@@ -1,4 +1,4 @@
-"""Running a graph node by node, with the arguments that its generated code would give each call."""
+"""Run a graph node by node, with the arguments that its generated code would give each call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxquant.ir.graph import resolve
 
 
 def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a node with the values of what it reads, in lists and dicts of this call's own.
+    """Return the arguments of a node with the values of the nodes it reads, in lists and dicts of this call's own.
 
-    Those of a node itself are immutable, and a function of the user's may write into what it is given.
+    The arguments of a node itself are immutable, and a user's function may write into its arguments.
     """
     args, kwargs = _own(node.args, value), _own(node.kwargs, value)
     return args, kwargs

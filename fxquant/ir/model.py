@@ -34,14 +34,14 @@ class _Collection:
 
     @classmethod
     def keep_own(cls) -> None:
-        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        """In a forked child, forget the compilations of other threads, which do not continue there."""
         others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
         for thread in others:
             cls.resume(thread)
 
     @classmethod
     def resume(cls, thread: int) -> None:
-        """A compilation of this thread has ended."""
+        """Record that a compilation of this thread has ended."""
         cls.paused_by.remove(thread)
         if not cls.paused_by and cls.was_on:
             gc.enable()
@@ -55,8 +55,8 @@ in_child(_Collection, lambda collection: collection.keep_own())
 def collection_paused() -> Iterator[None]:
     """Inside, nothing is garbage collected.
 
-    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end puts
-    back what the first one found.
+    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end restores
+    the setting that the first one found.
     """
     with _Collection.lock:
         if not _Collection.paused_by:
@@ -116,8 +116,8 @@ FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that 
 FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
 CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
 HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
-SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
-RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
+SAMPLES = "_fxquant_samples"  # samples that a prepared model keeps for a calibration that continues; no file has them
+RUNNER = "_fxquant_runner"  # what runs an integer model, if that is not its generated code
 
 
 class Model(fx.GraphModule):
@@ -135,7 +135,7 @@ class Model(fx.GraphModule):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What is registered under that name, or else what the float model carried; no attribute of this model is hidden by that."""
+        """Return what is registered under that name, or else what the float model carried; it hides no attribute of this model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -150,7 +150,7 @@ class Model(fx.GraphModule):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def recompile(self) -> PythonCode:
-        """Compile the graph anew."""
+        """Compile the graph again."""
         self._graph.set_codegen(Code())
         code = super().recompile()
         if self._is_deployed:  # a class of its own has the code of every GraphModule
@@ -169,7 +169,7 @@ class Model(fx.GraphModule):
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
-        """A model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
+        """Return a model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
 
         It is not compiled yet: call `recompile` before running it.
         """
@@ -182,7 +182,10 @@ class Model(fx.GraphModule):
         return model
 
     def train(self, mode: bool = True) -> Model:
-        """As the float model's: what its own `train` keeps in eval mode, or freezes, is so here. An integer model stays in eval mode."""
+        """Set train or eval mode. An integer model stays in eval mode.
+
+        Modules that the float model's own `train` keeps in eval mode, and parameters that it freezes, are so here.
+        """
         mode = mode and not self._is_deployed
         super().train(mode)
         meta = self.__dict__.get("meta", {})
@@ -194,7 +197,7 @@ class Model(fx.GraphModule):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
-        """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
+        """Move to another device; a change of the float dtype is refused before anything is changed."""
         wanted = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
         if wanted != torch.float32:
             raise ConfigurationError(
@@ -211,13 +214,13 @@ class Model(fx.GraphModule):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Constants that a state_dict leaves out are passed over where an earlier one has them."""
+        """Load a state_dict, without the constants that only an earlier one holds."""
         for name in self._non_persistent_buffers_set:
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __copy__(self) -> Model:
-        # What GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
+        # The copy that GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
         copied = Model.of(self, copy_graph(self.graph))
         for name, value in self.__dict__.items():
             if name not in _OF_EVERY_COPY:
@@ -235,7 +238,7 @@ class Model(fx.GraphModule):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A GraphModule would be traced anew from its code, and forget every fact.
+        # A GraphModule would be traced again from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
 
@@ -248,7 +251,7 @@ def look_at_constants(model: Any) -> None:
 
 
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that the model's runner computes, where it has one; it is given the one that runs the graph as it stands."""
+    """Return a forward that the model's runner computes, where it has one; `reference` is the one that runs the graph as it is."""
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
@@ -259,7 +262,7 @@ def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that calls the hooks of modules, and can be computed again inside of backward; it is given the one that runs the graph."""
+    """Return a forward that calls hooks of modules, and can be computed again inside of backward; `reference` runs the graph."""
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
@@ -296,7 +299,7 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
 
 @dataclass(frozen=True)
 class _Named:
-    """Stands for a node among the arguments of a pickled one."""
+    """A reference to a node among the arguments of a pickled one."""
 
     name: str
 
@@ -313,14 +316,14 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Function:
-    """Stands for a function of a module that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+    """A reference to a function that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
 
     module: str
     name: str
 
 
 def _by_name(value: Any) -> Any:
-    """What stands for such a function; anything else as it is."""
+    """Return a `_Function` for such a function; anything else as it is."""
     if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
         return value
     found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
@@ -328,12 +331,12 @@ def _by_name(value: Any) -> Any:
 
 
 def _found(value: Any) -> Any:
-    """The function that something stands for; anything else as it is."""
+    """Return the function that a `_Function` refers to; anything else as it is."""
     return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
 
 
 def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A value of `meta` with the function applied to what is in plain containers."""
+    """Return a value of `meta` with the function applied to what is in plain containers."""
     if type(value) in (tuple, list):
         return type(value)(_nested(item, function) for item in value)
     if type(value) is dict:
@@ -342,7 +345,7 @@ def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:
-    """The name, with underscores behind it while something is registered under it, or the GraphModule has an attribute of that name."""
+    """Return the name, with underscores appended while something is registered under it or a GraphModule has such an attribute."""
     while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
         name += "_"
     return name
@@ -355,6 +358,6 @@ def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same graph with nodes of its own, their names and facts unchanged."""
+    """Return a copy of a graph with nodes of its own, their names and facts unchanged."""
     copied: fx.Graph = copy.deepcopy(graph)
     return copied

@@ -1,7 +1,7 @@
 """Activation checkpointing around a prepared model: its second forward pass, inside backward, sees the statistics of the first one.
 
-A pass in state TRAIN moves scales and running statistics. A pass that computes the same again must start from what the first one started
-from, and must move nothing, so that gradients are those without checkpointing and statistics move once a step.
+A pass in state TRAIN moves scales and running statistics. A pass that repeats it must start from the same buffers, and must move
+nothing. Gradients are then those without checkpointing, and statistics move once a step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _STILL = (".observer.", ".others.", ".learned.")  # buffers that calibration mov
 
 
 def run(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
-    """What a prepared model in train mode computes; a pass inside of backward starts from the buffers of the pass that it repeats.
+    """Run a prepared model and return its result; a pass inside of backward starts from the buffers of the pass that it repeats.
 
-    Raises ConfigurationError for a pass inside of backward that repeats none, and moves something; and for one of torch.func's transforms
-    that cannot be taken.
+    Raises ConfigurationError for a pass inside of backward that repeats none, and moves something; and for a transform of torch.func
+    that is not possible.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _transformed(model, call)
@@ -43,19 +43,19 @@ def run(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
 
 
 class Taken(NamedTuple):
-    """One pass: what tells it, the storages of its inputs, and the buffers that it started from by the path of the module and the name."""
+    """One pass: its key, the storages of its inputs, and the buffers that it started from by the path of the module and the name."""
 
     key: Any
     storages: list[StorageWeakRef]
     buffers: dict[tuple[str, str], Tensor]
 
     def repeated_by(self, key: Any) -> bool:
-        """Whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
+        """Return whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
         return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
 
 
 class Passes:
-    """The buffers that each of the last passes started from, with what tells the pass. A copy of a model has had no passes."""
+    """The buffers that each of the last passes started from, with the key of the pass. A copy of a model has had no passes."""
 
     def __init__(self) -> None:
         self.taken: deque[Taken] = deque(maxlen=MOST)
@@ -92,7 +92,7 @@ def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
 
 
 def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
-    """The pass under a transform of torch.func, which allows no tensor outside of it to move, and no number to be read from one inside."""
+    """Run the pass under a transform of torch.func, which lets no tensor outside of it move, and no number be read from one inside."""
     with torch._C._DisableFuncTorch():
         before = [(value, value.clone()) for value in model.buffers()] if model.training else []
     try:
@@ -110,7 +110,7 @@ def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
 
 
 def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """The buffers that training may move: of each the path of its module, its name, and the tensor."""
+    """Return the buffers that training may move: of each the path of its module, its name, and the tensor."""
     return [
         (path, name, value)
         for path, module in model.named_modules()
@@ -121,7 +121,7 @@ def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _key(inputs: Any) -> Any:
-    """What tells one pass from others: where its inputs are, and how often they have been written on."""
+    """Return the key of a pass: the addresses, shapes and versions of its inputs."""
     return tuple((each.data_ptr(), tuple(each.shape), None if each.is_inference() else each._version) for each in _tensors(inputs))
 
 

@@ -16,12 +16,12 @@ _HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized"
 
 
 def quant_stub(input: Tensor, scale: float | None = None) -> Tensor:
-    """The input itself; its integers begin here, on this scale if one is given."""
+    """Return the input itself; the integer part begins here, on this scale if one is given."""
     return input.view_as(input)
 
 
 def dequant_stub(input: Tensor) -> Tensor:
-    """The input itself; its integers end here."""
+    """Return the input itself; the integer part ends here."""
     return input.view_as(input)
 
 
@@ -34,12 +34,12 @@ def mark_stub(node: fx.Node) -> None:
 
 
 def is_stub(node: fx.Node) -> bool:
-    """Whether this node is a user's QuantStub."""
+    """Return whether this node is a user's QuantStub."""
     return bool(node.meta.get("quant_stub"))
 
 
 def stub_of(module: nn.Module) -> tuple[object, ...] | None:
-    """The function that a stub stands for, with its further arguments; None for any other module."""
+    """Return the function that replaces a stub, with its further arguments; None for any other module."""
     kind = type(module)
     if kind.__name__ not in ("QuantStub", "DeQuantStub") or not kind.__module__.startswith(_HOMES):
         return None
@@ -52,9 +52,9 @@ def stub_of(module: nn.Module) -> tuple[object, ...] | None:
 
 
 def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The nodes that stubs keep in float, and why; none in a model without stubs.
+    """Return the nodes that stubs keep in float, and why; none in a model without stubs.
 
-    What reads something that has passed a QuantStub, and no DeQuantStub since, is inside. Inputs are inside where there is no QuantStub.
+    A node is inside if it reads a tensor that has passed a QuantStub, and no DeQuantStub since. Without a QuantStub, inputs are inside.
     """
     targets = {node.target for node in gm.graph.nodes}
     if targets.isdisjoint(FUNCTIONS):

@@ -1,1 +1,1 @@
-"""How an integer graph runs fast: kernels, each proved equal to the primitives it stands for, on the machine it runs on."""
+"""Run an integer graph fast: kernels, each proved equal to the primitives it replaces, on the machine it runs on."""

@@ -1,4 +1,4 @@
-"""Admission by proof: an implementation runs where it was shown to give the primitives' bits, on this machine, and nowhere else."""
+"""Admission by proof: an implementation runs only where it was shown to give the primitives' bits on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALLEST_REAL, LARGEST_REAL = -100.0, 155.0  # of operands that are quantized at
 
 
 def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch.Generator) -> Tensor:
-    """Integers of every size from `low` on, a third of them the smallest and the largest there are, where sums in too few bits saturate."""
+    """Draw integers from `low` on, a third of them the smallest and the largest ones, where sums in too few bits saturate."""
     values, count = _random_bits(dtype.storage, sizes, generator), dtype.high + 1 - low
     if count & (count - 1):
         values = values.to(torch.int32).remainder_(count).add_(low).to(dtype.storage)
@@ -35,10 +35,10 @@ def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch
 
 
 def pairs_of_ends(dtype: IntType, sizes: Sequence[int], zero: int, generator: torch.Generator) -> Tensor:
-    """Integers at the zero point, but for neighbours along the channels or the last dimension that are both the largest or the smallest.
+    """Draw integers at the zero point, with some pairs of neighbours, along the channels or the last dimension, at an end of the range.
 
-    A sum of two products in 16 bits, as processors without VNNI form it, saturates at such a pair. The sum of the layer stays so small that
-    its output does not hide it.
+    A sum of two products in 16 bits, as processors without VNNI compute it, saturates at such a pair. The sum of the layer stays so small
+    that its output does not hide it.
     """
     lowest, highest, value = (torch.tensor(each, dtype=dtype.storage, device="cpu") for each in (dtype.low, dtype.high, zero))
     for axis in {1 if len(sizes) > 3 else len(sizes) - 1, len(sizes) - 1}:
@@ -49,14 +49,14 @@ def pairs_of_ends(dtype: IntType, sizes: Sequence[int], zero: int, generator: to
 
 
 def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Every pattern of bits with equal probability, of eight bytes at once: drawing them is most of what a proof costs."""
+    """Draw every pattern of bits with equal probability, eight bytes at once: drawing is most of the cost of a proof."""
     count = math.prod(sizes)
     words = torch.empty(-(-count * dtype.itemsize // 8), dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return words.view(dtype)[:count].reshape(sizes)
 
 
 def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
-    """The reference: the primitives that a kernel stands for, on these operands."""
+    """Return the reference result: that of the primitives that a kernel replaces, on these operands."""
     known: dict[fx.Node, Any] = dict(given)
 
     def value(node: fx.Node) -> Any:
@@ -71,7 +71,7 @@ def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) 
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:
-    """The operands of a proof: of the whole range, and for weights pairs of its ends too, the more the smaller they are."""
+    """Yield the operands of a proof: of the whole range, and for weights also pairs of its ends, more draws for smaller operands."""
     yield operands(site, generator)
     if "weight" in site.match.parts:
         smallest = max(1, min(math.prod(site.sizes[node]) for node in site.match.reads))
@@ -89,7 +89,7 @@ def _pairs(node: fx.Node, sizes: Sequence[int], generator: torch.Generator) -> T
 
 
 def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
-    """Operands of the whole range for what a kernel reads; real ones reach beyond that of the quantization, NaN and ±∞ among them."""
+    """Draw operands of a kernel from the whole range; float ones exceed that of the quantization, with NaN and ±∞ among them."""
     given = {}
     for node in site.match.reads:
         if fact(node).dtype.is_floating_point:
@@ -121,7 +121,7 @@ def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
 
 
 def _of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Integers of a grid whose scale is 1, a third of them its ends, and some between its steps, ties among them."""
+    """Draw integers of a grid whose scale is 1, some of them at its ends, and some between its steps, ties among them."""
     value = torch.randint(int(SMALLEST_REAL), int(LARGEST_REAL) + 1, sizes, generator=generator, device="cpu").float()
     choice = torch.randint(0, EXTREMES, sizes, generator=generator, device="cpu")
     value = value.masked_fill_(choice == 0, SMALLEST_REAL).masked_fill_(choice == 1, LARGEST_REAL)
@@ -130,7 +130,7 @@ def _of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def run(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> Tensor:
-    """What an implementation gives for these operands, as it is held."""
+    """Return the result of an implementation for these operands, as kernels hold it."""
     inputs = []
     for node in site.match.reads:
         if implementation.reads_held and not fact(node).dtype.is_floating_point:
@@ -150,7 +150,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
 
 
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
-    """Raises Refused if an implementation differs from the primitives for one of `draws`."""
+    """Raise Refused if an implementation differs from the primitives for one of `draws`."""
     for given in draws(site, torch.Generator().manual_seed(0)):
         _compare(site, implementation, built, given)
 
@@ -172,5 +172,5 @@ def _compare(site: Site, implementation: Implementation, built: Built, given: di
 
 
 def is_primitive(node: fx.Node) -> bool:
-    """Whether a node is a call of a primitive."""
+    """Return whether a node is a call of a primitive."""
     return node.op == "call_function" and node.target in PRIMITIVES

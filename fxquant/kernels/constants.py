@@ -1,8 +1,8 @@
 """The constants of an integer model that kernels were built for, watched for changes of every kind.
 
 PyTorch counts most changes in a tensor's version. It does not count those through `.data`, through NumPy, of inference tensors, or of
-memory that is shared with another process. So memory is looked at as well: all of it in every call where there is little, and
-else samples of every tensor in every call, and the rest by turns. What a call looks at is bounded by `EACH_CALL`.
+memory that is shared with another process. So memory is compared as well. A small model is compared in full in every call. Of a larger
+model, every call compares samples of every tensor, and the rest by turns. `EACH_CALL` bounds the bytes that a call compares.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Watch(Protocol):
     """Looks at memory for changes since it was made."""
 
     def changed(self, everything: bool) -> bool:
-        """Whether a change was found: in the spans for every call, and in those by turns that are next, or in all."""
+        """Return whether a change was found in the spans for every call and in the next ones by turns, or, if `everything`, in all."""
 
 
 WATCHES = Offers[Callable[[Sequence[Span], Sequence[Span]], Watch | None]]()  # of which one makes a watch, or none
 
 
 class Checksums:
-    """A `Watch` in Python: slower for each byte, so it looks at fewer samples."""
+    """A `Watch` in Python: slower for each byte, so it compares fewer samples."""
 
     def __init__(self, always: Sequence[Span], by_turns: Sequence[Span]) -> None:
         spans = [by_turns] if by_turns else [[span] for span in always]  # samples of a large model are part of what comes by turns
@@ -57,7 +57,7 @@ class Checksums:
 
 
 def _memory(span: Span) -> memoryview:
-    """The bytes of a span, in the tensor's own memory."""
+    """Return the bytes of a span, in the tensor's own memory."""
     storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(span.tensor.untyped_storage())
     begin = span.tensor.storage_offset() * span.tensor.element_size() + span.first
     return storage.numpy().data[begin : begin + span.size]
@@ -85,7 +85,7 @@ class Constants:
                     self.found.append((holder, name, value, version, alias, 0 if alias is None else memory_start(alias)))
 
     def same(self) -> bool:
-        """Whether they are those tensors, in that memory, of those versions; one of them in each call, with those strides and dtype."""
+        """Return whether tensors, memory and versions are unchanged; strides and dtype are compared for one tensor in each call."""
         for holder, name, value, version, alias, place in self.found:
             held: Any = holder.get(name)
             if held is not value or (version is not None and value._version != version):
@@ -100,33 +100,33 @@ class Constants:
 
     @staticmethod
     def _lies_as_it_did(found: _Found) -> bool:
-        """Whether a tensor that begins where it did has its strides and dtype."""
+        """Return whether a tensor that begins at its former address has its former strides and dtype."""
         _, _, value, _, alias, _ = found
         return alias is None or (value.is_set_to(alias) and value.dtype is alias.dtype)
 
     def look(self) -> None:
-        """Remember what memory holds now: kernels are built of it from here on."""
+        """Record the present contents of memory: kernels are built from it from now on."""
         if self.watch is None:
             always, by_turns = _spans([alias for _, _, _, _, alias, _ in self.found if alias is not None and start(alias)])
             self.watch = next((made for make in WATCHES.known if (made := make(always, by_turns)) is not None), None)
             self.watch = self.watch or Checksums(always, by_turns)
 
     def changed(self, everything: bool = False) -> bool:
-        """Whether memory was found to hold something else than when it was looked at; False before that."""
+        """Return whether memory differs from what `look` recorded; False before that."""
         if everything and not all(map(self._lies_as_it_did, self.found)):
             return True
         return self.watch is not None and self.watch.changed(everything)
 
 
 def _alias(value: Any) -> Tensor | None:
-    """A tensor in the same memory, which keeps that from being given to another; None of what has no memory in reach."""
+    """Return a tensor in the same memory, which keeps that from being reused; None for a value without memory on the CPU."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_cpu:
         return None
     return value.detach()
 
 
 def _spans(tensors: Sequence[Tensor]) -> tuple[list[Span], list[Span]]:
-    """What is looked at in every call, and what by turns."""
+    """Return the spans that every call compares, and those compared by turns."""
     whole = [Span(tensor, 0, _extent(tensor)) for tensor in tensors]
     if sum(span.size for span in whole) <= EACH_CALL:
         return whole, []
@@ -142,7 +142,7 @@ def _spans(tensors: Sequence[Tensor]) -> tuple[list[Span], list[Span]]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """The bytes from the first element to the last; none for a tensor without elements."""
+    """Return the number of bytes from the first element to the last; 0 for a tensor without elements."""
     if not tensor.numel():
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What implementations have in common: the numbers of a sum of products, the proof of its requantization, tables of all bytes."""
+"""Common parts of implementations: the numbers of a sum of products, the proof of its requantization, tables of all bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are 
 
 
 def grid(node: fx.Node) -> QParams:
-    """The grid of a quantized tensor."""
+    """Return the grid of a quantized tensor."""
     known = qparams(node)
     assert known is not None
     return known
 
 
 def magnitude(node: fx.Node) -> int:
-    """The largest absolute value of a centred integer of a tensor of bytes."""
+    """Return the largest absolute value of a centred integer of a tensor of bytes."""
     known = grid(node)
     return max(known.zero_point, 255 - known.zero_point) if known.dtype == "uint8" else 128
 
@@ -38,7 +38,7 @@ def _flat(tensor: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a sum of products is made of.
+    """The constants of a sum of products.
 
     weight   (out, in / groups, height, width), int8
     given    the bias as it is, int32; None where there is none
@@ -53,7 +53,7 @@ class Layer:
 
     @staticmethod
     def of(site: Site) -> Layer:
-        """That of a place where the pattern was found."""
+        """Return the layer of a place where the pattern was found."""
         parts, reads = site.match.parts, site.match.reads
         weight = site.tensor("weight")
         weight = weight.reshape(*weight.shape, 1, 1) if weight.dim() == 2 else weight
@@ -64,15 +64,15 @@ class Layer:
         return Layer(weight, given, float(bound.max()), {name: parts[name] for name in ("stride", "padding", "dilation", "groups")})
 
     def bias(self, zero: int) -> Tensor:
-        """What is added to the sum of products of bytes whose zero this is, int32: right modulo 2^32, as sums of 32 bits are."""
+        """Return the bias for a sum of products of bytes with this zero, int32: exact modulo 2^32, as sums of 32 bits are."""
         whole = self.weight.flatten(1).to(torch.int64).sum(1) * -zero
         whole = whole if self.given is None else whole + self.given
         return ((whole + 2**31) % 2**32 - 2**31).to(torch.int32)
 
     def prove_requantization(self, site: Site, requantized: Callable[[Tensor], Tensor]) -> None:
-        """Raises Refused unless a function of int32 rows of sums gives the primitive's result, held, for every sum there is.
+        """Raise Refused unless a function of int32 rows of sums gives the primitive's result, as held, for every possible sum.
 
-        Both never fall as the sum grows, so they are equal everywhere if they are on both sides of every step of the result.
+        Both never fall as the sum grows, so they are equal everywhere if they are equal on both sides of every step of the result.
         """
         root = site.match.root
         if root.target is requantize.accumulator_output:
@@ -88,7 +88,7 @@ class Layer:
             raise Refused(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
 
     def _steps(self, site: Site) -> Tensor:
-        """For each channel the sums on both sides of every step of the result, the ends, and 0: int32, (sums, channels)."""
+        """Return for each channel the sums on both sides of every step of the result, the ends, and 0: int32, (sums, channels)."""
         root, channels = site.match.root, self.weight.shape[0]
         arguments: Any = root.args
         if root.target is requantize.requantize_real:
@@ -114,14 +114,14 @@ class Layer:
 
 
 def residual_factor(site: Site) -> Tensor:
-    """What a residual is multiplied by before it is rounded down and added, float64."""
+    """Return the factor of a residual, float64; their product is rounded down and added."""
     shift = site.constant(site.match.parts["factor_shift"])
     factor = site.tensor("factor").double()
     return factor if shift is None else factor * power_of_two(-shift)
 
 
 def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
-    """The result's byte for every byte of an operand, or every pair of them; 0 where a byte stands for no integer of the tensor.
+    """Return the result's byte for every byte of an operand, or every pair of them; 0 where a byte stands for no integer of the tensor.
 
     The primitives compute it, so it is right for every operand.
     """

@@ -1,4 +1,4 @@
-"""The patterns of primitives that kernels stand for. A pattern is about the graph alone, and the same on every machine."""
+"""The patterns of primitives that kernels replace. A pattern depends on the graph alone, and is the same on every machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LAYERS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = (2, 3, 4)) -> bool:
-    """Whether a value is a tensor of one of these dtypes and ranks."""
+    """Return whether a value is a tensor of one of these dtypes and ranks."""
     known = fact(node) if isinstance(node, fx.Node) else None
     return isinstance(known, TensorFact) and known.dtype in dtypes and len(known.shape) in ranks
 
 
 def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
-    """The quantized tensor of 8 bits that is read: the operand itself, or what its centred integers are made of."""
+    """Return the quantized tensor of 8 bits that is read: the operand itself, or the operand of its centring; None for others."""
     if isinstance(node, fx.Node) and node.target is elementwise.centre:
         node = node.args[0]
     if not known_tensor(node, *BYTES, ranks=ranks) or node.op == "get_attr" or qparams(node) is None:
@@ -34,14 +34,14 @@ def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
 
 
 def _read_once(node: Any) -> bool:
-    """Whether a value is a node that one other reads."""
+    """Return whether a value is a node with exactly one reader."""
     return isinstance(node, fx.Node) and len(node.users) == 1
 
 
 def sum_of_products(root: fx.Node) -> Match | None:
-    """A convolution in two dimensions or a linear layer on bytes, the residual added to it, and the requantization to bytes.
+    """Match a 2d convolution or a linear layer on bytes, the residual added to it, and the requantization to bytes.
 
-    Or the sum itself, where that is the output of a last layer.
+    Match the sum itself where that is the output of a last layer.
     """
     requantized = role_of(root.target) is Role.REQUANTIZATION
     if not requantized and root.target is not requantize.accumulator_output:
@@ -74,7 +74,7 @@ def sum_of_products(root: fx.Node) -> Match | None:
 
 
 def quantization(root: fx.Node) -> Match | None:
-    """A float32 image, or rows of real numbers, as bytes."""
+    """Match the quantization of a 4d float32 tensor to bytes."""
     if root.target is not boundary.quantize or not known_tensor(root, *BYTES, ranks=(4,)):
         return None
     if not known_tensor(root.args[0], torch.float32):
@@ -83,7 +83,7 @@ def quantization(root: fx.Node) -> Match | None:
 
 
 def maximum(root: fx.Node) -> Match | None:
-    """The largest of each window in two dimensions."""
+    """Match a 2d max pool."""
     if root.target is not pool.max_pool or not known_tensor(root, *BYTES, ranks=(4,)) or bytes_of(root.args[0]) is None:
         return None
     window = dict(zip(("kernel", "stride", "begin", "end", "dilation"), root.args[1:], strict=True))
@@ -91,7 +91,7 @@ def maximum(root: fx.Node) -> Match | None:
 
 
 def total(root: fx.Node) -> Match | None:
-    """The sum over height and width."""
+    """Match the sum over height and width."""
     if root.target is not pool.sum:
         return None
     operand = bytes_of(root.args[0], (4,))
@@ -101,7 +101,7 @@ def total(root: fx.Node) -> Match | None:
 
 
 def pointwise(root: fx.Node) -> Match | None:
-    """Bytes from one tensor of bytes, or from two, element by element, with numbers that are the same everywhere."""
+    """Match elementwise functions from one or two tensors of bytes to bytes, whose constants are the same for all elements."""
     if role_of(root.target) not in POINTWISE or not known_tensor(root, *BYTES) or qparams(root) is None:
         return None  # inside an operator bytes have no grid
     covers: list[fx.Node] = []
@@ -114,14 +114,14 @@ def pointwise(root: fx.Node) -> Match | None:
 
 
 def _trailing(node: fx.Node) -> tuple[int, ...]:
-    """Height and width of an image; of anything else 0."""
+    """Return height and width of an image; (0,) for anything else."""
     known = fact(node)
     assert isinstance(known, TensorFact)
     return tuple(size if isinstance(size, int) else 0 for size in known.shape[2:]) if len(known.shape) == 4 else (0,)
 
 
 def _pointwise(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> bool:
-    """Whether a value is a constant number, a tensor of bytes, or made of such; collects what it is made of."""
+    """Return whether a value is a constant number, a tensor of bytes, or computed from such; collect the nodes it is computed from."""
     known = fact(node)
     if not isinstance(known, TensorFact):
         return False
@@ -140,7 +140,7 @@ def _pointwise(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> bo
 
 
 def joined(root: fx.Node) -> Match | None:
-    """Images one after another along their channels."""
+    """Match the concatenation of images along their channels."""
     if root.target is not shape.concatenate or not known_tensor(root, *BYTES, ranks=(4,)) or root.args[1] not in (1, -3):
         return None
     operands = tuple(root.args[0])  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def joined(root: fx.Node) -> Match | None:
 
 
 def dynamic_layer(root: fx.Node) -> Match | None:
-    """A linear layer between real numbers, whose operand becomes bytes at run time."""
+    """Match a linear layer on float tensors, whose operand is quantized to bytes at run time."""
     if root.target is not dynamic.dynamic_linear:
         return None
     input, weight, scale, bias = root.args
@@ -158,7 +158,7 @@ def dynamic_layer(root: fx.Node) -> Match | None:
 
 
 def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
-    """The quantized tensors that never hold negative centred integers."""
+    """Return the quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:
         record = PRIMITIVES.get(node.target) if node.op == "call_function" else None

@@ -1,4 +1,4 @@
-"""An integer model as steps for inputs of certain sizes and strides: kernels on held tensors, primitives on what no kernel takes."""
+"""An integer model as steps for inputs of certain sizes and strides: kernels on held tensors, primitives where no kernel applies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Step = Callable[[list[Any]], None]  # on the values, by their places
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs at a node with a kernel.
+    """The implementation chosen for a node with a kernel.
 
     implementation  its name; None where the primitives run
-    refused         why those before it were not taken, by name
+    refused         why those before it were refused, by name
     """
 
     kernel: str
@@ -47,7 +47,7 @@ class _At:
 
 
 def returned(value: Any, read: Callable[[Any], Any]) -> Any:
-    """What a graph returns, in plain containers as its code has them, with what is read in the place of nodes."""
+    """Return the output of a graph, in plain containers as its code has them, with `read` applied to nodes."""
     if isinstance(value, fx.Node | _At):
         return read(value)
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ class Program:
         return self.places.setdefault((node, is_held), len(self.places))
 
     def held(self, node: fx.Node) -> Held:
-        """How a node's tensor is held."""
+        """Return how a node's tensor is held."""
         return held(node, self.layouts[node][0], node in self.non_negative)
 
     def _write(self) -> None:
@@ -102,11 +102,11 @@ class Program:
                 self.steps.append((_Primitive(self.model, node, self.places), reads, self._place(node, False)))
 
     def _output(self, read: fx.Node) -> Any:
-        """What stands for a node that is returned: its place, or the constant that it is."""
+        """Return the place of a node that is returned, or its value where it is a constant."""
         return resolve(self.model, str(read.target)) if read.op == "get_attr" else _At(self._plain(read))
 
     def _needed(self) -> set[fx.Node]:
-        """What has to be computed: all but the primitives that no one reads any more."""
+        """Return the nodes to compute: all but the primitives that nothing reads any more."""
         needed: set[fx.Node] = set()
         for node in reversed(self.model.graph.nodes):
             if node in needed or not is_primitive(node):
@@ -131,14 +131,14 @@ class Program:
         return self.layouts[node][2].is_floating_point
 
     def _plain(self, node: fx.Node) -> int:
-        """The place of a value as primitives have it."""
+        """Return the place of a value as primitives have it."""
         if (node, False) not in self.places and (node, True) in self.places:
             place = self._place(node, False)
             self.steps.append((_Plain(self.held(node), self.layouts[node]), [self.places[node, True]], place))
         return self._place(node, False)
 
     def _held(self, node: fx.Node) -> int:
-        """The place of a value as kernels hold it."""
+        """Return the place of a value as kernels hold it."""
         if (node, True) not in self.places:
             place = self._place(node, True)
             self.buffers[place] = self.held(node)
@@ -146,7 +146,7 @@ class Program:
         return self.places[node, True]
 
     def _share(self) -> tuple[list[int], dict[int, int]]:
-        """Bytes of each piece of memory, and the one that each buffer has: what is read no more gives way."""
+        """Return the bytes of each piece of memory, and the piece of each buffer: memory is reused after its last read."""
         last = {place: index for index, (_, reads, _) in enumerate(self.steps) for place in reads}
         slots: list[int] = []
         slot_of: dict[int, int] = {}
@@ -173,7 +173,7 @@ class Program:
     # -- running it --------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """What the model returns. Several threads may run it at once."""
+        """Run the model and return its output. Several threads may run it at once."""
         try:
             instance = self.free.pop()
         except IndexError:
@@ -185,7 +185,7 @@ class Program:
             self.free.append(instance)
 
     def values(self, inputs: Sequence[Any]) -> tuple[dict[str, Tensor], Any]:
-        """The stored integers of every tensor that a kernel computes, by name, in order; and what the model returns."""
+        """Return the stored integers of every tensor that a kernel computes, by name, in order; and the model's output."""
         with torch.inference_mode(False):
             instance = _Instance(self)
         found: dict[str, Tensor] = {}
@@ -249,7 +249,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _RealKernel:
-    """A kernel that gives real numbers, which are in memory of their own: the model may return them."""
+    """A kernel with a float result, which is in memory of its own: the model may return it."""
 
     built: Built
     layout: Layout
@@ -299,7 +299,7 @@ class _Plain:
 
 
 def _holds_nodes(value: Any) -> bool:
-    """Whether there are nodes inside of an argument; it may be one itself."""
+    """Return whether an argument is a container that holds nodes; False if it is a node itself."""
     if isinstance(value, fx.Node):
         return False
     found: list[fx.Node] = []
@@ -309,7 +309,7 @@ def _holds_nodes(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Primitive:
-    """A node as it stands in the graph."""
+    """A node that runs as it is in the graph."""
 
     model: fx.GraphModule
     node: fx.Node

@@ -1,7 +1,7 @@
-"""What a kernel is: a pattern of primitives, which are its meaning, and implementations, each with what it needs to be right.
+"""Kernels: each is a pattern of primitives, which define it, and implementations, each with the conditions under which it is exact.
 
-Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero, where the zero is
-the grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` says how.
+Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero. The zero is the
+grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` describes the layout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SLACK = 64  # bytes behind a held tensor that vector instructions may read
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found.
+    """A place in a graph where a pattern was found.
 
     root    the node whose value the kernel computes
     covers  the primitives that are computed with it, the root last
-    reads   the quantized tensors, or real ones, that it reads
+    reads   the quantized tensors, or float ones, that it reads
     parts   the rest, by name: nodes of constants, numbers, primitives
     """
 
@@ -61,7 +61,7 @@ class Held:
 
     @property
     def channels(self) -> int:
-        """How many elements of a pixel count."""
+        """The number of elements of a pixel that count."""
         return self.grid[3]
 
     @property
@@ -75,23 +75,23 @@ class Held:
         return math.prod(self.grid[:3])
 
     def memory(self) -> Tensor:
-        """Memory of its own, rows by pixels, with the slack behind it."""
+        """Allocate memory of shape (rows, pixel), with the slack behind it."""
         size = self.rows * self.pixel
         return torch.empty(size + SLACK // self.dtype.itemsize, dtype=self.dtype, device="cpu")[:size].view(self.rows, self.pixel)
 
     def of(self, held: Tensor) -> Held:
-        """How a tensor with another number of images, or of rows, is held."""
+        """Return how a tensor with another number of images, or of rows, is held."""
         images = held.shape[0] // max(1, self.rows // max(1, self.sizes[0]))
         return replace(self, sizes=(images, *self.sizes[1:]))
 
     def view(self, held: Tensor) -> Tensor:
-        """The held elements in the order of the tensor's own dimensions."""
+        """Return the held elements in the order of the tensor's own dimensions."""
         batch, height, width, channels = self.grid
         pixels = held.view(batch, height, width, self.pixel)[..., :channels]
         return pixels.permute(0, 3, 1, 2) if len(self.sizes) == 4 else pixels.reshape(self.sizes)
 
     def hold(self, value: Tensor, held: Tensor) -> None:
-        """Write a tensor as primitives have it into one as kernels hold it."""
+        """Copy a tensor from the form of primitives into the form that kernels hold."""
         batch, height, width, channels = self.grid
         pixels = held.view(batch, height, width, self.pixel)[..., :channels]
         value = value.permute(0, 2, 3, 1) if len(self.sizes) == 4 else value.reshape(batch, 1, 1, channels)
@@ -103,7 +103,7 @@ class Held:
         pixels.copy_(value)
 
     def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
-        """A tensor as primitives have it, with these strides."""
+        """Return a tensor in the form of primitives, with these strides."""
         value = self.view(held)
         found = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
         found.copy_(value)
@@ -114,12 +114,12 @@ class Held:
         return found
 
     def centred(self, held: Tensor) -> Tensor:
-        """The integers it stands for, int64."""
+        """Return the centred integers of a held tensor, int64."""
         return self.view(held).to(torch.int64) - self.zero
 
 
 class Refused(Exception):
-    """Why an implementation is not used at a place."""
+    """Raised with the reason why an implementation is not used at a place."""
 
 
 @dataclass(frozen=True)
@@ -136,26 +136,26 @@ class Site:
     non_negative: frozenset[fx.Node]
 
     def constant(self, node: fx.Node | None) -> Tensor | None:
-        """The tensor of a constant."""
+        """Return the tensor of a constant."""
         return None if node is None else resolve(self.model, str(node.target)).detach()
 
     def tensor(self, name: str) -> Tensor:
-        """A constant among the parts, by name."""
+        """Return a constant among the parts, by name."""
         found = self.constant(self.match.parts[name])
         assert found is not None
         return found
 
     def held(self, node: fx.Node) -> Held:
-        """How a quantized tensor, or an accumulator, is held."""
+        """Return how a quantized tensor, or an accumulator, is held."""
         return held(node, self.sizes[node], node in self.non_negative)
 
     def result(self) -> Held:
-        """How the result is held."""
+        """Return how the result is held."""
         return self.held(self.match.root)
 
 
 def held(node: fx.Node, sizes: SIZES, non_negative: bool) -> Held:
-    """How kernels hold a quantized tensor of an integer graph, or an accumulator."""
+    """Return how kernels hold a quantized tensor of an integer graph, or an accumulator."""
     known, dtype = qparams(node), node.meta["fact"].dtype
     if dtype == torch.uint8 and known is not None:
         return Held(sizes, known.zero_point)
@@ -171,7 +171,7 @@ class Built(Protocol):
     """An implementation at one place, for any number of images, or rows."""
 
     def bind(self) -> Bound:
-        """A function of its own for one thread at a time."""
+        """Return a new function, for one thread at a time."""
 
 
 class Implementation(Protocol):
@@ -185,7 +185,7 @@ class Implementation(Protocol):
     reads_held: bool
 
     def build(self, site: Site) -> Built:
-        """For one place. Raises Refused where its conditions do not hold, with the reason."""
+        """Build the implementation for one place. Raises Refused, with the reason, where its conditions do not hold."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Running an integer model with its kernels.
+"""Run an integer model with its kernels.
 
-The first call with inputs of some sizes runs the primitives, and notes the sizes and strides of every tensor. The calls after it run
-a `Program` made for these: kernels on held tensors, primitives on what no kernel takes. What a program gives has the bits and the
-strides of the primitives' results.
+The first call with inputs of some sizes runs the primitives, and records the sizes and strides of every tensor. The calls after it run
+a `Program` made for these: kernels on held tensors, primitives where no kernel applies. The results of a program have the bits and
+the strides of the primitives' results.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MOST_PROGRAMS = 16  # sizes and strides of inputs that are remembered; those use
 
 
 class Runner:
-    """What runs an integer model; copies of the model get one of their own, with nothing in it.
+    """The runner of an integer model; a copy of the model gets a new one, without programs.
 
-    `source` gives the kernels there are; it is a function, so that what is pickled is its name.
+    `source` returns the available kernels; it is a function, so that only its name is pickled.
     """
 
     def __init__(self, source: Callable[[], tuple[Kernel, ...]]) -> None:
@@ -60,7 +60,7 @@ class Runner:
             self.constants: Constants | None = None
 
     def __call__(self, model: fx.GraphModule, reference: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """What the model returns for inputs that its checks have passed."""
+        """Run the model on inputs that have passed its checks, and return its output."""
         if not runs_here(inputs):
             return reference(model, *inputs)
         key = _key(inputs)
@@ -77,7 +77,7 @@ class Runner:
         return result
 
     def program(self, model: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """The program for inputs of these sizes."""
+        """Return the program for inputs of these sizes."""
         key = _key(inputs)
         with self.lock:
             self._follow(model, everything=True)
@@ -90,7 +90,7 @@ class Runner:
         return found
 
     def _known(self, model: fx.GraphModule, key: Any) -> Program | None:
-        """The program for inputs that were seen before, made where it is asked for a first time; None for others."""
+        """Return the program for inputs that were seen before, and make it at the first request; None for other inputs."""
         found = self.programs.get(key)
         if found is None:
             return None
@@ -101,14 +101,14 @@ class Runner:
         return found
 
     def _keep(self, key: Any, found: Program | Mapping[fx.Node, Layout]) -> None:
-        """Remember what is known of a size as the one used last."""
+        """Store the program, or the layouts, of inputs as those used last."""
         self.programs[key] = found
         self.programs.move_to_end(key)
         while len(self.programs) > MOST_PROGRAMS:
             self.programs.popitem(last=False)
 
     def follow(self, model: fx.GraphModule) -> None:
-        """Look at every constant of the model; forget what was made for others."""
+        """Compare every constant of the model; forget everything that was made for other constants."""
         with self.lock:
             if self.made_for is not None:
                 self._follow(model, everything=True)
@@ -126,13 +126,13 @@ class Runner:
             self.made_for, self.constants = (id(model), id(model.graph)), Constants(model)
 
     def choices(self) -> list[tuple[str, Choice]]:
-        """What runs at each node with a kernel, by its name, in the order of the graph; where sizes differ, for those seen last."""
+        """Return the choice at each node with a kernel, by name, in the order of the graph; for several sizes, that of the last."""
         with self.lock:
             found = {name: chosen.choice for (name, _), chosen in self.chosen.items()}
         return list(found.items())
 
     def _is_of(self, model: fx.GraphModule) -> bool:
-        """Whether graph and constants are still those that programs were made for."""
+        """Return whether graph and constants are still those that programs were made for."""
         return self.made_for == (id(model), id(model.graph)) and self.constants is not None and self.constants.same()
 
     def _make(self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout]) -> Program:
@@ -191,13 +191,13 @@ def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _proved_for(sizes: Mapping[fx.Node, tuple[int, ...]], root: fx.Node, reads: Sequence[fx.Node]) -> Any:
-    """What a proof holds for: the sizes of everything around a node but the number of images, and which have the same number."""
+    """Return the key of a proof: the sizes around a node but for the number of images, and which tensors have that number in common."""
     found = [sizes[node] for node in (root, *reads) if node in sizes]
     return tuple((size[1:], size[:1] == found[0][:1], 0 in size) for size in found)
 
 
 def runs_here(inputs: Sequence[Any]) -> bool:
-    """Whether kernels can take these inputs: plain tensors with values, on the CPU, which nothing traces or transforms."""
+    """Return whether kernels can take these inputs: plain tensors with values, on the CPU, which nothing traces or transforms."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -206,7 +206,7 @@ def runs_here(inputs: Sequence[Any]) -> bool:
 
 
 class _Recorder(Interpreter):
-    """Runs the primitives, and notes sizes, strides and dtypes."""
+    """Runs the primitives, and records sizes, strides and dtypes."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         super().__init__(model)

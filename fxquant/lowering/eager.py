@@ -1,4 +1,4 @@
-"""The lowering that computes: the prepared model's, in states TRAIN and VALIDATE."""
+"""The lowering that computes values: that of the prepared model in states TRAIN and VALIDATE."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
 
-FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
+FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
 
 
 def _has_passes(arithmetic: Arithmetic) -> bool:
-    """Whether `sweeps` and `joining` requantize as this arithmetic does."""
+    """Return whether `fused_layers` and `fused_elementwise` requantize as this arithmetic does."""
     return type(arithmetic) in FUSED and arithmetic.rounds_by_adding
 
 
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
-    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
-    added to.
+    If `observing`, the scales that follow training are updated: the output's, and the intermediate's by statistics of its own.
     """
 
     keeps_start = True
@@ -56,7 +55,7 @@ class EagerLowering(Lowering):
         self.training = training
         self.observing = observing
         self.live_batch_norm = live_batch_norm
-        self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their real numbers and their grid
+        self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their dequantized tensor and their grid
         self.followed = False  # whether the output's scale has followed this call's result
         self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
 
@@ -67,7 +66,7 @@ class EagerLowering(Lowering):
         return self._called(primitive, arguments)
 
     def computed(self, value: Any) -> Any:
-        """What has been deferred, computed; all else as it is."""
+        """Compute a deferred call; return anything else as it is."""
         if not isinstance(value, fused_elementwise.Deferred):
             return value
         return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments), value.slope)
@@ -93,12 +92,12 @@ class EagerLowering(Lowering):
         return value
 
     def remember(self, operand: Quantized) -> None:
-        """Have what moves this operand without copying move the real numbers that are known of it."""
+        """Keep the known dequantized tensor of this operand, so that views of its integers are also views of that tensor."""
         if operand.known is not None:
             self.known[id(operand.value)] = operand.value, operand.known, operand.grid
 
     def remembered(self, result: Quantized) -> Quantized:
-        """The result with its real numbers, where they have been moved."""
+        """Return the result with its dequantized tensor, where views have been made of that too."""
         _, real, grid = self.known.get(id(result.value), (None, None, None))
         return replace(result, known=real) if result.known is None and grid is result.grid else result
 
@@ -113,7 +112,7 @@ class EagerLowering(Lowering):
 
     @staticmethod
     def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
-        """What `multiply` makes of a value, with the ratio for its gradient: a term whose multiplier rounds to 0 trains all the same."""
+        """Return the result of `multiply` on a value, with the ratio as gradient: a term whose multiplier rounds to 0 still trains."""
         if not torch.is_grad_enabled():
             return multiply()
         with torch.no_grad():
@@ -172,13 +171,13 @@ class EagerLowering(Lowering):
         return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
 
     def _follows(self, to: Quantizer) -> bool:
-        """Whether a scale is to follow what is computed now."""
+        """Return whether a scale follows the value that is computed now."""
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
     def _joined(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
     ) -> Quantized | None:
-        """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
+        """Requantize an accumulator of two tensors without materializing it; return None where no fused kernel can."""
         follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
         whole = (
             isinstance(accumulator, fused_elementwise.Deferred | Tensor) and type(self) is EagerLowering and _has_passes(self.arithmetic)
@@ -207,7 +206,7 @@ class EagerLowering(Lowering):
     def _rounded(
         self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
     ) -> fused_layers.Rounded:
-        """What an accumulator, whose step is `ratio`, becomes on the grid of `to`."""
+        """Return the requantization of an accumulator, whose step is `ratio`, to the grid of `to`."""
         least, most = (None, None) if clamp is None else clamp
         limits = -math.inf if least is None else least, math.inf if most is None else most
         grid = to.grid
@@ -312,7 +311,7 @@ class EagerLowering(Lowering):
         multiplier: ResidualFactor | None,
         known: fused_layers.Collected | None,
     ) -> bool:
-        """Whether the accumulator stays below 2^24: that of every operand, or of these."""
+        """Return whether the accumulator stays below 2^24, for every operand or for these."""
         if bound < FLOAT32_EXACT:
             return True
         if sums.dtype != torch.float32:

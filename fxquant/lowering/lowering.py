@@ -1,9 +1,9 @@
-"""How an operator speaks of its integer meaning: once, for training and for deployment.
+"""Describe the integer function of an operator once, for training and for deployment.
 
 An operator's `lower` receives a `Lowering` and its arguments, with every quantized operand as a `Quantized`.
-It composes primitives through the lowering. Two lowerings exist: `EagerLowering` here calls the primitives on
+It composes primitives through the lowering. Two lowerings exist. `EagerLowering` calls the primitives on
 integer-valued float tensors, so that the prepared model *computes* the integer function and trains through
-it; the pass `integer.lower` writes the same calls into a graph. One function, two readings: that is why
+it. The pass `integer.lower` writes the same calls into a graph. Both use one function, so
 training, validation and the integer graph agree by construction.
 """
 
@@ -52,7 +52,7 @@ Lift = Callable[[Tensor], Tensor]
 
 
 class ResidualFactor(NamedTuple):
-    """What a residual is multiplied by to be added to an accumulator: per channel, shaped to broadcast.
+    """The factor of a residual that is added to an accumulator: per channel, shaped to broadcast.
 
     multiplier   integers, with gradients while training
     right_shift  of the product, rounding down; None for none
@@ -62,17 +62,17 @@ class ResidualFactor(NamedTuple):
     right_shift: Any = None
 
     def value(self) -> Tensor:
-        """The factor as a tensor; only for eager lowering."""
+        """Return the factor as a tensor; only for eager lowering."""
         factor: Tensor = self.multiplier
         return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers, their grid, and its shape; and its real numbers, where they are known already.
+    """A quantized tensor during lowering: its integers, their grid, its shape, and its dequantized tensor where that is known already.
 
-    The integers are a tensor of centred ones, or the node of a graph that holds them as they are stored; `Lowering.call` knows
-    what a primitive takes.
+    The integers are a tensor of centred ones, or the node of a graph that holds the stored ones; `Lowering.call` converts them to
+    the form that a primitive takes.
     """
 
     value: Any
@@ -91,21 +91,21 @@ class Quantized:
         return self.grid.type
 
     def real(self) -> Tensor:
-        """The real tensor it stands for, with gradients; only for eager lowering. It is the integer model's, byte for byte."""
+        """Return the dequantized tensor, with gradients; only for eager lowering. It equals the integer model's, byte for byte."""
         return self.grid.dequantize(self.value) if self.known is None else self.known
 
     def with_value(self, value: Any) -> Quantized:
-        """Another value on the same grid (its shape is no longer that of the operand)."""
+        """Return another value on the same grid (its shape is no longer that of the operand)."""
         return replace(self, value=value, known=None)
 
 
 def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
-    """Truth values or whole numbers as what operators move takes them: a quantized tensor without a scale to speak of."""
+    """Return booleans or integers as operators that move elements take them: a quantized tensor with scale 1."""
     return Quantized(value, Grid(INT32, torch.ones((), dtype=torch.float32, device="cpu")), shape)
 
 
 class Place(TypedDict):
-    """Where an operator came from, as errors take it."""
+    """The user's line and module that an operator came from, as errors take them."""
 
     at: str
     module: str
@@ -141,7 +141,7 @@ class Lowering:
 
     @property
     def plain(self) -> bool:
-        """Whether its result has no grid: truth values, or whole numbers."""
+        """Whether its result has no grid: it is a boolean or an integer tensor."""
         return self._output is None
 
     @property
@@ -156,40 +156,40 @@ class Lowering:
         raise NotImplementedError
 
     def computed(self, value: Any) -> Any:
-        """What `call` returned as a value of its own, where calls are kept until they are read. Here: as it is."""
+        """Return the value of what `call` returned, where calls are deferred until they are read. Here: as it is."""
         return value
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
-        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+        """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
-        """Centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        """Return centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
         return value
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
-        """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
+        """Return the zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
         return ()
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
-        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+        """Record the scale of a constant: one number for all, or one for each index of its dimension `axis` (negative).
 
-        An empty `scale` says that it stands for itself: a mask, an index.
+        An empty `scale` is that of a constant without one: a mask, an index.
 
         `zero_point` is the integer that stands for 0, or a tensor of one for each index.
         """
 
     def holds(self, value: Any, grid: Grid) -> Any:
-        """The value, recorded as a quantized tensor on a grid."""
+        """Return the value, recorded as a quantized tensor on a grid."""
         return value
 
     def note(self, key: str, value: object) -> None:
         """Record a fact about how this operator was lowered."""
 
     def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
-        """The operator's output: `exact()` gives its integers, `real()` the real number they stand for.
+        """Return the operator's output: `exact()` returns its integers, `real()` its float values before quantization.
 
-        `real` is what is observed and what gradients flow through; it is not called when deploying.
+        `real` is observed, and gradients flow through it; it is not called when deploying.
         """
         to = to or self.output
         if to is self.intermediate:
@@ -198,12 +198,12 @@ class Lowering:
 
     @property
     def place(self) -> Place:
-        """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
+        """The user's line and module, as errors take them; both are empty for an operator whose output shares another's quantizer."""
         own = self._output is not None and self._output.name == self.name
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
 
     def not_finite(self) -> NotFinite:
-        """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
+        """Return the error for integers that cannot be computed since a parameter, or a value computed from some, is NaN or infinite."""
         found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
@@ -221,7 +221,7 @@ class Lowering:
         lift: Lift | None = None,
         kind: str = VALUE,
     ) -> Quantized:
-        """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`.
+        """Requantize the accumulator, whose step is `ratio`, to the grid of `to`, limited to the float interval `clamp`.
 
         Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
         accumulator's where it may exceed 32 bits. `kind` is what was accumulated; a layer whose bias holds half a step has a `lift`.
@@ -246,9 +246,10 @@ class Lowering:
     def requantize_in_steps(
         self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
     ) -> Quantized:
-        """An accumulator and its step, a power of two of the output's step, on the output's scale, by one float32 product on every target.
+        """Requantize an accumulator, whose step is the output's times a power of two, by one float32 product on every target.
 
-        `total` makes them, once the output's scale is known; `real` is what the accumulator stands for, of tensors with these scales.
+        `total` returns the accumulator and that power, once the output's scale is known. `real` returns the accumulator's float value,
+        and `scales` are the scales of the tensors in it.
         """
 
         def exact() -> Any:
@@ -274,7 +275,7 @@ class Lowering:
         lift: Lift | None = None,
         kind: str = LAYER,
     ) -> Quantized:
-        """The accumulator of channels, plus its bias and the residual times its multiplier, requantized to the output or to `to`.
+        """Requantize the accumulator of channels, plus its bias and the residual times its multiplier, to the output or to `to`.
 
         Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
         """
@@ -288,14 +289,14 @@ class Lowering:
         return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, kind)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
-        """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.
+        """Return into how many parts the input channels are split for all partial sums of the operand at hand to stay below 2^24.
 
-        Of every operand they do not. 0 where there is no operand, or too many parts.
+        For other operands they may exceed it. Return 0 where no operand is known, or too many parts would be needed.
         """
         return 0
 
     def _keep(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, bound: float) -> Quantized:
-        """The accumulator as int32, with its step as the scale, rounded once to float32.
+        """Return the accumulator as int32, with its step as the scale, rounded once to float32.
 
         One that may exceed 32 bits is brought to a scale 2^n larger, rounding half up, by the least n that fits.
         """
@@ -326,10 +327,10 @@ class Lowering:
     def look_up(
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
     ) -> Quantized:
-        """A function of one tensor by the table of its grid.
+        """Compute a function of one tensor by the table of its grid.
 
-        `entries` gives its centred integers for the output's grid of the moment: all of them, or at float64 centred integers.
-        `function` is its float meaning, `tamed` the same without infinite values and slopes.
+        `entries` returns the table's centred integers for the output's present grid: all of them, or those at float64 centred integers.
+        `function` is the float function, `tamed` the same without infinite values and slopes.
         """
 
         def exact() -> Any:
@@ -340,9 +341,9 @@ class Lowering:
         return self.result(exact, lambda: tamed(input.real()))
 
     def bounds(self, clamp: Clamp | None, to: Quantizer, kind: str = VALUE) -> tuple[int, int]:
-        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋.
+        """Return the centred integers that limit the output: the grid's, narrowed by a float interval: ⌊bound/scale + ½⌋.
 
-        `kind` is what was accumulated. Where the target leaves out clamps, a layer that ends at 0 has no upper limit but its grid's.
+        `kind` is what was accumulated. Where the target leaves out clamps, a layer whose clamp begins at 0 has only the grid's upper limit.
         """
         grid = to.grid
         if clamp is None or clamp == (None, None):
@@ -356,12 +357,12 @@ class Lowering:
         return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
-        """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
+        """Return the operand's integers times `ratio`, as an accumulator on the finer scale that results; `wide` beyond 2^24."""
         return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
 
     def quantize_constant(self, value: Tensor, role: str) -> Quantized:
-        """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
-        if not value.is_floating_point():  # a mask, or whole numbers: beside an activation they count as real numbers
+        """Quantize a constant tensor with one scale, as a weight is; its gradient passes straight through."""
+        if not value.is_floating_point():  # a mask, or integers: next to an activation they count as float values
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
         made = self.weight.integers(value.reshape(1, -1))  # the weight of one channel
@@ -373,18 +374,18 @@ class Lowering:
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
-        """`call(primitive, value, *constants)`: integers times `ratio`, which the constants hold rounded; its gradient is not rounded."""
+        """Return `call(primitive, value, *constants)`: integers times `ratio`, rounded in the constants but not in the gradient."""
         return self.call(primitive, value, *constants)
 
     def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
-        """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
+        """Return a mask or an index, which is not an operand, as an argument of primitives: a constant one is stored with `dtype`."""
         if not isinstance(value, Tensor):
             return value
         self.describe(role, torch.empty(0, device="cpu", dtype=torch.float32))
         return self.constant(role, value, dtype)
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
-        """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
+        """Return the operand's integers on the grid of `to`; the operand's own where the grids are equal."""
         grid = to.grid
         if operand.grid.equals(grid):
             return operand.value
@@ -395,7 +396,7 @@ class Lowering:
         return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), grid)
 
     def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
-        """The operand's integers times 127, half a step added, and rounded down by the constants of a layer with the weight 1."""
+        """Return the operand's integers times 127, half a step added, rounded down by the constants of a layer with the weight 1."""
         unit = torch.tensor(1.0, dtype=torch.float32, device=operand.scale.device) / WEIGHT_INT8.high
         steps = self.arithmetic.step(operand.scale, unit)
         half = self.arithmetic.layer_bias(torch.zeros((), dtype=torch.float64, device=unit.device), steps[0], to.grid.scale)
@@ -407,15 +408,15 @@ class Lowering:
         return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to.grid)
 
     def quantize(self, input: Any) -> Quantized:
-        """A real tensor's integers."""
+        """Quantize a float tensor to the output's grid."""
         grid = self.output.grid
         scale = self.constant("scale", grid.scale, torch.float32)
         return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """The largest element of a bound on |accumulator|, noted.
+        """Return the largest element of a bound on |accumulator|, and note its bits.
 
-        Raises AccumulatorOverflow beyond the limit, and NotFinite if it is no number.
+        Raises AccumulatorOverflow beyond the limit, and NotFinite if it is NaN or infinite.
         """
         largest = float(bound.max())
         if not math.isfinite(largest):
@@ -434,7 +435,7 @@ class Lowering:
 
 
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
-    """Which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
+    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
     for name, value in parameters.items():
         if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
@@ -442,7 +443,7 @@ def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
 
 
 def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
-    """What the integers of a layer are made of, by what it is."""
+    """Return the parameters that the integers of a layer are computed from, by their descriptions in errors."""
     named = {"its weight": weight, "its bias": bias}
     if batch_norm is not None:
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -451,7 +452,7 @@ def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: Bat
 
 
 def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
-    """The error for parameters that are not finite."""
+    """Return the error for parameters that are not finite."""
     return NotFinite(
         f"the parameters of %{name} cannot become integers",
         at=at,
@@ -462,11 +463,11 @@ def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFini
 
 
 def wide_enough(accumulator: Any, bound: float) -> Any:
-    """The accumulator as float64, where it is a floating tensor that its bound would have be that."""
+    """Return the accumulator as float64, where it is a floating tensor whose bound requires that."""
     wide = bound >= FLOAT32_EXACT and isinstance(accumulator, Tensor) and accumulator.is_floating_point()
     return accumulator.double() if wide else accumulator
 
 
 def limited(value: Tensor, interval: Interval) -> Tensor:
-    """The values that matter: what lies beyond the interval as its nearer end."""
+    """Return the values, with those beyond the interval replaced by its nearer end."""
     return value if interval == EVERYTHING else value.clamp(*interval)

@@ -1,4 +1,4 @@
-"""Limits of tensors, with a gradient that no version of PyTorch decides on.
+"""Clamp tensors, with a gradient that does not depend on the version of PyTorch.
 
     y = min(max(x, low), high),    ∂y/∂x = 1 where low ≤ x ≤ high, 0 elsewhere
 
@@ -19,18 +19,18 @@ Limit = Tensor | float | None
 
 @functools.lru_cache(maxsize=4096)
 def _beyond(limit: float, to: float, dtype: torch.dtype) -> float:
-    """The next number of a dtype behind a limit, towards `to`."""
+    """Return the next number of a dtype beyond a limit, towards `to`."""
     ends = (torch.tensor(each, dtype=torch.float64, device="cpu").to(dtype) for each in (limit, to))
     return float(torch.nextafter(*ends))
 
 
 def _of_value(gradient: Tensor, value: Tensor, low: Limit, high: Limit) -> Tensor:
-    """The gradient of the value, which has that of the result."""
+    """Return the gradient of the value, given that of the result."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         inside = torch.ones_like(value, dtype=torch.bool)
         inside = inside if low is None else inside & (value >= low)
         return torch.where(inside if high is None else inside & (value <= high), gradient, 0.0)
-    # One pass over memory, in every version: hardtanh has a gradient between its limits, and none at them.
+    # One kernel, in every version: hardtanh has a gradient between its limits, and none at them.
     bottom = -math.inf if low is None else _beyond(low, -math.inf, value.dtype)
     top = math.inf if high is None else _beyond(high, math.inf, value.dtype)
     found: Tensor = torch.ops.aten.hardtanh_backward(gradient, value, bottom, top)
@@ -74,9 +74,9 @@ class _TransformedClamped(torch.autograd.Function):
 
 
 def clamped(value: Tensor, low: Limit = None, high: Limit = None) -> Tensor:
-    """`value.clamp(low, high)`, of the value's shape and dtype, with the gradient above. Limits that are tensors have no gradient.
+    """Return `value.clamp(low, high)`, of the value's shape and dtype, with the gradient above. Limits that are tensors have no gradient.
 
-    What traces a graph meets `clamp` itself.
+    While a graph is traced, `torch.clamp` itself is called.
     """
     if low is None and high is None:
         return value

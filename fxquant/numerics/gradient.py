@@ -1,6 +1,6 @@
-"""What changes gradients and no values: tensor hooks, and the backward of a custom `torch.autograd.Function`.
+"""Modules that change gradients and no values: tensor hooks, and the backward of a custom `torch.autograd.Function`.
 
-Each is a module that is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has none.
+Each is called in the graph and returns its first operand. It acts while gradients are recorded; an integer graph has no such module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GradientRule(nn.Module):
     label: str
 
     def same(self, other: GradientRule) -> bool:
-        """Whether two traces of one model made both for the same place."""
+        """Return whether two traces of one model made both for the same place."""
         return type(self) is type(other) and self.label == other.label
 
     def extra_repr(self) -> str:
@@ -51,7 +51,7 @@ class GradientHooks(GradientRule):
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands, among the arguments of a custom function, for the operand of this position."""
+    """A reference, among the arguments of a custom function, to the operand of this position."""
 
     position: int
 
@@ -74,7 +74,7 @@ class CustomBackward(GradientRule):
         self.label = f"{function.__qualname__}.backward"
 
     def same(self, other: GradientRule) -> bool:
-        """Whether the other is of the same function and the same result."""
+        """Return whether the other is of the same function and the same result."""
         return isinstance(other, CustomBackward) and (self.function, self.index) == (other.function, other.index)
 
     def forward(self, value: Tensor, *operands: Any) -> Tensor:

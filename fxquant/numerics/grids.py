@@ -21,7 +21,7 @@ SMALLEST_NORMAL = 2.0**-126  # below it float32 numbers have fewer bits
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
-SMALLEST_DYNAMIC, LARGEST_DYNAMIC = 2.0**-110, 2.0**126  # the magnitudes that a grid which is made at run time tells apart
+SMALLEST_DYNAMIC, LARGEST_DYNAMIC = 2.0**-110, 2.0**126  # the magnitudes that a grid which is made at run time distinguishes
 BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
 Interval = tuple[float, float]
@@ -44,7 +44,7 @@ class IntType:
 
     @property
     def divisor(self) -> float:
-        """What the largest magnitude is divided by to give the scale: half the number of steps."""
+        """The divisor that turns the largest magnitude into the scale: half the number of steps."""
         return (self.high - self.low) / 2
 
     @property
@@ -71,12 +71,15 @@ WEIGHT_INT8 = IntType("int8", -127, 127, torch.int8)
 WEIGHT_INT16 = IntType("int16", -32767, 32767, torch.int16)
 
 ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, UINT8, INT16, INT32)}
-PLAIN_TYPES: Mapping[str, torch.dtype] = {"bool": torch.bool, "int64": torch.int64}  # of results that are no quantized tensors
+PLAIN_TYPES: Mapping[str, torch.dtype] = {"bool": torch.bool, "int64": torch.int64}  # of results that are not quantized tensors
 WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16)}
 
 
 def float32(value: float) -> float:
-    """The nearest float32; infinite beyond the largest one. A sum, product or quotient of two float32 numbers, so rounded, is PyTorch's."""
+    """Return the nearest float32; infinite beyond the largest one.
+
+    A sum, product or quotient of two float32 numbers that is rounded like this is PyTorch's.
+    """
     return ctypes.c_float(value).value
 
 
@@ -85,14 +88,14 @@ def float32(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The real numbers that a tensor's integers stand for.
+    """The grid of a tensor's integers: their type, scale and zero point.
 
     type         the range of the integers q as they are stored
     scale        float32, a scalar; of a 32-bit output one number per channel, shaped to broadcast
     zero_point   the integer that stands for 0; it is 0 unless the type is affine
 
-    q stands for (q - zero_point) · scale. Arithmetic is done on the *centred* integers c = q - zero_point, whose 0 is the real
-    zero; `low`, `high` and `magnitude` are theirs.
+    q stands for (q - zero_point) · scale. Arithmetic is done on the *centred* integers c = q - zero_point, whose 0 stands for 0.0;
+    `low`, `high` and `magnitude` are theirs.
     """
 
     type: IntType
@@ -120,32 +123,32 @@ class Grid:
         return max(-self.low, self.high)
 
     def quantize(self, value: Tensor) -> Tensor:
-        """The centred integers of a real tensor, as float32: clip(round_half_even(x / scale), low, high); NaN gives 0."""
+        """Return the centred integers of a float tensor, as float32: clip(round_half_even(x / scale), low, high); NaN gives 0."""
         return quantized_value(value, self.scale, self.low, self.high)
 
     def dequantize(self, centred: Tensor) -> Tensor:
-        """The real numbers of centred integers in a float tensor: c · scale. Never -0.0, which a float may be and no integer is."""
+        """Return the dequantized tensor of centred integers in a float tensor: c · scale. Never -0.0, which no integer stands for."""
         real: Tensor = centred * self.scale
         return real.add_(0.0)
 
     def bound(self, value: float | None, default: int) -> int:
-        """The centred integer of a clamp's bound, as `clamp_bound` says."""
+        """Return the centred integer of a clamp's bound, as `clamp_bound` says."""
         return clamp_bound(value, float(self.scale), default, self)
 
     def equals(self, other: Grid) -> bool:
-        """Whether the same integers stand for the same numbers."""
+        """Return whether type, zero point and scale are equal."""
         return self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale)
 
 
 def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    """clip(round_half_even(x / scale), low, high) as float32, IEEE float32 division; NaN gives 0."""
+    """Return clip(round_half_even(x / scale), low, high) as float32, by IEEE float32 division; NaN gives 0."""
     limit = scale * BOUNDARY_LIMIT
     x = torch.nan_to_num(input.float(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     return torch.clamp(x, -limit, limit).div_(scale).round_().clamp_(low, high)
 
 
 def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
-    """(scale, zero point) of an affine type for values in [low, high], float32 and int64: PyTorch's formula.
+    """Return (scale, zero point), float32 and int64, of an affine type for values in [low, high]: PyTorch's formula.
 
     The interval is widened to hold 0. scale = (high - low) / (dtype.high - dtype.low), one float32 subtraction and one division,
     at least 2^-48, and 2^-23 where all values are zero; zero_point = clamp(round_half_even(-low / scale), dtype.low, dtype.high).
@@ -161,49 +164,49 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, 
 
 
 def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
-    """The float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
+    """Return the float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
-    The one function that computes a scale, for observing, training and converting alike. At least 2^-48, so that a
-    division by it is always finite; 2^-23 where all values are zero; NaN where one is.
+    This is the one function that computes a scale, for observing, training and converting. The scale is at least 2^-48, so that
+    a division by it is always finite; it is 2^-23 where all values are zero, and NaN where one is NaN.
     """
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
     scale = (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(SMALLEST_SCALE)
-    # The lowest integer is further from 0 than the divisor, and finite too; what is infinite stays so, for those who look for it.
+    # The lowest integer is further from 0 than the divisor, and finite too; an infinite scale stays infinite, since callers check for it.
     scale = torch.where(torch.isinf(scale), scale, scale.clamp_max(LARGEST_FLOAT32 / dtype.magnitude))
     return torch.where(largest == 0, FLOAT32_EPSILON, scale)
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below the scale; NaN for NaN."""
+    """Return the smallest power of two that is not below the scale, of its shape and dtype; NaN for NaN."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)
 
 
 def is_scale(value: float) -> bool:
-    """Whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
+    """Return whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
     return SMALLEST_NORMAL <= value <= LARGEST_FLOAT32
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
-    """The scale fixed by a threshold: threshold / 128 for int8 and uint8, threshold / 32768 for int16."""
+    """Return the scale fixed by a threshold: threshold / 128 for int8 and uint8, threshold / 32768 for int16."""
     return threshold / ((dtype.high - dtype.low + 1) // 2)
 
 
 def round_half_up(value: float) -> int:
-    """⌊value + ½⌋, the rounding of tables and clamp bounds."""
+    """Return ⌊value + ½⌋, the rounding of tables and clamp bounds."""
     return math.floor(value + 0.5)
 
 
 def round_away(value: Tensor) -> Tensor:
-    """The nearest integers, halves away from zero, in the dtype of `value`."""
+    """Return the nearest integers, halves away from zero, in the dtype of `value`."""
     magnitude = value.abs()
     below = torch.floor(magnitude)
     return torch.copysign(below + (magnitude - below >= 0.5).to(value.dtype), value)  # both differences are exact
 
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
-    """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` where there is no bound."""
+    """Return the integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` if `value` is None."""
     if value is None:
         return default
     if math.isinf(value):
@@ -212,13 +215,13 @@ def clamp_bound(value: float | None, scale: float, default: int, limits: IntType
 
 
 def ends_of(value: Tensor) -> tuple[float, float]:
-    """The least and the largest element of a tensor; 0 and 0 of one without elements, which an empty batch makes."""
+    """Return the least and the largest element of a tensor; 0 and 0 for a tensor without elements, as from an empty batch."""
     low, high = torch.aminmax(value.detach()) if value.numel() else (0.0, 0.0)
     return float(low), float(high)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent as float64, exactly, for integer exponents in [-1022, 1023] (built from the bits; pow is not exact)."""
+    """Return 2**exponent as float64, exactly, for integer exponents in [-1022, 1023] (built from the bits; pow is not exact)."""
     if torch._C._get_tracing_state() is not None:  # TorchScript cannot see one dtype's bits as another's
         powers = torch.tensor([2.0**power for power in range(-1022, 1024)], dtype=torch.float64, device=exponent.device)
         return powers.take(exponent.to(torch.int64) + 1022)
@@ -229,7 +232,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
-    """The scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
+    """Return the scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
     flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
     largest = flat.abs().amax(dim=1)
     return scale_from_range(-largest, largest, dtype)
@@ -238,7 +241,7 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
 def least_error_scale(
     weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24, p: float = 2.0, power_of_two: bool = False
 ) -> Tensor:
-    """The scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
+    """Return the scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
 
     The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it; of powers of two, that scale
     rounded up, its half and its quarter.
@@ -259,7 +262,7 @@ def least_error_scale(
 
 
 def bias_limit(input: IntType, weight: IntType) -> int:
-    """What a bias integer stays below, so that it leaves room in the accumulator.
+    """Return the limit that a bias integer stays below, so that it leaves room in the accumulator.
 
     2^23 for an int8 operand, where sums are best below 2^24; half of the accumulator, 2^30 of 32 bits and 2^46
     of the 48 that int16 weights have, where a step is so small that ordinary biases are large numbers of them.
@@ -270,24 +273,25 @@ def bias_limit(input: IntType, weight: IntType) -> int:
 
 
 def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
-    """The smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
+    """Return the smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
 
-    Only a channel whose weights are tiny beside its bias has a smaller one (a dead channel after folding).
+    Only a channel whose weights are tiny compared to its bias has a smaller one (a dead channel after folding).
     """
     return (bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))).float()
 
 
 def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
-    """The smallest weight scale for which a residual of this magnitude stays below `limit` in steps of input_scale · scale; at most 2^-23.
+    """Return the smallest weight scale for which a residual of this magnitude stays below `limit`, float32; at most 2^-23.
 
-    Only a channel whose weights are tiny beside the residual has a smaller one; it would keep the whole layer from adding its residual.
+    The limit is in steps of input_scale · scale. Only a channel whose weights are tiny compared to the residual has a smaller scale; it
+    would keep the whole layer from adding its residual.
     """
     needed = residual_scale.detach().double() * magnitude / (input_scale.detach().double() * limit)
     return needed.float().clamp_max(FLOAT32_EPSILON)
 
 
 def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """round_half_even(bias / (input_scale · scale)) in float64: the integers, as float64."""
+    """Return the integers round_half_even(bias / (input_scale · scale)), as float64."""
     return torch.round(bias.double() / (input_scale.double() * scale.double()))
 
 
@@ -303,7 +307,7 @@ def table(
     points: Tensor | None = None,
     in_float32: bool = False,
 ) -> Tensor:
-    """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
+    """Return the table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.
 
@@ -343,7 +347,7 @@ def table(
 
 
 def _values(function: Callable[[float], float], x: Tensor, on_tensors: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """A function's values in float64, by Python's `math` where few are asked for."""
+    """Return a function's values in float64, by Python's `math` where few are asked for."""
     if on_tensors is not None and x.numel() > 2**10:
         return on_tensors(x)
     found = []
@@ -371,7 +375,7 @@ def _table_entry(function: Callable[[float], float], x: float, output_scale: flo
 
 
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
-    """The largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
+    """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
     The bound covers every partial sum in any order, hence every blocking and thread count.
     """
@@ -380,5 +384,5 @@ def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magn
 
 
 def bits_of(bound: float) -> int:
-    """The bits of a signed integer that holds every value of magnitude up to `bound`."""
+    """Return the bits of a signed integer that holds every value of magnitude up to `bound`."""
     return int(bound).bit_length() + 1

@@ -1,4 +1,4 @@
-"""From one scale to another: exact ratios, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them."""
+"""Rescale: exact ratios of scales, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ class Ratio:
     denominators: tuple[Tensor, ...] = ()
 
     def times(self, *numerators: Tensor) -> Ratio:
-        """This ratio multiplied by more factors."""
+        """Return this ratio multiplied by more factors."""
         return Ratio(self.numerators + numerators, self.denominators)
 
     def over(self, *denominators: Tensor) -> Ratio:
-        """This ratio divided by more factors."""
+        """Return this ratio divided by more factors."""
         return Ratio(self.numerators, self.denominators + denominators)
 
     def numbers(self) -> tuple[list[float], list[float]] | None:
-        """The factors as Python numbers, where all of them are scalars in memory without gradients: these are computed with faster."""
+        """Return the factors as Python numbers, which are faster, if all are scalars on the CPU without gradients.
+
+        Return None otherwise, and while PyTorch traces or transforms.
+        """
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return None
         gradients = torch.is_grad_enabled()
@@ -48,7 +51,7 @@ class Ratio:
         return [float(factor) for factor in self.numerators], [float(factor) for factor in self.denominators]
 
     def approximate(self) -> Tensor:
-        """The ratio in float64, within a few units in the last place."""
+        """Return the ratio in float64, within a few units in the last place."""
         numbers = self.numbers()
         if numbers is not None and all(numbers[1]):
             return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
@@ -60,7 +63,7 @@ class Ratio:
         return value
 
     def exact(self) -> list[Fraction]:
-        """The ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
+        """Return the ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
         factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
         rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
         above = len(self.numerators)
@@ -120,7 +123,7 @@ def _nearest(value: Fraction, halves_up: bool) -> int:
 
 
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
-    """`Ratio.approximate` of Python numbers: the same operations in the same order."""
+    """Compute `Ratio.approximate` on Python numbers: the same operations in the same order."""
     value = 1.0
     for factor in numerators:
         value *= factor
@@ -132,7 +135,7 @@ def _quotient(numerators: list[float], denominators: list[float]) -> float:
 def _mantissa(
     numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
 ) -> tuple[int, int] | None:
-    """`Ratio.mantissa` of Python numbers; None where these are not ordinary ones."""
+    """Compute `Ratio.mantissa` on Python numbers; return None if a factor is not positive and finite, or the ratio is extreme."""
     if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
         return None
     value = _quotient(numerators, denominators)
@@ -169,11 +172,11 @@ class FixedWidths:
         return self.largest_shift
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
+        """Return the integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
         return fixed_requantization(ratio, self, output, accumulator_bits)
 
     def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
-        """(M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
+        """Return (M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
         return ratio.mantissa(self.multiplier_bits, largest_exponent=31)
 
 
@@ -181,7 +184,7 @@ class FixedWidths:
 class MeasuredWidths(FixedWidths):
     """The widths that the compiler of bernoulli2, bayes and bayes-e chooses, for one output dtype (backends/bpu/CHIP.md, section 8).
 
-    The last shift b is the largest that there is, and what is left of the exponent k is the first shift. A multiplier that
+    The last shift b is the largest that there is, and the remainder of the exponent k is the first shift. A multiplier that
     rounds up to 2^multiplier_bits is one less.
     """
 
@@ -196,7 +199,7 @@ class MeasuredWidths(FixedWidths):
         return 31
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`.
+        """Return the integers that multiply an accumulator of so many bits by `ratio`.
 
         A `layer` with weights may have `layer_shift`; that of a `wide` operand, of 16 bits, has at least `wide_first_shift`.
         """
@@ -231,7 +234,7 @@ class FixedRequantization:
 
 
 def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
-    """The integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
+    """Return the integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
 
     The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
     one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last
@@ -268,7 +271,7 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
 
 
 def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
-    """`fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
+    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
     shift, bits = 0, widths.multiplier_bits
     if shifted_bits:
         largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
@@ -284,13 +287,13 @@ def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntT
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:
-    """The ratio rounded once, half to even, to float32; one beyond is the largest float32, with which every non-zero integer saturates."""
+    """Return the ratio rounded once, half to even, to float32; at most the largest float32, with which every non-zero integer saturates."""
     mantissa, k = ratio.mantissa(24)
     return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
 
 
 def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
-    """(n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
+    """Return (n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
 
     n is the largest of 0…14 for which no M but that minimum exceeds 2^14; 0 if there is none. Three times 255 · 2^14 is below 2^24:
     float32 adds two terms of 8 bits and a zero point exactly, in any order.
@@ -303,7 +306,7 @@ def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
 
 
 def _limited_multiplier(ratio: Ratio, bits: int) -> Tensor:
-    """round_half_even(ratio · 2^bits); something larger than 2^14 where it is that."""
+    """Return round_half_even(ratio · 2^bits); where that is much larger than 2^14, some number larger than 2^14."""
     large = float(ratio.approximate()) > 2.0 * LARGEST_NARROW_MULTIPLIER
     exponent = torch.tensor(bits, dtype=torch.int64, device=ratio.numerators[0].device)
     return torch.full_like(exponent, 2 * LARGEST_NARROW_MULTIPLIER) if large else ratio.rounded(exponent)

@@ -1,4 +1,4 @@
-"""How real weights become whole numbers, and the gradient that passes straight through."""
+"""Round weights to integers, with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from fxquant.numerics.clamping import clamped
 
 
 class Rounding(nn.Module):
-    """How a weight becomes integers. A subclass is another way; what it learns are its parameters, which train with the model's.
+    """The rounding of a weight to integers. A subclass rounds in another way; what it learns are its parameters, trained with the model's.
 
-    It is made from the shape of the weight it is to round, output channels first, and lives as long as the prepared model.
+    It is constructed with the shape of the weight that it rounds, output channels first, and lives as long as the prepared model.
     """
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
-        """Whole numbers from low to high for the weight in steps of its scale, float32, both of the shape this was made from.
+        """Return integers from low to high for the weight in steps of its scale: float32, both of the shape given at construction.
 
-        The same numbers with and without gradients, which reach `real` and the parameters. Where one of these is NaN the result has
-        to be, so that it is found and told.
+        The integers are the same with and without gradients, which reach `real` and the parameters. Where one of these is NaN the
+        result must be NaN, so that it is found and reported.
         """
         raise NotImplementedError
 
 
 class Nearest(Rounding):
-    """To the nearest whole number, a half to the even one; the gradient passes straight through."""
+    """Round to the nearest integer, halves to even; the gradient passes straight through."""
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
         exact = torch.round(real.detach()).clamp_(low, high)
@@ -38,14 +38,14 @@ class Nearest(Rounding):
 
 
 class AdaptiveRounding(Rounding):
-    """To the nearest whole number once an offset is added, which `fxq.tuning` chooses for each weight: 0 until then, so that it is Nearest.
+    """Round to the nearest integer after an offset is added. `fxq.tuning` chooses it for each weight; until then it is 0, as in Nearest.
 
-    What `settle` has decided stays decided where a weight or a scale moves by less than half a step, and moves along where they move by
-    more. The offsets are no parameters: what trains the model trains its weights. A weight that is exactly 0 has the integer 0, whatever
-    its offset: pruned weights stay pruned.
+    An integer that `settle` has chosen stays where a weight or a scale moves by less than half a step, and moves along where they move
+    by more. The offsets are not parameters: training the model trains its weights. A weight that is exactly 0 has the integer 0,
+    whatever its offset: pruned weights stay pruned.
 
     offset  float32 buffer of the weight's shape, in steps
-    soft    None; or, while it is decided, a function of the weight in steps that gives a real number between the two integers beside it
+    soft    None; or, during tuning, a function of the weight in steps that returns a float between the two integers next to it
     """
 
     offset: Tensor
@@ -65,7 +65,7 @@ class AdaptiveRounding(Rounding):
 
     @torch.no_grad()
     def settle(self, real: Tensor, chosen: Tensor) -> None:
-        """Make these whole numbers what the weight, in steps, becomes; zeros of the weight stay 0."""
+        """Set the offsets so that the weight, in steps, rounds to these integers; zeros of the weight stay 0."""
         self.offset.copy_((chosen - real).masked_fill(real == 0, 0))
 
     def extra_repr(self) -> str:
@@ -84,7 +84,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _TransformedStraightThrough(torch.autograd.Function):
-    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+    """`_StraightThrough` in the form that functorch's transforms ask for, whose calls take several times as long."""
 
     generate_vmap_rule = True
 
@@ -102,7 +102,7 @@ class _TransformedStraightThrough(torch.autograd.Function):
 
 
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
-    """`exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
+    """Return `exact`, bit for bit, of its shape and dtype, with the gradient of `smooth`; also inside of torch.func's transforms."""
     transformed = torch._C._are_functorch_transforms_active()
     function = _TransformedStraightThrough if transformed else _StraightThrough
     result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]

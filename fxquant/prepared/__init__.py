@@ -1,1 +1,1 @@
-"""The prepared model: the module that stands for one operator, its stages, channel labels, hooks, and what is copied in."""
+"""The prepared model: the module of one operator, its stages, channel labels, hooks, and what is copied in."""

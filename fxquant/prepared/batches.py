@@ -20,7 +20,7 @@ logger = logging.getLogger("fxquant")
 
 
 def no_batches(num_batches: int | None) -> CalibrationError:
-    """The error for an empty iterable of batches."""
+    """Return the error for an empty iterable of batches."""
     return CalibrationError(
         "there is nothing to calibrate with",
         because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
@@ -29,7 +29,7 @@ def no_batches(num_batches: int | None) -> CalibrationError:
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
-    """What yields batches: one tensor or one dict is a batch by itself. Raises ConfigurationError if nothing can be iterated over."""
+    """Return an iterable of batches: one tensor or one dict is a batch by itself. Raises ConfigurationError for what is not iterable."""
     if isinstance(batches, torch.Tensor | Mapping):
         return [batches]
     try:
@@ -44,14 +44,14 @@ def as_batches(batches: Any) -> Iterable[Any]:
 
 
 def first_batches(batches: Iterable[Any], count: int | None) -> Iterator[Any]:
-    """The first `count` of the batches, all for None; not one more is taken."""
+    """Return the first `count` of the batches, all for None, without taking one more."""
     if count is not None and count < 0:
         raise ConfigurationError(f"num_batches={count} is negative", because="it is a number of batches", remedy="pass 1 or more, or None")
     return itertools.islice(batches, count)
 
 
 def length(batches: Iterable[Any], count: int | None) -> int | None:
-    """How many batches there will be, as far as that is known."""
+    """Return the number of batches, at most `count`; `count` itself where the batches have no length."""
     try:
         whole = len(batches)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -60,10 +60,10 @@ def length(batches: Iterable[Any], count: int | None) -> int | None:
 
 
 def example_inputs(model: nn.Module, batch: Any) -> Any:
-    """The part of a batch that forward requires, as a tuple or a dict of forward's arguments.
+    """Return the part of a batch that forward requires, as a tuple or a dict of forward's arguments.
 
-    Of a dict, what forward has a parameter for. Of a tuple or list its leading items, as many as forward has required
-    parameters; or its first item, where that alone is a tuple of so many (or a dict), as in ((image, mask), target).
+    Of a dict, that is the items that forward has a parameter for. Of a tuple or list, it is the leading items, as many as forward has
+    required parameters; or its first item, where that alone is a tuple of so many (or a dict), as in ((image, mask), target).
     """
     parameters = inspect.signature(model.forward).parameters
     if isinstance(batch, Mapping):
@@ -87,7 +87,7 @@ def example_inputs(model: nn.Module, batch: Any) -> Any:
 
 
 def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]:
-    """The model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
+    """Return the model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
 
     Items may be nested, as in ((image, mask), target): the leading tensors count. The rest is dropped, and logged once.
 
@@ -140,7 +140,7 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
 
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
-    """The items of a dict by the names of the model's inputs: those of a list called "images" are images_0, images_1, …"""
+    """Return the items of a dict by the names of the model's inputs: those of a list called "images" are images_0, images_1, …"""
     found: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, list | tuple | Mapping):
@@ -151,7 +151,7 @@ def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:
-    """Log, once for each model, that something of the batches is dropped."""
+    """Log, once for each model, that items of the batches are dropped."""
     if not model.meta.get("told_dropped"):
         logger.info(message, *arguments)
         model.meta["told_dropped"] = True
@@ -199,11 +199,11 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
 
 
 def _quantized(node: fx.Node) -> bool:
-    """Whether a node of a prepared or an integer model is a quantized tensor."""
+    """Return whether a node of a prepared or an integer model is a quantized tensor."""
     spec = annotation(node)
     return qparams(node) is not None or (spec is not None and spec.dtype is not None)
 
 
 def bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
-    """The error for a batch, counted from 0, whose inputs are not the model's."""
+    """Return the error for a batch, counted from 0, whose inputs are not the model's."""
     return CalibrationError(f"batch {index} does not fit the model", because=because, remedy=remedy)

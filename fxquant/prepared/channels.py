@@ -1,8 +1,8 @@
 """Which channels of a prepared model may be multiplied by a factor without changing its function, and which by the same one.
 
-Every tensor has a *label* for each of its channels. Channels with one label have one factor: that of what a layer gives is multiplied
-into its parameters, passes through whatever is positively homogeneous, f(a·x) = a·f(x) for a > 0, and is divided out of the weights
-of every layer that reads it. What anything else makes or reads has the label 0, and no factor.
+Every tensor has a *label* for each of its channels, and channels with one label have one factor. The factor of a layer's output is
+multiplied into its parameters. It passes through positively homogeneous functions, f(a·x) = a·f(x) for a > 0. It is divided out of
+the weights of every layer that reads it. Channels that any other operator makes or reads have the label 0, and no factor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Channels:
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
-    """The labels of all channels; linear in their number.
+    """Return the labels of all channels; linear in their number.
 
     With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
     """
@@ -73,14 +73,14 @@ def _has_channels(node: fx.Node) -> bool:
 
 
 def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:
-    """Whether the grid of the operator's result follows what is observed, so that the values may be others."""
+    """Return whether the grid of the operator's result follows observed values, so that the values may change."""
     if module.plain or module.output.follows_sum:
         return not module.plain
     return module.output.observer is not None and not (open_alone and module.output.calibrated)
 
 
 def exponents(prepared: fx.GraphModule, known: Channels) -> Tensor:
-    """The exponent of every label: int64 of shape (number,)."""
+    """Return the exponent of every label: int64 of shape (number,)."""
     found = torch.zeros(known.number, dtype=torch.int64, device="cpu")
     for node, given in known.given.items():
         found[given] = _factors(prepared, node).outputs.cpu().long()
@@ -94,7 +94,7 @@ def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> No
 
 
 def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
-    """Of every tensor that is not the float model's, by name, the exponents: it is that times 2 to these.
+    """Return the exponents e of every tensor that is not the float model's, but that times 2^e, by name.
 
     They are int64, of its shape without the batch, where 1 stands for every dimension along which they are the same.
     """
@@ -113,7 +113,7 @@ def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
 
 
 def homogeneous(low: Any, high: Any) -> bool:
-    """Whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
+    """Return whether a clamp with these limits commutes with a multiplication by a positive number."""
     return all(bound is None or (isinstance(bound, int | float) and (bound == 0 or math.isinf(bound))) for bound in (low, high))
 
 
@@ -142,14 +142,14 @@ class _Walk:
             self.same(labels, torch.zeros_like(labels))
 
     def joined(self, one: Tensor, other: Tensor) -> Tensor:
-        """The labels of what has those of both."""
+        """Return the labels of a result that has those of both."""
         both = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
         self.same(*both)
         first: Tensor = both[0]
         return first
 
     def along(self, labels: Tensor, dim: int, size: int) -> Tensor:
-        """One label for each index of a dimension: all that share it are the same."""
+        """Return one label for each index of a dimension: all that share it are the same."""
         moved = labels.movedim(dim, 0)
         rows = moved.reshape(len(moved), -1)
         self.same(rows[:, :1].expand_as(rows), rows)
@@ -158,7 +158,7 @@ class _Walk:
     # -- operators -----------------------------------------------------------------------------------------------
 
     def through(self, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
-        """The labels of an operator's result; None if factors do not pass through it."""
+        """Return the labels of an operator's result; None if factors do not pass through it."""
         arguments = module.operator.bind_call(node.args, node.kwargs)
         operands = operand_nodes(module.operator, arguments)
         known = fact(node)
@@ -174,7 +174,7 @@ class _Walk:
         return None if rule is None else rule(self, node, arguments)
 
     def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
-        """A layer divides the factors of what it reads out of its weight, and multiplies others in."""
+        """Return the labels of a layer, which divides its input's factors out of its weight and multiplies its output's factors in."""
         factors, operator = module.factors, module.operator
         assert factors is not None
         assert operator.channels is not None
@@ -193,7 +193,7 @@ class _Walk:
         return shaped
 
     def solved(self) -> Channels:
-        """All labels, renumbered from 0 so that those that are the same are equal."""
+        """Return all labels, renumbered from 0 so that labels which are the same are equal."""
         root = torch.arange(self.number, dtype=torch.int64, device="cpu")
         if self.pairs:
             one, other = (torch.cat(column) for column in zip(*self.pairs, strict=True))
@@ -224,7 +224,7 @@ def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tenso
 
 
 def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Labels pass where they are the same along the dimensions behind the channels, which are the only ones that are mixed."""
+    """Pass labels on where they are the same along the dimensions behind the channels, which are the only ones that are mixed."""
     labels = walk.labels[arguments["input"]]
     if arguments.get("divisor_override"):
         return None
@@ -232,7 +232,7 @@ def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | 
 
 
 def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Labels go where the elements go; a margin of zeros along the channels has no factor, and along all else that of what is beside."""
+    """Move labels with the elements; zeros padded along the channels have no factor, elsewhere they have that of their neighbours."""
     labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
     margins = margins_of(list(arguments["padding"]), len(shape) + 1)
     if arguments.get("value") or margins[0] != (0, 0):
@@ -269,7 +269,7 @@ def _added(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | No
 
 
 def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """The factors of one operand pass; the other has none, unless it is a constant."""
+    """Pass on the factors of one operand; the other has none, unless it is a constant."""
     both = [arguments[name] for name in ("input", "other")]
     read = [value for value in both if isinstance(value, fx.Node) and value in walk.labels]
     if any(shape_of(value)[1:] == shape_of(node)[1:] for value in read):
@@ -282,7 +282,7 @@ def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor
 
 
 def _product(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """The factors of the right operand's columns pass, as those of an attention's values do; the left one has none."""
+    """Pass on the factors of the right operand's columns, as of an attention's values; the left operand has none."""
     one, other = arguments["input"], arguments["other"]
     if not all(isinstance(value, fx.Node) and value in walk.labels for value in (one, other)) or one is other:
         return None
@@ -312,7 +312,7 @@ def _full(walk: _Walk, operand: fx.Node) -> Tensor:
 
 
 def _uniform(labels: Tensor) -> Tensor:
-    """The same labels, with dimensions of size 1 where they do not differ."""
+    """Return the labels, with dimensions of size 1 where they do not differ."""
     for dim in range(labels.dim()):
         first = labels.narrow(dim, 0, 1)
         if torch.equal(first.expand_as(labels), labels):
@@ -339,7 +339,7 @@ def _indexed(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | 
 
 
 def _shuffled(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Channels in groups, whose order and the groups' are exchanged."""
+    """Exchange the order of groups of channels with the order inside of groups."""
     labels = walk.labels[arguments["input"]]
     groups = arguments["groups"]
     return labels.reshape(groups, -1, *labels.shape[1:]).transpose(0, 1).flatten(0, 1) if len(labels) > 1 else labels
@@ -350,7 +350,7 @@ _RULES |= {reshape: _reshaped, permute: _permuted, getitem: _indexed, channel_sh
 
 
 def _rule(operator: Operator) -> Rule | None:
-    """How labels go through an operator; None where they do not."""
+    """Return the rule by which labels pass through an operator; None where they do not pass."""
     own, traits = _RULES.get(operator.function), operator.traits
     if own is not None:
         return own

@@ -1,4 +1,4 @@
-"""Float operators that only copy elements, written as the primitives that copy integers: these keep the bits of real numbers as well."""
+"""Float operators that only copy elements, written as the primitives that copy integers: these keep the bits of floats as well."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Steps:
 
 
 class CopyLowering(Lowering):
-    """Lists the primitives of one operator. There is no grid: a constant stays as it is."""
+    """Lists the primitives of one operator. Nothing has a grid: a constant stays as it is."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, _NO_ARITHMETIC, None, None, WeightQuantizer(WEIGHT_INT8))
@@ -65,7 +65,7 @@ _NO_ARITHMETIC = Arithmetic("none")
 
 
 def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> Steps | None:
-    """The primitives that compute a float node; None where it does not only copy elements.
+    """Return the primitives that compute a float node; None where it does not only copy elements.
 
     Nodes among their arguments are tensors, or sizes that depend on the batch.
 

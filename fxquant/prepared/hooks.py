@@ -1,7 +1,7 @@
-"""Hooks on the user's modules in a prepared model, which runs operators in their place: hooks read the tensors that the modules would.
+"""Call hooks on the user's modules in a prepared model, which runs operators in their place: hooks read the modules' tensors.
 
-A call of a module is recorded in the trace by the names of the tensors that it reads and returns. Behind the passes, some of these are
-inside of fused operators. A hook that reads such a tensor cannot fire, and its registration raises an error.
+A call of a module is recorded in the trace by the names of the tensors that it reads and returns. After the passes, some of these
+are inside of fused operators. A hook that reads such a tensor cannot fire, and its registration raises an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Registry(OrderedDict[int, Any]):
     what     what is registered, as an error says it
     because  why it cannot fire; empty where it can
     remedy   what the user can do instead
-    caution  what a hook that can fire is not given; logged when one is registered, empty where there is nothing
+    caution  what a hook that can fire is not given; logged when one is registered, empty where it is given everything
     """
 
     used = False  # whether anything was ever registered, in this process: until then no model looks for hooks
@@ -95,7 +95,7 @@ class Uncallable:
 
 
 def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
-    """Let hooks on the modules of a prepared model fire; `traced` is the graph that it was made from."""
+    """Make hooks on the modules of a prepared model fire; `traced` is the graph that it was made from."""
     calls: Iterable[Call] = map(_call, prepared.meta.get(CALLS, ()))
     values = _values(prepared.graph, traced)
     found = [_resolved(call, values) for call in calls]
@@ -104,7 +104,7 @@ def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
 
 
 def restore_hooks(prepared: fx.GraphModule) -> None:
-    """As `attach_hooks`, for a model whose calls are recorded by the names of its own nodes."""
+    """Make hooks fire as `attach_hooks` does, for a model whose calls are recorded by the names of its own nodes."""
     others = _others(prepared)
     own = {path: module for path, module in prepared.named_modules() if path and not _is_below(path, others)}
     calls = [call for call in map(_call, prepared.meta.get(CALLS, ())) if call.path in own]
@@ -120,7 +120,7 @@ def restore_hooks(prepared: fx.GraphModule) -> None:
 
 
 def are_calls(value: Any, graph: fx.Graph | None) -> bool:
-    """Whether what `meta` of a loaded model holds are the calls of modules, by names of the graph, where that is prepared."""
+    """Return whether a value in `meta` of a loaded model is the calls of modules, by names of the graph if that is given."""
     names = None if graph is None else {node.name for node in graph.nodes} | {NOWHERE}
     try:
         calls = [_call(entry) for entry in value]
@@ -135,7 +135,7 @@ def _call(entry: tuple[Any, ...]) -> Call:
 
 
 def _next_computed(calls: list[Call]) -> dict[str, str]:
-    """For each module, by path: the next one that ended behind it and whose output is a tensor of the prepared graph."""
+    """Return for each module, by path, the next one that ended after it and whose output is a tensor of the prepared graph."""
     found, near = dict[str, str](), ""
     for call in reversed(calls):
         found[call.path] = near
@@ -155,7 +155,7 @@ def _is_below(path: str, called: set[str]) -> bool:
 
 
 def _others(prepared: fx.GraphModule) -> set[str]:
-    """The modules whose hooks PyTorch calls, since they are called as they are, in float; and what holds the operators."""
+    """Return the modules whose hooks PyTorch calls, since they are called as they are, in float; and those that hold the operators."""
     found = {str(node.target) for node in prepared.graph.find_nodes(op="call_module")}
     found |= set(prepared.meta[CARRIED].modules()) if CARRIED in prepared.meta else set()
     for module in prepared.children():
@@ -165,10 +165,10 @@ def _others(prepared: fx.GraphModule) -> set[str]:
 
 
 def _values(graph: fx.Graph, traced: fx.Graph) -> dict[str, fx.Node]:
-    """Which node of a prepared graph has the value of which node of the trace; those inside of fused operators are absent.
+    """Return the nodes of a prepared graph by the names of the trace's nodes with their values; those inside of fused operators are absent.
 
-    A node has the value of the last one that became a part of it; or of its operand, where that is later, as of a dropout in front of
-    which a relu was moved. Of several nodes that have the value of one, the last is meant.
+    A node has the value of the last one that became a part of it. It has the value of its operand where that is later, as of a dropout
+    that a relu was moved before. Of several nodes with one value, the last is returned.
     """
     order = {node.name: index for index, node in enumerate(traced.nodes)}
     facts = {node.name: fact(node) for node in traced.nodes}
@@ -204,7 +204,7 @@ def _resolved(call: Call, values: Mapping[str, fx.Node]) -> Call:
 
 
 def _as_read(node: fx.Node, path: str) -> fx.Node:
-    """The node, or what brings its value to the grid on which a module reads it."""
+    """Return the node, or the node that brings its value to the grid on which a module reads it."""
 
     def is_inside(user: fx.Node) -> bool:
         return f"{module_path(user)}.".startswith(f"{path}.") and made_by(user) not in _BOUNDARIES
@@ -224,7 +224,7 @@ def _names(nest: Any) -> list[str]:
 
 
 def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[str, Registry]:
-    """The registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
+    """Return the registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
     reads = NOWHERE in [name for call in calls for name in _names(call.read)]
     missing = [[name == NOWHERE for name in _names(call.result)] for call in calls]
     returns = any(each and all(each) for each in missing)
@@ -259,7 +259,7 @@ class Hooks:
         self.calls = calls
 
     def active(self, model: nn.Module) -> bool:
-        """Whether any module has a hook that is to fire."""
+        """Return whether any module has a hook that will fire."""
         return Registry.used and any(True for _ in self._hooked(model))
 
     def _hooked(self, model: nn.Module) -> Iterator[tuple[Call, nn.Module]]:
@@ -269,7 +269,7 @@ class Hooks:
                 yield call, module
 
     def run(self, model: fx.GraphModule, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What the model returns, with the hooks of its modules called."""
+        """Run the model with the hooks of its modules called, and return its result."""
         return _Run(model, list(self._hooked(model))).run(inputs, named)
 
 
@@ -305,7 +305,7 @@ class _Run:
         raise AssertionError("a graph has an output")
 
     def _value(self, node: fx.Node) -> Any:
-        """The value of a node; a parameter is read when it is needed, as it is then."""
+        """Return the value of a node; a parameter is read at this moment."""
         return resolve(self.model, str(node.target)) if node.op == "get_attr" else self.values[node.name]
 
     def _computed(self, node: fx.Node) -> Any:
@@ -317,7 +317,7 @@ class _Run:
         return function(*args, **kwargs)
 
     def _shown(self, nest: Any) -> Any:
-        """A nest with the tensors as the float model has them: without the factors of equalized channels; None where there is none."""
+        """Return a nest with the float model's tensors, without the factors of equalized channels; None for absent tensors."""
 
         def shown(reference: Reference) -> Any:
             value, exponents = self.values.get(reference.node), self.exponents.get(reference.node)

@@ -14,7 +14,7 @@ from fxquant.primitives.record import Primitive
 
 
 def called(model: fx.GraphModule, node: fx.Node) -> str:
-    """The name of what a node calls: an operator, a primitive, a function, a method, or the class of a module."""
+    """Return the name of the operator, primitive, function, method or class of module that a node calls."""
     operator = record_of(model, node)
     if operator is not None:
         return operator.name
@@ -24,13 +24,13 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of value that a primitive's node holds; what moves elements moves truth values and whole numbers too."""
+    """Return the kind of value that a primitive's node holds; primitives that move elements move booleans and integers too."""
     record = PRIMITIVES[node.target]  # type: ignore[index]
     return "plain" if record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values() else record.kind
 
 
 def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
-    """The integer dtype of a node's result, with a grid or plain ("bool", "int64"); None of what is computed in float, or not decided."""
+    """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
     if primitive is not None and kind_of(node) == "plain":
         return str(fact(node).dtype).removeprefix("torch.")
@@ -39,46 +39,46 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def in_float16(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
+    """Return whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
     target = model_meta(model).get("target")
     return target is not None and bool(target.float16) and target.computes_in_float16(called(model, node))
 
 
 def record_of(model: fx.GraphModule, node: fx.Node) -> Operator | None:
-    """The operator at a node, before or after it became a module; None if it is none of the table, or has been lowered."""
+    """Return the operator at a node, before or after it became a module; None if the table has none, or it has been lowered."""
     module = quantized_operator(model, node)
     return operator_of(node) if module is None else module.operator
 
 
 def quantized_operator(model: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
-    """The module of a prepared model that stands at a node; None if none does."""
+    """Return the quantized operator that a node of a prepared model calls; None if it calls none."""
     module = resolve(model, str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, QuantizedOperator) else None
 
 
 def primitive_of(node: fx.Node) -> Primitive | None:
-    """The primitive that a node of an integer graph calls; None if it calls none."""
+    """Return the primitive that a node of an integer graph calls; None if it calls none."""
     return PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
 
 
 def is_quantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether real numbers become integers at a node, at any stage."""
+    """Return whether a node quantizes, at any stage."""
     return node.target is boundary.quantize or record_of(model, node) is QUANTIZE
 
 
 def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether integers become real numbers at a node, at any stage."""
+    """Return whether a node dequantizes, at any stage."""
     return node.target is boundary.dequantize or record_of(model, node) is DEQUANTIZE
 
 
 def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node computes real numbers from real numbers by way of integers whose grid is found at run time, at any stage."""
+    """Return whether a node computes floats from floats by integers whose grid is found at run time, at any stage."""
     primitive, operator = primitive_of(node), record_of(model, node)
     return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and operator.dynamic)
 
 
 def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
-    """The scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
+    """Return the scale and dtype of the quantized tensor at a node; None for other nodes, or before they have a quantizer.
 
     A prepared model's scale is NaN until it is calibrated, and () where the tensor is a sum, whose scale only the integer model knows.
     """

@@ -26,30 +26,30 @@ from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_layers
 
-# Of real tensors that operators put out: their integers, the grid of these, and the version of the tensor that they are of. No attribute
-# of the tensors, which would be saved with them.
+# Of float tensors that operators return: their integers, the grid of these, and the version of the tensor that they are of. They are not
+# attributes of the tensors, which would be saved with them.
 _CARRIED: MutableMapping[Tensor, tuple[Tensor, Grid, int]] = WeakTensorKeyDictionary()
 Lowered = TypeVar("Lowered", bound=EagerLowering)
 Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
 
 
 class QuantizedOperator(nn.Module):
-    """One operator of a prepared model. Values on its edges are real numbers in every state.
+    """One operator of a prepared model. It reads and returns float tensors in every state.
 
-    In FLOAT and CALIBRATE it computes the operator's float function. In TRAIN and VALIDATE it takes its
-    operands' integers, computes the operator's integer function, and returns the integers times their scale;
+    In FLOAT and CALIBRATE it computes the operator's float function. In TRAIN and VALIDATE it quantizes its
+    operands, computes the operator's integer function, and returns the dequantized result;
     so neighbours may be in different states.
 
     output        the quantizer of its result, shared with the operators that must share its scale
-    plain         whether its result is truth values or whole numbers, which have no quantizer; they are the same in every state but
+    plain         whether its result is booleans or integers, which have no quantizer; they are the same in every state but
                   for the integers that they are computed from
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
-    weight_quantizer  what makes the integers of its weight, and of its constants
-    factors       what channels are multiplied by; None where it has no channels of its own
+    weight_quantizer  computes the integers of its weight, and of its constants
+    factors       the factors of its channels; None where it has no channels of its own
     left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
     detached      whether it is computed without gradients; or the names of its arguments that have none
-    observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
+    observed      beyond this interval, values of its result are observed as its nearer end: their readers do not distinguish them
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
     owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
@@ -96,7 +96,7 @@ class QuantizedOperator(nn.Module):
         _leave_to_eager()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """One that knows this operator says what was learned of its weight, or that nothing was."""
+        """Load a state_dict. One that holds this operator also says what was learned of its weight, or that nothing was."""
         if prefix + "quantizer.base_scale" in state_dict:
             self.weight_quantizer.expect_learned(state_dict, prefix + "weight_quantizer.")
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -110,7 +110,7 @@ class QuantizedOperator(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the result is no quantized tensor: truth values, whole numbers, or the real numbers of a dynamic layer."""
+        """Whether the result is not a quantized tensor: booleans, integers, or the float values of a dynamic layer."""
         return self._shared[0] is None
 
     @property
@@ -127,9 +127,9 @@ class QuantizedOperator(nn.Module):
         return self.state is State.TRAIN and self.training and (owner is None or owner.training)
 
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
+        """Return the arguments of a call with its parameters multiplied by the factors of its channels.
 
-        Whoever calls `operator.function` or `operator.lower` by himself calls this first.
+        Call this before a direct call of `operator.function` or `operator.lower`.
         """
         return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
 
@@ -170,11 +170,11 @@ class QuantizedOperator(nn.Module):
         return value
 
     def _seen(self, arguments: dict[str, Any]) -> Tensor | None:
-        """What the scale is found from in place of the result."""
+        """Return the tensor that the scale is found from in place of the result; None where it is the result."""
         return None if self.operator.observes is None else self.operator.observes(arguments)
 
     def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
-        """The tensors among the arguments of a call that are parameters, by what they are."""
+        """Return the tensors among the arguments of a call that are parameters, by their descriptions in errors."""
         named = named_parameters(arguments.get("weight"), arguments.get("bias"), arguments.get("batch_norm"))
         constants = {name for name, quantizer in self.inputs.items() if quantizer is None}
         return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
@@ -199,7 +199,7 @@ class QuantizedOperator(nn.Module):
         return value
 
     def lowering(self, kind: type[Lowered]) -> Lowered:
-        """What its operator is lowered with to be computed at once, in the state and mode it is in."""
+        """Return the lowering that computes its operator eagerly, in its present state and mode."""
         moving = self.is_training
         lowering = kind(
             self.name,
@@ -216,7 +216,7 @@ class QuantizedOperator(nn.Module):
         return lowering
 
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with every activation as its integers."""
+        """Return the arguments with every activation as its integers."""
         used = {name: iter(q if isinstance(q, list) else [q]) for name, q in self.inputs.items()}
 
         def take(name: str, value: Tensor) -> Quantized | Tensor:
@@ -233,16 +233,16 @@ class QuantizedOperator(nn.Module):
 
 @functools.cache
 def _leave_to_eager() -> None:
-    """torch.compile runs operators as they stand, and compiles what is beside them.
+    """Make torch.compile run operators eagerly, and compile only the code around them.
 
-    A compiler that joins, reorders or contracts float operations would have to be proved exact; and there is little for it to join, since
-    each operator looks at its scales. Not when this module is imported, for it takes PyTorch's compiler seconds to be.
+    A compiler that fuses, reorders or contracts float operations would have to be proved exact. It could fuse little, since each
+    operator reads its scales. This is not called when the module is imported, since importing PyTorch's compiler takes seconds.
     """
     QuantizedOperator.forward = torch.compiler.disable(QuantizedOperator.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _carrying(result: Quantized, whole: bool) -> Tensor:
-    """The real tensor of a result, which has the integers beside it, if it is made of such, for whoever reads it on the same grid."""
+    """Return the dequantized tensor of a result; if `whole`, keep its integers for operators that read it on the same grid."""
     real = result.real()
     if real is result.known and real in _CARRIED:  # the operand's own
         return real.view_as(real)
@@ -252,9 +252,9 @@ def _carrying(result: Quantized, whole: bool) -> Tensor:
 
 
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
-    """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale.
+    """Return the integers of a float tensor on a quantizer's grid, exact where the tensor is integers times that scale.
 
-    They are those that its operator has left beside it, as long as nothing has written on it.
+    They are those that its operator has kept for it, as long as nothing has written to it.
     """
     quantizer.require()
     grid = quantizer.grid
@@ -275,18 +275,18 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
 
 
 def _limits(clamp: Any) -> Interval:
-    """Between which numbers a fused clamp leaves all values; ±∞ where there is none."""
+    """Return the limits of a fused clamp; ±∞ where there is none."""
     low, high = (None, None) if clamp is None else clamp
     return -math.inf if low is None else float(low), math.inf if high is None else float(high)
 
 
 def _watched(value: Tensor, integers: Tensor) -> bool:
-    """Whether someone is to be told of this tensor's gradient, which then has to pass through it."""
+    """Return whether this tensor's gradient is retained or read by hooks, and so has to pass through the tensor."""
     if not torch.is_grad_enabled():
         return False
     return value.requires_grad != integers.requires_grad or bool(value._backward_hooks) or (value.requires_grad and value.retains_grad)
 
 
 def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
-    """The quantized operators of a prepared model, by node name, in the order they run."""
+    """Return the quantized operators of a prepared model, by node name, in the order they run."""
     return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}

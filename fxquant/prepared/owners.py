@@ -9,7 +9,7 @@ from fxquant.prepared.operators import QuantizedOperator
 
 
 def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
-    """Tell every operator the modules whose `training` flag it obeys: that of its call, and that of its batch norm."""
+    """Set for every operator the modules whose `training` flag it obeys: that of its call, and that of its batch norm."""
     modules = dict(prepared.named_modules(remove_duplicate=False))
     for node in graph.find_nodes(op="call_module"):
         operator = modules.get(str(node.target))
@@ -20,5 +20,5 @@ def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
 
 
 def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:
-    """The module at a path; None for the model itself, whose flag an operator shares, and where there is no module."""
+    """Return the module at a path; None for the model itself, whose flag an operator shares, and where no module exists."""
     return modules.get(path) if path else None

@@ -1,4 +1,4 @@
-"""Stages: what may stand in the graph, and when. Checked after every pass."""
+"""Stages: which nodes a graph may hold, and when. Checked after every pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Stage(enum.IntEnum):
     """How far the graph has come."""
 
     TRACED = 0  # the model as it was written
-    CANONICAL = 1  # one spelling per operator
+    CANONICAL = 1  # one call form per operator
     ANNOTATED = 2  # every operator knows whether it becomes integer, and its dtype
-    BOUNDED = 3  # quantize and dequantize stand where the integer part begins and ends
+    BOUNDED = 3  # quantize and dequantize are where the integer part begins and ends
     PREPARED = 4  # operators observe, train and validate
     INTEGER = 5  # integer primitives between the boundary nodes
     FUSED = 6  # the same, and which of them a kernel computes together
@@ -35,7 +35,7 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Violation:
-    """A node that may not stand in a graph of this stage, and why."""
+    """A node that is not allowed in a graph of this stage, and why."""
 
     node: fx.Node
     because: str
@@ -45,7 +45,7 @@ Rule = Callable[[fx.GraphModule], Iterator[Violation]]
 
 
 def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
-    """No module or function that the operator table knows is left in another spelling."""
+    """Require that no module or function of the operator table is left in another call form."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
         if operator is not None:
@@ -56,21 +56,21 @@ def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def tensors_have_facts(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Every operator's result has a known shape and dtype."""
+    """Require a known shape and dtype of every operator's result."""
     for node in gm.graph.nodes:
         if operator_of(node) is not None and fact(node) is None:
             yield Violation(node, "its shape is unknown")
 
 
 def annotated(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Every operator says whether it becomes integer."""
+    """Require that every operator is annotated with whether it becomes integer."""
     for node in gm.graph.nodes:
         if operator_of(node) is not None and annotation(node) is None:
             yield Violation(node, "nothing says whether it becomes integer or stays in float")
 
 
 def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
-    """An integer operator's activations come from integer operators, and float nodes never read integers."""
+    """Require that activations of integer operators come from integer operators, and that float nodes never read integers."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
         integer = is_integer(node)
@@ -86,24 +86,24 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def is_integer(node: fx.Node) -> bool:
-    """Whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
+    """Return whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
     spec = annotation(node)
     return spec is not None and spec.dtype is not None
 
 
 def is_plain(node: fx.Node) -> bool:
-    """Whether the annotated node's result is truth values or whole numbers, computed on integers: it has no grid, and is read as it is."""
+    """Return whether the annotated node's result is booleans or integers, computed on integers: it has no grid, and is read as it is."""
     spec = annotation(node)
     return spec is not None and spec.dtype in PLAIN_TYPES
 
 
 def is_quantized(node: fx.Node) -> bool:
-    """Whether the annotated node's result is a quantized tensor."""
+    """Return whether the annotated node's result is a quantized tensor."""
     return is_integer(node) and not is_plain(node)
 
 
 def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Operators that must share a scale do."""
+    """Require that operators which must share a scale do."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
         if operator is None or not is_integer(node):
@@ -115,9 +115,9 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Every integer operator is a QuantizedOperator, and every grid that is set is one.
+    """Require that every integer operator is a QuantizedOperator, and that every grid that is set is valid.
 
-    A scale is positive, finite and a float32, a zero point an integer of its dtype.
+    A valid scale is positive, finite and a float32; a valid zero point is an integer of its dtype.
     """
     for node in gm.graph.nodes:
         if is_integer(node) and node.op == "call_function":
@@ -135,7 +135,7 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Between quantize and dequantize stand integer primitives on integers; floats exist only outside."""
+    """Require integer primitives on integers between quantize and dequantize, and floats only outside."""
     for node in gm.graph.nodes:
         if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator):
             yield Violation(node, "it was not lowered")
@@ -160,7 +160,7 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
-    """A kernel covers primitives that are there, and that nothing outside of it reads but its result."""
+    """Require that a kernel covers primitives of the graph, of which only its result is read outside of it."""
     nodes = {node.name: node for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         _, covers = kernel(node) or ("", ())
@@ -173,7 +173,7 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Targets exist, and every value is defined before it is used."""
+    """Require that targets exist, and that every value is defined before it is used."""
     seen: set[fx.Node] = set()
     for node in gm.graph.nodes:
         for operand in node.all_input_nodes:
@@ -208,7 +208,7 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
 
 
 def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
-    """Everything in the graph that its stage does not allow."""
+    """Return everything in the graph that its stage does not allow."""
     return [violation for rule in SPECS[stage] for violation in rule(gm)]
 
 

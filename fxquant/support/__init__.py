@@ -1,1 +1,1 @@
-"""What every room may use: checks of arguments, atomic files, locks across forks, progress bars, registries and seeds."""
+"""Support for every room: checks of arguments, atomic files, locks across forks, progress bars, registries and seeds."""

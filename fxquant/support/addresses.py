@@ -1,7 +1,7 @@
-"""Addresses of tensors for functions in C, which read memory as it is: the one place that takes them.
+"""Take the addresses of tensors for functions in C, which read memory as it is.
 
 PyTorch may keep a sign, a conjugation, or that all elements are 0, as a mark on a tensor instead of in its memory. Such a tensor is
-written out first. A tensor without memory in the processor's reach is refused.
+copied first. A tensor without memory on the CPU is refused.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor itself if its memory holds its values; else a copy of which this is true."""
+    """Return the tensor itself if its memory holds its values, else a copy whose memory does."""
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         return torch.empty_like(tensor).copy_(tensor)
     return tensor
 
 
 def address(tensor: Tensor) -> int:
-    """Where the first element of a tensor lies, of any dtype and strides; 0 if it has no elements.
+    """Return the address of the first element of a tensor of any dtype and strides; 0 if it has no elements.
 
-    Raises RuntimeError if its memory does not hold its values, or is not the processor's: meta, sparse, fake or transformed tensors.
+    Raises RuntimeError if its memory does not hold its values, or is not on the CPU: meta, sparse, fake or transformed tensors.
     """
     plain = tensor.is_cpu and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a class may keep values elsewhere
     found = tensor.data_ptr() if plain else 0
@@ -36,7 +36,7 @@ memory_start = Tensor.data_ptr  # of a tensor with memory, to be compared with w
 
 
 def start(tensor: Tensor) -> int | None:
-    """Where a tensor begins in the memory of its device; None if its memory does not hold its values, or it has none."""
+    """Return the address of a tensor in the memory of its device; None if its memory does not hold its values, or it has none."""
     return None if tensor.is_neg() or tensor.is_conj() or tensor.is_meta else tensor.data_ptr()
 
 

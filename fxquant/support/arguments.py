@@ -1,7 +1,7 @@
-"""What the arguments of the public functions may be: one table by name, for a name means the same everywhere.
+"""Check the arguments of the public functions: one table by name, for a name means the same everywhere.
 
-`checked` on a function looks its parameters up here; keywords of `checked` are for what only this function means by a name. What a
-model, an example or batches may be is checked where they are used.
+`checked` looks the parameters of a function up in this table. Its keywords are for names with another meaning in that function.
+Models, examples and batches are checked where they are used.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be.
+    """The values that an argument may have.
 
     right  in words
-    take   the value as the function is to see it; raises TypeError or ValueError for one that is not right
+    take   returns the value as the function is to see it; raises TypeError or ValueError for one that is not right
     """
 
     right: str
     take: Callable[[Any], Any]
 
     def or_none(self, meaning: str) -> Kind:
-        """The same, or None, which means something."""
+        """Return this kind with None allowed too; `meaning` says what None stands for."""
         return Kind(f"{self.right}, or None: {meaning}", lambda value: None if value is None else self.take(value))
 
 
 def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose arguments are what the table says, converted where another form is harmless.
+    """Return a decorator that checks a function's arguments by the table, and converts harmless other forms.
 
-    Raises ConfigurationError, which names the argument and what is right, before the function is entered; also for an argument
-    that there is not, or that is missing.
+    The function raises ConfigurationError, which names the argument and what is right, before it is entered. It raises it also for
+    an unknown or a missing argument.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -77,7 +77,7 @@ def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def checked_class(**special: Kind) -> Callable[[type[T]], type[T]]:
-    """The same for what a class is made from."""
+    """Return a decorator that applies `checked` to the constructor of a class."""
 
     def decorate(kind: type[T]) -> type[T]:
         changed = cast(Any, kind)
@@ -88,7 +88,7 @@ def checked_class(**special: Kind) -> Callable[[type[T]], type[T]]:
 
 
 def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
-    """The value as the kind makes it. Raises ConfigurationError, which names the argument, if it is none."""
+    """Return the value as the kind converts it. Raises ConfigurationError, which names the argument, if the kind refuses it."""
     try:
         return kind.take(value)
     except (TypeError, ValueError, OSError) as error:
@@ -111,7 +111,7 @@ def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, A
 
 
 def shown(value: Any) -> str:
-    """A value in an error: as it is written where that is short, by its type otherwise."""
+    """Return the text of a value in an error: its repr where that is short, its type otherwise."""
     plain = isinstance(value, str | int | float | complex | bytes | list | tuple | dict | set | Path | None)
     written = repr(value) if plain else getattr(value, "__qualname__", "")
     return written if 0 < len(written) <= 60 else f"<{type(value).__name__}>"
@@ -121,7 +121,7 @@ def shown(value: Any) -> str:
 
 
 def instance(right: str, *kinds: type) -> Kind:
-    """An object of one of these classes, as it is."""
+    """Return the kind of objects of these classes, taken as they are."""
 
     def take(value: Any) -> Any:
         if not isinstance(value, kinds):
@@ -132,7 +132,7 @@ def instance(right: str, *kinds: type) -> Kind:
 
 
 def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -> Kind:
-    """What `take` makes of a value, if that holds."""
+    """Return a kind that takes what `take` returns, if `holds` is true of it."""
 
     def narrowed(value: Any) -> Any:
         accepted = take(value)
@@ -144,19 +144,19 @@ def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -
 
 
 def choice(*known: str) -> Kind:
-    """One of these names."""
+    """Return the kind of these names."""
     return such(f"one of {', '.join(map(repr, known))}", instance("", str).take, lambda value: value in known)
 
 
 def _whole(value: Any) -> int:
-    """A whole number; a bool is none, and one of numpy is."""
+    """Return an integer; an integer of numpy is taken, a bool is not."""
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
 
 
 def _number(value: Any) -> float:
-    """A finite real number; a bool is none, and one of numpy or a tensor with one element is."""
+    """Return a finite float; a number of numpy or a tensor with one element is taken, a bool is not."""
     if isinstance(value, bool | str | bytes) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
         raise TypeError
     number = float(value)
@@ -166,7 +166,7 @@ def _number(value: Any) -> float:
 
 
 def _flag(value: Any) -> bool:
-    """A bool; numpy's is one."""
+    """Return a bool; one of numpy is taken."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
         raise TypeError
     return bool(value)
@@ -183,7 +183,7 @@ def _path(value: Any) -> str:
 
 
 def _file(value: Any) -> str:
-    """A path where a file can be: no folder, and in one."""
+    """Return a path where a file can be: not a folder, but inside one."""
     found = _path(value)
     if os.path.isdir(found) or not os.path.basename(found):
         raise ValueError("it is the path of a folder")
@@ -192,7 +192,7 @@ def _file(value: Any) -> str:
 
 
 def _folder(value: Any) -> str:
-    """A path where a folder is or can be."""
+    """Return a path where a folder is or can be made."""
     found = _path(value)
     there = os.path.abspath(found)
     while not os.path.exists(there):
@@ -209,7 +209,7 @@ def _callable(value: Any) -> Any:
 
 
 def words(value: Any) -> list[str]:
-    """A list of strings; one string is none."""
+    """Return a list of strings; a single string is refused."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError
     found = list(value)

@@ -1,9 +1,9 @@
 """Writing files: every file of the library is written here.
 
-A file is written into a temporary folder beside its place, flushed to the disk and then renamed to its place. An error, a full disk or a
+A file is written into a temporary folder in its folder, flushed to the disk and then renamed to its place. An error, a full disk or a
 kill leaves the previous file unchanged. After a kill a folder named `.fxquant-…` may remain, which can be deleted.
 
-Several files are all complete before the first is renamed. Only a kill between two renames leaves new files beside old ones, each whole.
+Several files are all complete before the first is renamed. Only a kill between two renames leaves new files with old ones, each complete.
 A symbolic link is replaced by the file; the permissions of a file that is replaced are kept.
 """
 
@@ -57,7 +57,7 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of a file that is to be replaced; None where there is none. Raises OSError for one that must not be replaced."""
+    """Return the permissions of a file that will be replaced; None if it does not exist. Raises OSError if it must not be replaced."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def _flush(folder: Path) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Inside, what the file system raises becomes an ExportError about this path."""
+    """Inside, errors of the file system become an ExportError about this path."""
     try:
         yield
     except (OSError, ValueError) as error:  # a ValueError is about a name, or a text, that cannot be encoded

@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free: it has one thread, and what the other threads of its parent held would stay held."""
+"""Locks that are free in a forked child: it has one thread, and locks held by other threads of its parent would never be released."""
 
 from __future__ import annotations
 

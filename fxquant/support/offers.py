@@ -1,4 +1,4 @@
-"""What backends offer in place of PyTorch: implementations of one protocol each, which say what tensors they are for."""
+"""Registries of implementations that backends offer in place of PyTorch's: one for each protocol, tried by the tensors they take."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ Implementation = TypeVar("Implementation")
 
 
 class Offers(Generic[Implementation]):
-    """The implementations of one protocol, tried in the order in which they were offered; `takes` of each says what it is for."""
+    """The implementations of one protocol, in the order in which they were offered; `takes` of each says which tensors it is for."""
 
     def __init__(self) -> None:
         self.known: list[Implementation] = []
 
     def add(self, implementation: Implementation) -> None:
-        """Have this one tried after those before it."""
+        """Add an implementation, which is tried after the earlier ones."""
         self.known.append(implementation)
 
     def first(self, *values: Any) -> Implementation | None:
-        """The first that takes these values; None where none does."""
+        """Return the first implementation that takes these values; None where none does."""
         for each in self.known:
             if each.takes(*values):  # type: ignore[attr-defined]
                 return each

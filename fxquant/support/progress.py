@@ -1,4 +1,4 @@
-"""Progress on anything that may take over two seconds, and what is told when it is interrupted."""
+"""Progress bars for anything that may take over two seconds, and a context that defers Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
-MOMENT = 1.0  # seconds before a bar appears that nobody asked for
+MOMENT = 1.0  # seconds before a bar appears that was not asked for
 _displays: list[Progress] = []  # the one in use: what begins inside another's work is a line below it
 
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
-    """The items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
+    """Yield the items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
     with _task(description, total, show) as display:
         if display is None:
             yield from items
@@ -32,14 +32,14 @@ def progress(items: Iterable[Item], total: int | None, description: str, show: b
 
 @contextmanager
 def working(description: str, show: bool | None = None) -> Iterator[None]:
-    """A bar that moves on standard error, while something works whose steps nobody counts; as a decorator, while a function does."""
+    """Show a moving bar on standard error while work of unknown length runs; as a decorator, while a function runs."""
     with _task(description, None, show):
         yield
 
 
 @contextmanager
 def _task(description: str, total: int | None, show: bool | None) -> Iterator[tuple[Progress, TaskID] | None]:
-    """A line of the display, and that; None where nothing is shown."""
+    """Yield the display and its new line; None where nothing is shown."""
     if not shown(show) or threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -80,19 +80,19 @@ def _displayed(delay: float) -> Iterator[Progress]:
 
 
 def shown(show: bool | None) -> bool:
-    """Whether to show progress: as asked, or, for None, if standard error is a terminal."""
+    """Return whether to show progress: as asked, or, for None, if standard error is a terminal."""
     return sys.stderr.isatty() if show is None else show
 
 
 def bar() -> Progress:
-    """A progress bar on standard error that vanishes when it is done."""
+    """Return a progress bar on standard error that vanishes when it is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 @contextmanager
 def in_one_piece() -> Iterator[None]:
-    """A Ctrl-C that comes inside is raised at the end, so that sums which belong together are of the same batches."""
+    """Raise a Ctrl-C that comes inside at the end, so that sums which belong together are of the same batches."""
     usual = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
         yield

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, PyTorch's global CPU generator starts from `seed`; afterwards it stands where it stood before."""
+    """Inside, PyTorch's global CPU generator starts from `seed`; afterwards it has its former state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

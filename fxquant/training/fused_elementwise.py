@@ -1,9 +1,10 @@
-"""Accumulators of two tensors, element by element, that are requantized without being written down.
+"""Requantize elementwise accumulators of two tensors by fused kernels, without materializing the accumulators.
 
-A product of two activations, a sum of terms on a common scale, a factor of every channel: what an operator composes of primitives is
-kept as it is called (`Deferred`) until it is requantized. Where it is one of these forms (`Join`) and a backend offers passes over
-memory for it, one pass finds the ends of the accumulators, one makes the integers and the real numbers, one goes back; and what is kept
-for the way back is the operands of a product, and which elements have no gradient, if any. All else is composed of the primitives.
+There are three forms: a product of two activations, a sum of terms on a common scale, and a factor of every channel. The calls of
+primitives that compute one are deferred (`Deferred`) until it is requantized. If they have one of these forms (`Join`), and a backend
+offers kernels for it, these are three: one finds the ends of the accumulators, one computes the integers and the dequantized tensor,
+one is backward. Saved for backward are the operands of a product, and a saturation mask if any elements have no gradient. All else is
+composed of the primitives.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _MADE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.CHANNEL_SCALING, Role.MUL
 
 
 def defers(primitive: Callable[..., Tensor], arguments: Sequence[Any]) -> bool:
-    """Whether a call may be kept: it is of such a primitive, on a tensor that passes are offered for."""
+    """Return whether a call may be deferred: it is of such a primitive, on a tensor that a backend offers kernels for."""
     if role_of(primitive) not in _MADE:
         return False
     return any(isinstance(a, Deferred) or (isinstance(a, Tensor) and a.numel() >= SMALLEST and offered(a) is not None) for a in arguments)
 
 
 class Layout(NamedTuple):
-    """Where an operand has the element of a row and a column: (row mod rows) · stride + column · step."""
+    """The index of an operand's element for a row and a column: (row mod rows) · stride + column · step."""
 
     rows: int
     stride: int
@@ -60,13 +61,13 @@ ALONE = Layout(1, 0, 0)  # of one number
 class Join:
     """An accumulator: a · b + c, or sign_a · round(a · factor_a) + sign_b · round(b · factor_b) + c.
 
-    a, b      float32 tensors of whole numbers; a has the shape of the result, b may be smaller, or absent from a sum
-    c         float64 whole numbers, or None
+    a, b      float32 tensors of integers; a has the shape of the result, b may be smaller, or absent from a sum
+    c         float64 tensor of integers, or None
     product   whether it is the product
-    down      how the terms of a sum are rounded: down, or to the nearest, half to even
+    down      whether the terms of a sum are rounded down; else to the nearest, half to even
     wide      whether its numbers are float64, else float32
-    each      whether b and c are of the columns, and the requantization's constants too
-    slopes    the gradients of the terms of a sum, which the factors are rounded from
+    each      whether b and c have one element for each column, and the requantization's constants too
+    slopes    the gradients of the terms of a sum: their factors before rounding
     """
 
     a: Tensor
@@ -98,7 +99,7 @@ class Join:
 
 
 def join_of(value: Tensor | Deferred) -> Join | None:
-    """The form of an accumulator; None where it has none of these."""
+    """Return the form of an accumulator; None if it has none of these forms."""
     found = _form(value)
     if found is None or not fused_layers.plain(found.a, found.b) or (found.c is not None and type(found.c) is not Tensor):
         return None
@@ -135,7 +136,7 @@ class _Term(NamedTuple):
 
 
 def _sum(value: Deferred) -> Join | None:
-    """The form of a sum of one or two terms, and at most one constant."""
+    """Return the form of a sum of one or two terms, and at most one constant; None for any other value."""
     terms: list[_Term] = []
     constants: list[Tensor] = []
     if not _gather(value, 1.0, terms, constants) or len(terms) > 2 or len(constants) > 1 or len({each[4:] for each in terms}) > 1:
@@ -147,7 +148,7 @@ def _sum(value: Deferred) -> Join | None:
 
 
 def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]) -> bool:
-    """Whether a value is a sum; its terms and constants go into the lists."""
+    """Return whether a value is a sum; add its terms and constants to the lists."""
     # Not a function inside of `_sum`: one that calls itself would keep the tensors until garbage is collected.
     if not isinstance(value, Deferred):
         return False
@@ -170,7 +171,7 @@ def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]
 
 
 def _laid_out(join: Join) -> Join | None:
-    """The same with rows and columns: behind them, what is smaller has one number, or all."""
+    """Return the form as rows and columns: along the columns, a smaller operand has one element, or all. None where it cannot be."""
     shape = join.a.shape
     if not all(each is None or each.numel() for each in (join.a, join.b)):
         return None
@@ -198,17 +199,20 @@ def _laid_out(join: Join) -> Join | None:
 
 
 def _within(own: torch.Size, shape: torch.Size) -> bool:
-    """Whether a tensor broadcasts to this shape."""
+    """Return whether a tensor broadcasts to this shape."""
     return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False))
 
 
 def _ones(value: Tensor, rank: int) -> int:
-    """How many of the last dimensions have one element."""
+    """Return how many of the last dimensions have one element."""
     return next((count for count, size in enumerate(reversed(value.shape)) if size != 1), rank)
 
 
 def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: int) -> Layout | None:
-    """How an operand is read: its last dimensions are all there, or all 1; so are those before, but for leading ones."""
+    """Return the layout of an operand; None where it has none.
+
+    Its last dimensions are all those of the shape, or all 1. The dimensions before, without leading ones of size 1, are those of the shape.
+    """
     own = [*[1] * (len(shape) - len(own)), *own]
     split = len(shape) - trailing
     behind, before = own[split:], own[:split]
@@ -227,46 +231,47 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
 
 COLUMNS = 256  # in a row, or more, where it may be
 
-# ---- the passes -------------------------------------------------------------------------------------------------------
+# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 class Joining(Protocol):
-    """The passes over memory that a backend has."""
+    """The fused kernels of a backend."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether they are for this tensor."""
+        """Return whether the kernels are for this tensor."""
 
     def ends(self, join: Join) -> Tensor:
-        """The least and the largest accumulator, float64 of shape (2, columns) where constants are of the columns, else (2, 1)."""
+        """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """The integers, and the real numbers that they stand for, never -0.0; if it `marks`, which elements have a gradient, how many not.
+        """Return the integers, the dequantized tensor, a saturation mask, and how many elements have no gradient.
 
-        Marks are bytes, 1 where there is one.
+        The dequantized tensor is never -0.0. The mask is computed if `marks`: bytes that are 1 where an element has a gradient.
         """
 
     def backward(
         self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of a, of b and of c, float32: those of b as a is shaped, or one of each row; where `each`, of the columns.
+        """Return the gradients of a, of b and of c, float32.
 
-        That of c is None elsewhere.
+        That of b has the shape of a, or one element for each row; where `each`, b and c have one element for each column. Where not
+        `each`, the gradient of c is None.
         """
 
     def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
-        """Which whole numbers from low to high a tensor holds: truth values."""
+        """Return which integers from low to high a tensor holds, as booleans."""
 
     def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """table[value - low], and this times the scale, never -0.0: float32; and, if it `keeps`, value - low.
+        """Return table[value - low], and this times the scale, never -0.0: float32; and, if `keeps`, the indices value - low.
 
-        That is uint8, or the bits of uint16 as int16 where the table has more than 2^8 entries.
+        The indices are uint8, or the bits of uint16 as int16 where the table has more than 2^8 entries.
         """
 
     def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
-        """(of_integers + of_real · scale) · slopes[places], of places as `look_up` keeps them."""
+        """Return (of_integers + of_real · scale) · slopes[places], with the indices `places` as `look_up` returns them."""
 
     def to_bytes(self, value: Tensor) -> Tensor | None:
-        """Whole numbers as int8; None where they are not all within its limits."""
+        """Return integers as int8; None where they are not all within its limits."""
 
 
 SMALLEST = 2**8  # elements of a tensor
@@ -274,12 +279,12 @@ OFFERS = Offers[Joining]()
 
 
 def offered(value: Tensor) -> Joining | None:
-    """The passes for a tensor, where there are any."""
+    """Return the kernels for a tensor; None if no backend offers any."""
     return OFFERS.first(value) if fused_layers.admitted(value) else None
 
 
 def passes_for(value: Tensor) -> Joining:
-    """Those of a tensor that there are passes for."""
+    """Return the kernels for a tensor that a backend offers kernels for."""
     found = offered(value)
     assert found is not None
     return found
@@ -289,7 +294,7 @@ def passes_for(value: Tensor) -> Joining:
 
 
 def _narrow(value: Tensor, join: Join) -> Tensor:
-    """An operand as it is kept: in 16 bits, where it holds no more, unless someone else keeps it anyway."""
+    """Return an operand as it is saved for backward: in int16 where that holds it; unchanged for a square, whose operand is kept anyway."""
     if join.same:
         return value
     low, high = (float(end) for end in torch.aminmax(value))
@@ -348,7 +353,7 @@ def _back(
     of_real: Tensor | None,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`Joining.backward` in tensors: a function that can itself be differentiated, on every device."""
+    """Compute `Joining.backward` with PyTorch's operators: differentiable, on every device."""
     whole = of_integers
     if of_real is not None:
         whole = of_real * scale if whole is None else whole + of_real * scale
@@ -370,9 +375,9 @@ def _back(
 
 
 def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers of an accumulator, and the real numbers that they stand for.
+    """Return the integers of a requantized accumulator, and the dequantized tensor.
 
-    Gradients run through the real number of the accumulator, `ratio` of them, as far as the fused clamp and the grid reach.
+    Gradients run through the float value of the accumulator, accumulator · `ratio`, within the fused clamp and the limits of the grid.
     """
     if not torch.is_grad_enabled():
         integers, real, *_ = passes_for(join.a).forward(join, how, ratio, False)
@@ -382,6 +387,6 @@ def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ends(join: Join) -> Tensor:
-    """The least and the largest accumulator, float64; of every column where constants are."""
+    """Return the least and the largest accumulator, float64; for each column where constants are per column."""
     with torch.no_grad():
         return passes_for(join.a).ends(join)

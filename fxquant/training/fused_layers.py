@@ -1,12 +1,12 @@
-"""What training computes of large tensors, in as few passes over memory as it needs: autograd functions with a backward of their own.
+"""Autograd functions for large tensors in training, of as few kernels as they need and with a backward of their own.
 
     collected    the mean and the variance of each channel of sums, and their least and largest
-    finished     accumulators to integers and the real numbers that these stand for
+    finished     accumulators to integers and the dequantized tensor
     whole        a weight, times the gain of a batch norm, to integers
 
-Each has the bits of the composition of primitives that it stands for, which computes whatever is not admitted here; `unfused` has that
-compute everything, so that the two can be compared. The passes themselves are those of `Passes`: in PyTorch, here, on every device;
-and in C where a backend offers them (`offer`) for this processor.
+Each has the bits of the composition of primitives that it stands for. That composition computes whatever is not admitted here; inside
+`unfused` it computes everything, so that the two can be compared. The kernels are those of `Passes`: in PyTorch on every device, and
+in C where a backend offers them (`OFFERS`) for this processor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SWITCH = _Switch()
 
 @contextlib.contextmanager
 def unfused() -> Iterator[None]:
-    """Inside, and in this thread, everything is composed of primitives, each of them a pass of its own."""
+    """Inside, and in this thread, everything is composed of primitives, each of them a call of its own."""
     before, _SWITCH.on = _SWITCH.on, False
     try:
         yield
@@ -50,12 +50,12 @@ def unfused() -> Iterator[None]:
 
 
 def admitted(*tensors: Tensor | None) -> bool:
-    """Whether these are plain float32 tensors outside of torch.func's transforms, and nothing says otherwise."""
+    """Return whether these are plain float32 tensors outside of torch.func's transforms and of `unfused`."""
     return _SWITCH.on and plain(*tensors)
 
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether these are tensors of such a dtype and of no class of their own, outside of torch.func's transforms."""
+    """Return whether these are tensors of such a dtype and of no class of their own, outside of torch.func's transforms."""
     given = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
     return given and not torch._C._are_functorch_transforms_active()
 
@@ -76,7 +76,7 @@ def _passes(*tensors: Tensor | None) -> Passes:
 
 
 class Token:
-    """Where a gradient lies that nothing but the next function sees, so that this may write on it."""
+    """The address of a gradient that only the next function reads, so that this may write to it."""
 
     start: int | None = None
 
@@ -111,7 +111,7 @@ class Collected(NamedTuple):
 
 
 def collected(sums: Tensor, form: Form) -> Collected:
-    """Mean and variance of the channels of sums, which are whole numbers; differentiable."""
+    """Return mean and variance, float32, of the channels of sums, which are integers; differentiable."""
     token = Token()
     found, mean, variance, ends = _Collected.apply(sums, form, token)  # type: ignore[no-untyped-call]
     return Collected(found, mean, variance, ends, token)
@@ -154,7 +154,7 @@ class _Finished(torch.autograd.Function):
 
 
 class _Marked(torch.autograd.Function):
-    """The same where neither factor nor ratio has a gradient: which elements have one is all that is kept."""
+    """`_Finished` where neither factor nor ratio has a gradient: a saturation mask is saved for backward in place of the operands."""
 
     @staticmethod
     def forward(
@@ -190,10 +190,10 @@ def finished(
     how: Rounded,
     token: Token | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The integers of accumulators, and the real numbers that they stand for.
+    """Return the integers of requantized accumulators, and the dequantized tensor.
 
-    Gradients run through the real number of the accumulator, `ratio` of them for each channel, as far as the fused clamp and the
-    grid reach. `token` is that of the `collected` whose sums these are.
+    Gradients run through the float value of the accumulator, accumulator · `ratio` for each channel, within the fused clamp and the
+    limits of the grid. `token` is that of the `collected` whose sums these are.
     """
     if not torch.is_grad_enabled():
         return _passes(sums, residual).finish(sums, form, bias, residual, factor, how)
@@ -206,13 +206,13 @@ def finished(
 
 
 def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-    """The least and the largest accumulator of each channel, (2, channels)."""
+    """Return the least and the largest accumulator of each channel, (2, channels)."""
     with torch.no_grad():
         return _passes(sums, residual).ends(sums, form, bias, residual, factor)
 
 
 class Constants:
-    """An `arithmetic.Composer` that keeps what a requantization is called with."""
+    """An `arithmetic.Composer` that keeps the arguments of a requantization."""
 
     def __init__(self) -> None:
         self.primitive: Any = None
@@ -223,15 +223,15 @@ class Constants:
         self.primitive, self.arguments = primitive, arguments
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The constant as it is."""
+        """Return the constant as it is."""
         return value
 
     def offset(self, grid: Any) -> tuple[int, ...]:
-        """Integers are centred."""
+        """Return no zero point, since integers are centred."""
         return ()
 
     def rounded(self, bounds: tuple[int, int], clamp: tuple[float, float], scale: Tensor, lift: Tensor | None = None) -> Rounded:
-        """What an accumulator becomes by this call, with `lift` added to it before, float64."""
+        """Return the requantization of this call, with the float64 `lift` added to the accumulator before."""
         if self.primitive is requantize_real:
             _, multiplier, low, high, *_ = self.arguments
             return Rounded((multiplier,), 0, 0.0, low, high, bounds, clamp, scale)
@@ -267,7 +267,7 @@ class _OnGrid(torch.autograd.Function):
 
 
 def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
-    """Which elements are on the grid, as bytes in the order of the shape, and how many are not; None where all are."""
+    """Return which elements are within the grid, as bytes in the order of the shape, and how many are not; None where all are."""
     low, high = bounds
     if scale.numel() == 1 and value.numel():
         least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
@@ -279,7 +279,7 @@ def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> t
 
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """`integers`, bit for bit, with the gradient of (value / scale).clamp(*bounds)."""
+    """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
     result: Tensor = _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call]
     return result
 
@@ -303,13 +303,13 @@ class _Whole(torch.autograd.Function):
 
 
 def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
-    """The largest magnitude of each channel of a weight times the gain: its product is rounded as every element's is."""
+    """Return the largest magnitude of each channel of a weight times the gain, (channels,). It is rounded as every element's product."""
     with torch.no_grad():
         found = _passes(weight).weight_ends(weight)
         return found if gain is None else found * gain.abs()
 
 
 def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """round(weight · gain / scale) within the limits, float32, the gradient straight through; and Σ |·| of each channel, float64."""
+    """Return round(weight · gain / scale) within the limits, float32, with a straight-through gradient; and Σ |·| per channel, float64."""
     result: tuple[Tensor, Tensor] = _Whole.apply(weight, gain, scale, low, high)  # type: ignore[no-untyped-call]
     return result

@@ -1,7 +1,7 @@
-"""Functions by a table, in one pass over memory each way, with the passes of `joining`.
+"""Functions by a table, with one fused kernel forward and one backward: those of `fused_elementwise`.
 
-The float function is known at every integer of the operand's grid as its table is: what is observed of it, and its slopes, are looked up.
-What is kept for the way back is the places in the table.
+The float function is evaluated at every integer of the operand's grid, as its table is. Its observed values and its slopes are looked up.
+Saved for backward are the indices in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Curve(NamedTuple):
 
 
 def curve_of(function: Callable[[Tensor], Tensor], grid: Grid, slopes: bool, integers: Tensor) -> Curve:
-    """The values of a function at these float64 integers of a grid, one after the other, and its slopes, 0 where there is no finite one."""
+    """Return the values of a function at these consecutive float64 integers of a grid, and its slopes, 0 where they are not finite."""
     points, low = grid.dequantize(integers.float()), int(integers[0])
     if not slopes:
         with torch.no_grad():
@@ -40,13 +40,13 @@ def curve_of(function: Callable[[Tensor], Tensor], grid: Grid, slopes: bool, int
 
 
 def tabulated(value: Tensor, grid: Grid) -> bool:
-    """Whether a table of a tensor's grid pays, and there are passes for it."""
+    """Return whether a table of a tensor's grid is small enough to pay, and a backend offers kernels for the tensor."""
     few = grid.high - grid.low < min(value.numel(), 2**16)
     return few and value.numel() >= SMALLEST and not grid.scale.requires_grad and offered(value) is not None
 
 
 def integers_of(value: Tensor, grid: Grid) -> Tensor:
-    """The integers of a grid of few; of one of many those from the least to the largest that a tensor holds. Float64."""
+    """Return all integers of a small grid, as float64; of a larger grid those from the least to the largest that a tensor holds."""
     low, high = grid.bounds
     if high - low >= FEW:
         low, high = map(int, ends_of(value))
@@ -54,7 +54,7 @@ def integers_of(value: Tensor, grid: Grid) -> Tensor:
 
 
 def occurring(value: Tensor, integers: Tensor) -> Tensor:
-    """Which of these integers, one after the other, a tensor holds that has no others: truth values."""
+    """Return which of these consecutive integers a tensor holds, as booleans. It must hold no others."""
     with torch.no_grad():
         return passes_for(value).occurs(value, int(integers[0]), int(integers[-1]))
 
@@ -85,7 +85,7 @@ class _LookedUp(torch.autograd.Function):
 
 
 def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: Grid) -> tuple[Tensor, Tensor]:
-    """The table's integers and the real numbers that they stand for; gradients run along the curve, as far as the grid reaches."""
+    """Return the table's integers and the dequantized tensor, float32; gradients run along the curve, as far as the grid reaches."""
     table = table.float()
     if curve.slopes is None or not torch.is_grad_enabled():
         integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)

@@ -1,4 +1,4 @@
-"""The passes over memory that `sweeps` is made of, in PyTorch: on every device, and what those in C are compared with."""
+"""The kernels of `fused_layers` in PyTorch: for every device, and as the reference that those in C are compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# ---- how a tensor lies ------------------------------------------------------------------------------------------------
+# ---- layout of a tensor -----------------------------------------------------------------------------------------------
 
 
 class Form(NamedTuple):
@@ -26,9 +26,9 @@ class Form(NamedTuple):
 
 
 def form_of(value: Tensor, trailing: int) -> Form | None:
-    """How a tensor lies, with `trailing` dimensions behind its channels; None where it is neither contiguous nor channels last.
+    """Return the form of a tensor with `trailing` dimensions behind its channels; None if it is neither contiguous nor channels last.
 
-    None as well where it has no dimension but that of its channels, over which there is nothing to sum.
+    Return None also where the channels are its only dimension, since there is nothing to sum over.
     """
     axis = value.dim() - 1 - trailing
     channels, shape = value.shape[axis], (value.shape[axis], *[1] * trailing)
@@ -41,19 +41,19 @@ def form_of(value: Tensor, trailing: int) -> Form | None:
     return Form(value.numel() // channels, channels, 1, shape) if last else None
 
 
-# ---- the passes -------------------------------------------------------------------------------------------------------
+# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What an accumulator becomes: the constants of a requantization, one for each channel or scalars.
+    """The constants of a requantization, one for each channel or scalars.
 
     factors     of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
     limit, add  of `requantize_fixed`: of the intermediate, and what is added before the last rounding down
     low, high   limits of the integers, the fused clamp included
-    bounds      those of the grid, beyond which there is no gradient
-    clamp       the fused clamp, in real numbers
-    scale       float32: what an integer stands for
+    bounds      limits of the grid, beyond which the gradient is 0
+    clamp       the fused clamp, as float values
+    scale       float32: the value of one step
     """
 
     factors: tuple[Tensor, ...]
@@ -72,17 +72,14 @@ class Rounded:
 
 
 class Passes:
-    """The passes in PyTorch. Per-channel tensors have one element for each channel.
-
-    A pass may be given what it is not for, and then says NotImplemented.
-    """
+    """The kernels in PyTorch. Per-channel tensors have one element for each channel."""
 
     def collect(self, sums: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and variance of each channel, float64, and the ends: the least and the largest, of shape (2, channels).
+        """Return mean and variance of each channel, float64, and the ends: the least and the largest, of shape (2, channels).
 
-        With n whole numbers x of a channel, S = Σ x and Q = Σ x²: S / n, and (n·Q - S²) / n / n, of which S, Q and the difference
-        are exact: in whatever order they are summed, and by however many threads. Numbers of 2^31 or more, of which float64 would
-        not hold the sums, have PyTorch's statistics.
+        With n integers x of a channel, S = Σ x and Q = Σ x²: S / n, and (n·Q - S²) / n / n. S, Q and the difference are exact,
+        in any order of summation and with any number of threads. Integers too large for exact sums in float64, or of 2^31 or
+        more, have PyTorch's statistics.
         """
         dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
         ends = torch.stack((sums.amin(dims), sums.amax(dims)))
@@ -105,7 +102,7 @@ class Passes:
         return mean, torch.tensor(apart, dtype=torch.float64, device=sums.device), ends
 
     def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-        """The least and the largest accumulator of each channel, of shape (2, channels)."""
+        """Return the least and the largest accumulator of each channel, of shape (2, channels)."""
         value = accumulated(sums, form, bias, residual, factor)
         dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
         return torch.stack((value.amin(dims), value.amax(dims)))
@@ -113,7 +110,7 @@ class Passes:
     def finish(
         self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
     ) -> tuple[Tensor, Tensor]:
-        """The integers, and the real numbers that they stand for, never -0.0."""
+        """Return the integers, and the dequantized tensor, which is never -0.0."""
         value = accumulated(sums, form, bias, residual, factor)
         if how.fixed:
             half, first, product = (each.reshape(form.shape) if each.numel() > 1 else each for each in how.factors)
@@ -127,7 +124,7 @@ class Passes:
     def mark(
         self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, how: Rounded
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """`finish`, and which elements have a gradient: bytes that are 1, lying as the sums do; and how many have none."""
+        """Return the results of `finish`, a saturation mask, uint8 with the strides of the sums, and how many elements have no gradient."""
         real = accumulated(sums, form, bias, residual, factor) * ratio.reshape(form.shape)
         steps = real.clamp(*how.clamp) / how.scale
         inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
@@ -144,7 +141,7 @@ class Passes:
         of_real: Tensor | None,
         like: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of the sums, of the residual, and of the bias, by what `mark` has marked. `like` lies as the sums do."""
+        """Return gradients of the sums, the residual and the bias, by the mask of `mark`. `like` has the strides of the sums."""
         whole = of_integers
         if of_real is not None:
             whole = of_real * scale if whole is None else whole + of_real * scale
@@ -165,7 +162,7 @@ class Passes:
         of_integers: Tensor | None,
         of_real: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Gradients of the sums, of the residual, of the bias, of the ratio, and of the residual's factor, float32."""
+        """Return gradients of the sums, the residual, the bias, the ratio, and the residual's factor, float32."""
         value = accumulated(sums, form, bias, residual, factor)
         each = ratio.reshape(form.shape)
         real = value * each
@@ -185,25 +182,25 @@ class Passes:
         return of_sums, of_residual, of_sums.sum(dims), (of_value * value).sum(dims), of_factor
 
     def centre(self, gradient: Tensor, sums: Tensor, form: Form, mean: Tensor, offset: Tensor, slope: Tensor, own: bool) -> Tensor:
-        """gradient + offset + slope · (sums - mean); in its own memory if `own`."""
+        """Return gradient + offset + slope · (sums - mean); in the memory of `gradient` if `own`."""
         mean, offset, slope = (each.reshape(form.shape) for each in (mean, offset, slope))
         added = (sums - mean) * slope + offset
         return gradient.add_(added) if own and not torch.is_grad_enabled() else gradient + added
 
     def weight_ends(self, weight: Tensor) -> Tensor:
-        """The largest magnitude of each channel, which is dimension 0; NaN where one is."""
+        """Return the largest magnitude of each channel, (channels,), of the weight's dtype. Channels are dimension 0; NaN gives NaN."""
         low, high = torch.aminmax(weight.flatten(1), dim=1)
         return torch.maximum(-low, high)
 
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """round(weight · gain / scale) within the limits, and the sum of each channel's magnitudes, float64."""
+        """Return round(weight · gain / scale) within the limits, and the sum of each channel's magnitudes, float64."""
         shape = (-1, *[1] * (weight.dim() - 1))
         value = weight / scale.reshape(shape) if gain is None else (weight * gain.reshape(shape)).div_(scale.reshape(shape))
         value = value.round_().clamp_(low, high)
         return value, value.abs().flatten(1).sum(1, dtype=torch.float64)
 
     def weigh_back(self, weight: Tensor, gain: Tensor | None, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the weight and of the gain."""
+        """Return gradients of the weight and of the gain."""
         shape = (-1, *[1] * (weight.dim() - 1))
         of_folded = gradient / scale.reshape(shape)
         if gain is None:
@@ -212,8 +209,8 @@ class Passes:
 
 
 def accumulated(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-    """The accumulator: sums with their bias, and the residual times its factor."""
+    """Return the accumulator: sums with their bias, and the residual times its factor."""
     value = sums if bias is None else sums + bias.reshape(form.shape)
     if residual is None or factor is None:
         return value
-    return value + (residual * factor.reshape(form.shape)).floor_()  # of a factor with a shift; whole multipliers stay what they are
+    return value + (residual * factor.reshape(form.shape)).floor_()  # of a factor with a shift; a product of integers stays as it is

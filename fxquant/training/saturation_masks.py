@@ -1,4 +1,4 @@
-"""Which elements of a tensor have a gradient, kept for the way back: as bytes that are 1, or as the places of the few that have none."""
+"""Saturation masks saved for backward: bytes that are 1 where an element has a gradient, or the indices of the few that have none."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ FEW = 32  # times fewer places than elements, of 4 bytes each
 
 
 class Marks(Protocol):
-    """What a backend may have; each has the results of the function here."""
+    """The kernels that a backend may offer; each has the results of the function here."""
 
     def takes(self, inside: Tensor) -> bool:
-        """Whether it is for this tensor."""
+        """Return whether the kernels are for this tensor."""
 
     def places(self, marks: Tensor, count: int) -> Tensor:
-        """See `kept`."""
+        """Return the int32 indices of the `count` bytes that are 0, as `kept` does."""
 
     def marks(self, places: Tensor, size: int) -> Tensor:
-        """See `opened`."""
+        """Return `size` bytes that are 0 at these indices and 1 elsewhere, as `opened` does."""
 
 
 OFFERS = Offers[Marks]()
 
 
 def kept(inside: Tensor, without: int) -> Tensor | None:
-    """Marks, of which so many are 0, as they are kept: None if there are none, int32 places in the order of memory if they are few."""
+    """Return a mask, of which `without` bytes are 0, as it is saved: None if none are, int32 indices in memory order if few are."""
     if not without:
         return None
     if without * FEW > inside.numel() or inside.numel() >= 2**31:
@@ -40,7 +40,7 @@ def kept(inside: Tensor, without: int) -> Tensor | None:
 
 
 def opened(kept: Tensor | None, like: Tensor) -> Tensor | None:
-    """The marks that were kept, as bytes that lie as another tensor does."""
+    """Return a saved mask as bytes with the shape and strides of another tensor."""
     if kept is None or kept.dtype != torch.int32:
         return kept
     offered = OFFERS.first(kept)

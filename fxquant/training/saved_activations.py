@@ -1,4 +1,4 @@
-"""Products of whole numbers whose operands are kept for the way back in as many bits as they need, a quarter of the memory mostly."""
+"""Save the operands of integer products for backward in as many bits as they need, mostly a quarter of the memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DTYPES = (torch.int8, torch.uint8, torch.int16)
 
 
 def kept_narrow(primitive: Any, arguments: tuple[Any, ...]) -> Any:
-    """A context in which a primitive may be called: what it keeps of its operands is kept narrow, should it be one of `PRODUCTS`."""
+    """Return a context in which a primitive may be called: if it is one of `PRODUCTS`, its operands are saved in a narrow dtype."""
     record = PRIMITIVES[primitive]
     narrow = record.role in PRODUCTS and not record.wide and torch.is_grad_enabled() and fused_layers.admitted(*arguments[:2])
     return torch.autograd.graph.saved_tensors_hooks(_narrow, _wide) if narrow else contextlib.nullcontext()
 
 
 def _narrow(value: Tensor) -> Tensor:
-    """Whole numbers in the first of `_DTYPES` that holds them all, lying as they did; else, and where there are few, as they are."""
+    """Return integers in the first of `_DTYPES` that holds them all, with their strides; small or other tensors as they are."""
     if value.dtype != torch.float32 or value.numel() < SMALLEST:
         return value
     flat = torch.empty_like(value, dtype=torch.int8, device="meta").stride() == value.stride()
