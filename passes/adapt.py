@@ -85,7 +85,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
 
 
 def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
-    """What is on its operand's grid has its operand's dtype, where a remedy has changed that."""
+    """Give a node on its operand's grid the operand's dtype, where a remedy has changed that."""
     operator, spec = operator_of(node), annotation(node)
     if operator is None or spec is None or spec.dtype is None or not shares(node):
         return

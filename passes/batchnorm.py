@@ -128,7 +128,7 @@ def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | 
 
 
 def _drop_unread(gm: fx.GraphModule) -> None:
-    """Parameters and batch norms that nothing reads any more are no part of the model."""
+    """Remove parameters and batch norms that nothing reads any more from the model."""
     gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
     read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     for path in gone:

@@ -1,4 +1,4 @@
-"""Linear layers for which the qconfig asks so are quantized at run time, between real numbers.
+"""Dynamic quantization: linear layers that the qconfig selects are quantized at run time, between float tensors.
 
 %y = linear(%x, %w, %b)      →     %y = dynamic_linear(%x, %w, %b)
 %y = matmul(%x, %w)          →     %w_permute = permute(%w, [1, 0])        (a parameter)

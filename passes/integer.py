@@ -3,7 +3,7 @@
     %y = quantized.y(%x, %w)     →     %y_convolution = convolution(%x, [integer.y.weight], [integer.y.bias], …)
                                        %y = requantize_fixed(%y_convolution, [integer.y.multiplier], …)
 
-The calls are those the prepared operator makes itself in state VALIDATE; here they are written down.
+The calls are those that the prepared operator makes in state VALIDATE; here they are recorded as nodes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class GraphLowering(Lowering):
         return value
 
     def operation(self, name: str, arguments: dict[str, Any]) -> Operation:
-        """What was lowered, as a fact."""
+        """Return the record of an operator that was lowered."""
         constants = {role: Constant(node, *self.scales[role]) for role, node in self.constants.items() if role in self.scales}
         return Operation(name, arguments, constants, self.between)
 

@@ -88,7 +88,7 @@ def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | 
 
 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
-    """A layer and the permutations that lead from it to the node; nothing where there is no layer."""
+    """Return a layer and the permutations that lead from it to the node; empty where they do not start at a layer."""
     way = [node]
     while (record := operator_of(way[0])) is not None and record.function is permute:
         way.insert(0, record.arguments(way[0])["input"])

@@ -1,13 +1,13 @@
-"""Parts of an output that are only put together keep a grid each: real numbers are put together, on the host.
+"""Parts of an output that are only concatenated keep a grid each: the dequantized tensors are concatenated, on the host.
 
 %y = cat([%boxes, %scores], 1)         →    %y = cat([%boxes_dequantize, %scores_dequantize], 1)      in float
 return %y                                   return %y
 
-One grid for boxes in pixels and scores below 1 leaves nothing of the scores. Whatever copies elements, and leads to outputs alone by
-operators that copy elements as well, loses nothing in float. Operators that copy elements of one tensor only stay integer, since one
-grid suits them. So do those that a rule of the qconfig names.
+On one grid for boxes in pixels and scores below 1, all scores are rounded to 0. Operators that copy elements, and that lead to outputs
+by such operators alone, are exact in float. Operators that copy elements of a single tensor stay integer, since one grid suits them.
+So do those that a rule of the qconfig names.
 
-Whole numbers that only leave the model as real numbers need no grid either.
+Integers that leave the model only as float tensors need no grid either.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
 
 
 def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
-    """What the grids of the elements that a node copies are found from: tensors, constants and numbers. Zero is on every grid."""
+    """Yield the sources of the grids of the elements that a node copies: tensors, constants and numbers. Zero is on every grid."""
     operator = operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
@@ -99,7 +99,7 @@ def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 
 
 def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
-    """What the grid of a node is found from."""
+    """Yield the sources from which the grid of a node is found."""
     demanded = demand(node)
     if copies(node) and is_quantized(node):
         yield from _ranges(gm, node)

@@ -3,7 +3,7 @@
 The requantizations of `fxquant.primitives.requantize` are monotonic in the accumulator, and so is a rounded float32 quotient by a
 positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same integer. For each
 channel, a divisor that places every step correctly is searched among the float32 numbers next to the step's size. ONNX's
-QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where there is no such divisor.
+QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where it finds none.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def stored(value: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
 def full_precision(tensor: Tensor) -> AbstractContextManager[None]:
     """Return a context in which float32 kernels are exact on integers below 2^24.
 
-    Inside, there is no autocast, no bfloat16 or TF32 in products, and no Winograd or FFT convolution. Process-wide settings that allow
+    Autocast, bfloat16 and TF32 products, and Winograd and FFT convolutions are disabled inside. Process-wide settings that allow
     these are changed while any thread is inside, and restored afterwards. Gradients are computed outside, with the precision that the
     user has set, like those of the float model.
     """

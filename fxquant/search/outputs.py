@@ -28,13 +28,13 @@ WIDE = "int32"
 def high_precision_outputs(
     model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
 ) -> QConfigMapping:
-    """The qconfig with a rule more for each layer with weights whose result the model returns, and nothing else reads: int32.
+    """Return the qconfig with an int32 rule for each layer with weights whose result is an output that nothing else reads.
 
-    Such an output is the layer's sum as it stands, with a scale for each channel, which no rounding to 8 bits follows and nothing
-    clips; it takes four bytes an element. A result whose scale is given keeps its grid, and so does one whose grid others share. Where
-    there is no such layer, a line is logged and the mapping is the qconfig's own.
+    Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
+    four bytes per element. A result whose scale is given keeps its grid, and so does one whose grid is shared. Without any such layer,
+    a line is logged, and the mapping is that of the qconfig.
 
-    The arguments are those of `prepare`, to which the result is given; raises what that raises.
+    The arguments are those of `prepare`, to which the result is passed; raises what `prepare` raises.
     """
     prepared = prepare(model, example_inputs, target, qconfig)
     mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
