@@ -66,7 +66,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
 
 
 def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Context) -> list[fx.Node] | None:
-    """The operators that were made of the node; None if nothing could be done about this limit."""
+    """Return the operators that the node became; None if there is no remedy for this limit."""
     operator = operator_of(node)
     assert operator is not None
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)

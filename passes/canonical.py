@@ -48,7 +48,7 @@ PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing b
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
-    """Every node an operator of the table recognises is a call of the operator's function, arguments in order.
+    """Rewrite every node that an operator of the table recognises as a call of the operator's function, arguments in order.
 
     What is computed from parameters alone (`self.weight * self.gain`, `.t()`) is marked, and is a parameter from here on.
     What passes on an operator's result as it is (nn.Identity, `contiguous()`, `+ 0`, `.view` to the same shape) is gone.
@@ -131,7 +131,7 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
 
 
 def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
-    """The constant, expanded to the sizes of what `node` makes."""
+    """Return the constant, expanded to the sizes of the result of `node`."""
     known, sizes = fact(node), sizes_of(node)
     assert isinstance(known, TensorFact)
     with gm.graph.inserting_before(node):
@@ -151,7 +151,7 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
 
 
 def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator | None, dict[str, Any]]:
-    """The operator that a node spells, and its canonical arguments; None if the table knows none, or not with these arguments."""
+    """Return the operator that a node calls, and its canonical arguments; None if the table has none, or not with these arguments."""
     recognised = _recognise(node, modules)
     return (None, {}) if recognised is None or isinstance(recognised[1], str) else (recognised[0], recognised[1])
 
@@ -185,7 +185,7 @@ def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | N
 
 
 def _replace_stub(node: fx.Node, context: Context) -> None:
-    """A QuantStub is a quantize, until the rules say which; a DeQuantStub is gone."""
+    """Rewrite a QuantStub as a quantize, whose scale the rules determine later, and remove a DeQuantStub."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
     if node.target is quant_stub and _is_float32(operand):

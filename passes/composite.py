@@ -26,7 +26,7 @@ from fxquant.pipeline import Context
 
 
 def expand(gm: fx.GraphModule, context: Context) -> int:
-    """Every composite is its parts; one that could not be integer whole stays as it is, and in float, and says why."""
+    """Expand every composite into its parts; one that could not be completely integer stays in float, with the reason."""
     composites = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.expand is not None]
     if not composites:
         return 0
@@ -63,7 +63,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _expanded(composite: Operator, build: Builder, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-    """The result of the parts; or why a shape on the way cannot be written."""
+    """Return the result of the parts, or why an intermediate shape cannot be expressed."""
     assert composite.expand is not None
     try:
         return composite.expand(build, **arguments), None
@@ -154,7 +154,7 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
 
 
 def _flat(result: Any) -> list[fx.Node]:
-    """The nodes of a nest."""
+    """Return the nodes of a nest."""
     if isinstance(result, list | tuple):
         return [one for item in result for one in _flat(item)]
     return [result] if isinstance(result, fx.Node) else []

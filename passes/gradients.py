@@ -140,7 +140,7 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
 
 
 def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
-    """A hook or a custom backward is an identity; what the latter reads besides is read by a node that is there for training alone."""
+    """Replace a hook or a custom backward by an identity; further operands of the latter are read by a node for training alone."""
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
     if is_detached(node):
@@ -167,7 +167,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
 
 
 def move(gm: fx.GraphModule, context: Context) -> int:
-    """No hook or custom backward stands between an operator and the clamp that is fused into it: it comes behind that."""
+    """Move every hook or custom backward between an operator and a clamp that is fused into it after the clamp."""
     changes = 0
     for node in list(gm.graph.nodes):
         if not gradient_changes(node) or node.op == "output":

@@ -106,7 +106,7 @@ class GraphLowering(Lowering):
         return self._call(primitive, *arguments)
 
     def _centre(self, node: fx.Node) -> fx.Node:
-        """The centred integers of a node; its own where its zero point is 0."""
+        """Return the centred integers of a node; the node itself where its zero point is 0."""
         zero = zero_point(node)
         if not zero:
             return node
@@ -200,7 +200,7 @@ class GraphLowering(Lowering):
 
 
 def _described(grid: Grid) -> QParams:
-    """A grid as a fact."""
+    """Return a grid as a fact."""
     scales = tuple(grid.scale.flatten().tolist())
     one = len(scales) == 1
     return QParams(scales[0] if one else scales, grid.type.name, None if one else -grid.scale.dim(), grid.zero_point)
@@ -228,7 +228,7 @@ class Environment(dict[fx.Node, fx.Node]):
 
 
 def lower(gm: fx.GraphModule, context: Context) -> int:
-    """Every quantized operator is replaced by its primitives; what nothing uses any more is gone."""
+    """Replace every quantized operator by its primitives, and remove what nothing uses any more."""
     graph = fx.Graph()
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors

@@ -24,7 +24,7 @@ from fxquant.prepared.stage import is_integer
 
 
 def sink(gm: fx.GraphModule, context: Context) -> int:
-    """No island is left that would cross from float to integer and back for nothing."""
+    """Keep islands in float whose values would cross from float to integer and back without a gain."""
     connected = nx.Graph()
     for node in gm.graph.nodes:
         operator = operator_of(node)

@@ -40,7 +40,7 @@ from fxquant.pipeline import Context
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
-    """No factor for each channel is left behind a layer whose weight can have it."""
+    """Fold every factor for each channel into the layer before it, where the layer's weight can absorb it."""
     ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product
 
     def match(node: fx.Node) -> list[fx.Node] | None:

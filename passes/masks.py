@@ -51,7 +51,7 @@ def recognise(gm: fx.GraphModule, context: Context) -> int:
 
 
 class Search:
-    """The masks in front of one softmax."""
+    """The search for the masks before one softmax."""
 
     def __init__(self, softmax: fx.Node, plain: set[fx.Node], activations: Sequence[str]) -> None:
         self.softmax, self.plain = softmax, plain

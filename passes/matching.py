@@ -28,7 +28,7 @@ from fxquant.quantization.spec import ActivationConfig, QConfig
 def covering(
     node: fx.Node, written: tuple[Any, ...], calls: Sequence[Call], mapping: QConfigMapping, attached: Mapping[str, Chosen]
 ) -> MatchedRules:
-    """Every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
+    """Return every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
 
     calls      which calls of these in the module's forward it is
     attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from

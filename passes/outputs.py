@@ -25,7 +25,7 @@ from fxquant.prepared.stage import is_integer, is_quantized
 
 
 def separate(gm: fx.GraphModule, context: Context) -> int:
-    """No output has parts of different tensors on one grid, where nothing but the output needs them to be together."""
+    """Keep operators in float that put parts of different tensors on one grid for an output alone."""
     leaving = _leaving(gm.graph)
     separated: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -46,7 +46,7 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _leaving(graph: fx.Graph) -> set[fx.Node]:
-    """The integer nodes that only copy elements, and whose elements only leave the model, as they are or through the host."""
+    """Return the integer nodes that only copy elements, and whose elements only leave the model, unchanged or through the host."""
     ends: set[fx.Node] = set()
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):

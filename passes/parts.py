@@ -183,7 +183,7 @@ def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None
 
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
-    """The product of sizes: that of the numbers, and the ones that depend on the batch."""
+    """Return the product of sizes: that of the numbers, and the sizes that depend on the batch."""
     return math.prod(size for size in sizes if isinstance(size, int)), tuple(
         sorted(str(size) for size in sizes if not isinstance(size, int))
     )

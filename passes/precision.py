@@ -60,7 +60,7 @@ def _is_square(node: fx.Node) -> bool:
 
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return differences of tensors and their mean, and that mean, where the differences are only squared or multiplied."""
+    """Return differences of tensors and their mean that are only squared, multiplied or divided, and means that only they read."""
     found: list[fx.Node] = []
     for node in gm.graph.nodes:
         average = _arguments(node)["other"] if _function(node) is sub else None

@@ -34,7 +34,7 @@ def _check_target(gm: fx.GraphModule, context: Context) -> None:
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:
-    """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
+    """Record at every node that computes a tensor the rules that cover it, and at the model those that cover none."""
     changes, default = 0, context.target.default_activation
     _check_target(gm, context)
     resolved: dict[int, Chosen] = {}  # by identity: the user gives a few configs, which are those of many nodes

@@ -38,7 +38,7 @@ AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and i
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
-    """Every node that computes a tensor is annotated; those that stay in float say why."""
+    """Annotate every node that computes a tensor; those that stay in float with the reason."""
     changes = 0
     effective: set[Rule] = set()
     needed = needed_in_float(gm, context.target.activations)

@@ -37,7 +37,7 @@ BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to choose dtypes: what it costs and what it loses.
+    """A choice of dtypes, with its cost and its loss.
 
     name      "optimum", or, for a uniform one, its dtypes
     dtypes    of every tensor and weight that there is a choice for, by name

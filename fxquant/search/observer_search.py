@@ -145,7 +145,7 @@ def search_observers(
 def search(
     work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None, checkpoint: str | None = None
 ) -> ObserverSearch:
-    """The best observers for a model that is prepared and calibrated."""
+    """Return the best observers for a model that is prepared and calibrated."""
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
     if not tensors:
@@ -230,7 +230,7 @@ _TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpOb
 
 
 def label(observer: Any) -> str:
-    """An observer by its class and settings."""
+    """Return a description of an observer: its class and settings."""
     made = observer if isinstance(observer, Observer) else observer()
     usual = type(made).__name__.removesuffix("Observer")
     setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
@@ -238,7 +238,7 @@ def label(observer: Any) -> str:
 
 
 def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
-    """The mapping with this observer in every config."""
+    """Return the mapping with this observer in every config."""
 
     def changed(chosen: Chosen) -> Chosen:
         if chosen is None or chosen.dynamic:  # nothing is observed for these

@@ -44,7 +44,7 @@ def high_precision_outputs(
 
 
 def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
-    """The mapping that a model was prepared with, and rules for 32-bit outputs; the names of the layers that they are for."""
+    """Return the mapping that a model was prepared with, with rules for 32-bit outputs, and the names of the layers of these rules."""
     choices = Choices(prepared, ())
     has = WIDE in prepared.meta["target"].activations
     wide = [name for name, choice in choices.items() if has and _is_summed(choice, choices.nodes[choice.operators[0].name])]

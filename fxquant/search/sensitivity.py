@@ -143,7 +143,7 @@ def _bytes(tensor: TensorSensitivity) -> float:
 
 
 def decibels(noise: float) -> float:
-    """The signal to noise ratio of a noise to signal ratio, in dB."""
+    """Return the signal to noise ratio in dB, given the noise to signal ratio."""
     return math.inf if noise <= 0 else -10 * math.log10(noise)
 
 
@@ -236,7 +236,7 @@ def find(
     show_progress: bool | None,
     kinds: Sequence[str] = (ACTIVATION, WEIGHT),
 ) -> Sensitivity:
-    """The sensitivities of the choices of these kinds."""
+    """Return the sensitivities of the choices of these kinds."""
     choices = Choices(prepared, widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
     journal = Journal(
@@ -305,7 +305,7 @@ def score_of(metric: Metric, model: nn.Module) -> float:
 
 
 def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
-    """The second-order estimate of every choice in every dtype."""
+    """Return the second-order estimate of every choice in every dtype."""
     found: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in wanted}
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}  # with the arguments of the call
@@ -357,6 +357,6 @@ def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Gen
 
 
 def _error(choice: Choice, dtype: str, value: Tensor) -> Tensor:
-    """The squared rounding error of a tensor's elements."""
+    """Return the squared rounding error of a tensor's elements."""
     grid = grid_for(choice.operators[0].output, dtype)
     return (grid.dequantize(grid.quantize(value)) - value).double().square()

@@ -90,7 +90,7 @@ class Tuned:
 
     @property
     def drop(self) -> float:
-        """By how much the score is below the float model's."""
+        """The difference of the float model's score and the score."""
         return self.reference - self.score
 
     @property

@@ -16,7 +16,7 @@ from fxquant.support.offers import Offers
 
 
 class Counting(Protocol):
-    """The passes that a backend may have; each has the results of the function of that name here."""
+    """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
 
     def takes(self, value: Tensor) -> bool:
         """Whether the kernels support this tensor."""

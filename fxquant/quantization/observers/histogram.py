@@ -172,7 +172,7 @@ class HistogramObserver(Observer):
         return loudness.Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
 
     def _best(self, steps: Tensor, dtype: IntType) -> int:
-        """Which of these steps of a symmetric dtype to take."""
+        """Return the index of the best of these steps of a symmetric dtype."""
         pooled, items, ahead = self._lost(steps, dtype), self._items(), self._ahead(self.counts)
         limit = steps * dtype.high
         return int(pooled.argmin()) if items is None else items.better(pooled, steps, limit, limit, (ahead, ahead))
@@ -204,7 +204,7 @@ class HistogramObserver(Observer):
         return (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)
 
     def points(self) -> tuple[Tensor, Tensor]:
-        """The middles of the bins that hold something, with their signs, and how much they hold: float64."""
+        """Return the middles of the non-empty bins, with their signs, and their counts: float64."""
         points, counts = torch.cat((-self._middles(), self._middles())), torch.cat((self.negative, self._positive()))
         return points[counts > 0], counts[counts > 0]
 
@@ -237,7 +237,7 @@ class HistogramObserver(Observer):
 
 
 class LpObserver(HistogramObserver):
-    """Covers the range with the smallest mean |error|^p of what was seen. The larger p, the more large errors, those of clipping, count."""
+    """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
 
     ahead = 1.0
     each = False
@@ -255,7 +255,7 @@ class LpObserver(HistogramObserver):
 
 
 class MSEObserver(HistogramObserver):
-    """Covers the range with the smallest mean squared error of what was seen."""
+    """Covers the range with the smallest mean squared error of the observed values."""
 
     ahead = 1.0
     each = False

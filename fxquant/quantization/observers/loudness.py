@@ -57,7 +57,7 @@ def _octave(largest: float, reach: float) -> int:
 
 
 def doubled(counts: Tensor) -> None:
-    """The reach has doubled: every octave is the next one."""
+    """Move the counts of every octave to the next one, after the reach was doubled."""
     last = counts[:, -1].view(2, -1, 2).sum(2)
     counts[:, 1:] = counts[:, :-1].clone()
     counts[:, 0] = 0

@@ -84,7 +84,7 @@ class Observer(nn.Module):
 
 
 class MinMaxObserver(Observer):
-    """Covers every value seen: the scale comes from the smallest and the largest."""
+    """Covers every observed value: the scale comes from the smallest and the largest one."""
 
     low: Tensor
     high: Tensor
@@ -181,7 +181,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
 
 
 class ClipObserver(MinMaxObserver):
-    """Covers what was seen between two bounds, of which 0 lies between: what lies beyond counts as the bound."""
+    """Covers the observed range, clipped to two bounds around 0: values outside count as the bound."""
 
     @checked()
     def __init__(self, lowest: float, highest: float) -> None:
@@ -201,7 +201,7 @@ class ClipObserver(MinMaxObserver):
 
     @property
     def largest(self) -> Tensor:
-        """The largest magnitude of that range."""
+        """The largest magnitude of the clipped range."""
         return self.ends.abs().max()
 
     def scale(self, dtype: IntType) -> Tensor:
