@@ -45,13 +45,13 @@ PIPELINE = (
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(dynamic.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
-    Pass(layerscale.fold, Stage.CANONICAL),  # behind batch norms, which a layer takes alone; before residuals, which are added behind
-    Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
+    Pass(layerscale.fold, Stage.CANONICAL),  # after batch norms, which a layer absorbs alone; before residuals, which are added later
+    Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu after the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
-    Pass(outputs.separate, Stage.ANNOTATED),  # behind islands, which it makes none of; before the boundary, which it moves
+    Pass(outputs.separate, Stage.ANNOTATED),  # after islands, of which it creates none; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

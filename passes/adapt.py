@@ -23,7 +23,7 @@ from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.remedies import REMEDIES, Rewriting
 
-MOST_STEPS = 12  # remedies one behind another for one operator; each makes what is left smaller
+MOST_STEPS = 12  # remedies in a row for one operator; each reduces what remains to be changed
 OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run: no operator is another for them
 
 
@@ -66,7 +66,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
 
 
 def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Context) -> list[fx.Node] | None:
-    """Return the operators that the node became; None if there is no remedy for this limit."""
+    """Return the operators that the node became; None if none of the remedies for this limit applies."""
     operator = operator_of(node)
     assert operator is not None
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)

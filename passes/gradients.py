@@ -163,7 +163,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     change_gradient(node, path)
 
 
-# ---- behind clamps ----------------------------------------------------------------------------------------------------
+# ---- after clamps -----------------------------------------------------------------------------------------------------
 
 
 def move(gm: fx.GraphModule, context: Context) -> int:

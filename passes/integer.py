@@ -57,7 +57,7 @@ from fxquant.primitives.proof import Shapes
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 
-CONTAINER = "integer"  # where the constants stand in the integer model
+CONTAINER = "integer"  # the path of the constants in the integer model
 
 
 class GraphLowering(Lowering):

@@ -61,7 +61,7 @@ class Search:
         self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
         self.levels: list[float | None] = []  # what each mask adds where it hides
-        self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
+        self.moves: list[fx.Node] = []  # the operators after the masks that change the shape, the last one first
         self.seen: list[fx.Node] = []
 
     def run(self) -> str | None:

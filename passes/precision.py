@@ -1,11 +1,11 @@
-"""Sums of squares, divisors and their operands, and scores of a softmax are 16 bits wide, where the target supports int16.
+"""Sums of squares, differences from a mean, divisors, and scores of a softmax are 16 bits wide, where the target supports int16.
 
 %p = mean(square(%x), -1)            →    the square, the mean and the root on int16 grids, as in a layer norm;
 %y = mul(%x, rsqrt(%p + 1e-6))            the product as the qconfig says
 
-Of 8 bits of a square four are left of the number that was squared: whoever normalises by hand would lose what a layer norm keeps.
-Near a pole, of 1 / x or log(x), a step of the operand is most of the result's range: what leads there alone is wide as well.
-A rule of the qconfig that is about one of these operators goes before.
+An 8-bit square keeps four bits of the number that was squared, so a normalization written by hand would lose precision that a layer
+norm keeps. Near a pole, as of 1 / x or log(x), one step of the operand is most of the result's range, so operators that lead there
+alone are wide as well. A rule of the qconfig for one of these operators takes precedence.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig, WeightConfig
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 
-CONTAINER = "quantized"  # where the operators stand in the prepared model
+CONTAINER = "quantized"  # the path of the operators in the prepared model
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:

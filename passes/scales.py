@@ -51,7 +51,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
 def _observe(gm: fx.GraphModule, context: Context) -> None:
     """Find for every integer node which of its values affect any of its readers.
 
-    A clamp throws away what lies beyond its limits; a scale that covered that as well would be too coarse for the rest.
+    A clamp discards values beyond its limits; a scale that covered these as well would be too coarse for the others.
     """
     for node in reversed(gm.graph.nodes):
         if not is_quantized(node) or not node.users:

@@ -43,7 +43,7 @@ class Quantizer(TrainableScale):
     A tensor that `was_zero` in calibration, or is `unseen`, follows its batches in TRAIN, whatever `training` says, until it is
     calibrated again.
 
-    headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
+    headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
     items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
     shown        whether the tensor is an output of the model, or read by a float operator
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
@@ -188,7 +188,7 @@ class Quantizer(TrainableScale):
 
     @property
     def observers(self) -> list[Observer]:
-        """All that observe in calibration: the one that chooses the scale, the range, the others; none where the scale is fixed."""
+        """All observers of calibration: the one that chooses the scale, the range, and the others; empty where the scale is fixed."""
         return [child for child in (self.observer, self.range, *self.others.values()) if isinstance(child, Observer)]
 
     def observe(self, value: Tensor) -> None:
@@ -209,7 +209,7 @@ class Quantizer(TrainableScale):
 
     @property
     def chooser(self) -> Observer:
-        """The observer in the form that chooses the scale: of an output of the model, of samples that count alike, or as it is."""
+        """The observer that chooses the scale: in the form for an output of the model, for balanced samples, or unchanged."""
         assert self.observer is not None
         return self.observer.of_output() if self.shown else self.observer.per_sample() if self.balanced else self.observer
 
@@ -258,17 +258,17 @@ class Quantizer(TrainableScale):
 
     @property
     def can_follow_ends(self) -> bool:
-        """Whether the smallest and the largest value of a batch are all that `follow` asks of it."""
+        """Whether `follow` needs only the smallest and the largest value of a batch."""
         observe = None if self.range is None else type(self.range).observe
         return self.calibrated and observe in (MinMaxObserver.observe, MovingAverageMinMaxObserver.observe)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:
-        """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
+        """Take in one batch, a float tensor, in state TRAIN. Raises CalibrationError if any value is NaN or infinite.
 
-        "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
-        first batch continues where calibration ended, and a threshold below the largest value stays as far below.
-        On an affine grid each end of the interval is multiplied by what that end of the range is. A scale that no
+        "statistics" multiply the scale by the factor by which the largest magnitude of the range changes. So the
+        first batch continues where calibration ended, and a threshold keeps its ratio to the largest value. On an
+        affine grid each end of the interval is multiplied by the factor of that end of the range. A scale that no
         calibration has set is set by this batch.
         """
         if self.range is None or not self.follows_training:

@@ -72,17 +72,17 @@ class ActivationConfig:
     """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
 
     dtype          "int8", "int4", "int16" are symmetric: 0 stands for 0. "uint8" is affine: an integer q stands for
-                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the sum of a last layer as it
-                   stands. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
-    zero_point     the zero point of "uint8", given beside a scale; 128 if that alone is, or a threshold
-    observer       what finds the scale, each tensor having its own: a class of observers, the name of one, "mse", an observer whose
-                   settings are those of all, PercentileObserver(99.9), or any function without arguments that makes one. A
-                   FixedScaleObserver becomes the scale or the threshold that it gives
+                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the accumulator of a last
+                   layer. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
+    zero_point     the zero point of "uint8", given with a scale; 128 if only a scale or a threshold is given
+    observer       the observer that finds the scale; each tensor has its own. A class of observers, the name of one, as "mse", an
+                   observer whose settings all of them have, as PercentileObserver(99.9), or any function without arguments that
+                   returns one. A FixedScaleObserver becomes the scale or the threshold that it gives
     training       what an observed scale does in state TRAIN, from the calibrated one on:
-                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
-                                 seen where MinMaxObserver observes
+                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or the range of all
+                                 observed values with MinMaxObserver
                    "learned"     it is a parameter with the gradient of LSQ
-                   "lsq+"        the zero point is learned beside it: LSQ+. A symmetric dtype has none, and "learned" is the same
+                   "lsq+"        the zero point is learned, too: LSQ+. For a symmetric dtype, which has none, it equals "learned"
                    "pact"        where the tensor is clipped is a parameter in its own unit, `alpha`, which weight decay pulls to 0: PACT
                    "tqt"         the logarithm of a threshold is a parameter, and the scale the next power of two: TQT
                    "frozen"      it stays

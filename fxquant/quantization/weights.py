@@ -52,7 +52,7 @@ class WeightScale(TrainableScale):
         known = torch.isfinite(base)
         if not bool(known.all()):
             base = torch.where(known, base, self._start(weight, factor, ~known, dtype, p))
-            if keep:  # what is trained stands at its start until there is a scale, and a forward pass writes on no parameter
+            if keep:  # the parameters keep their start values until there is a scale, and a forward pass never writes to them
                 live = weight.detach().flatten(1).ne(0).any(1) if base.numel() > 1 else weight.detach().ne(0).any().reshape(1)
                 self.base_scale.copy_(torch.where(known | live, base, self.base_scale))
         return (self.current(base) * factor).clamp_min(SMALLEST_SCALE)

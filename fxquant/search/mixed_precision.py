@@ -40,11 +40,11 @@ class Candidate:
     """A choice of dtypes, with its cost and its loss.
 
     name      "optimum", or, for a uniform one, its dtypes
-    dtypes    of every tensor and weight that there is a choice for, by name
+    dtypes    the dtype of every tensor and weight that can be chosen, by name
     costs     weight_bytes, weight_bits, bit_operations, and latency where there is a speed
     expected  the noise to signal ratio of the outputs by the sum of the sensitivities
-    noise     what was measured, in integers on all batches; None if it was not tried
-    score     what the metric gives; None without one
+    noise     the measured noise to signal ratio of the integer function on all batches; None if it was not measured
+    score     the metric's value; None without a metric
     """
 
     name: str
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Of two that were measured, the better one's is larger."""
+        """The key that orders measured candidates: the better one's is larger."""
         assert self.noise is not None
         return (0.0 if self.score is None else self.score, -self.noise)
 
