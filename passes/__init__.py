@@ -33,25 +33,25 @@ from fxquant.pipeline import Pass
 from fxquant.prepared.stage import Stage
 
 PIPELINE = (
-    Pass(gradients.mark, Stage.TRACED),  # first: stops that every reader shares must not keep spellings and fusions apart
-    Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
+    Pass(gradients.mark, Stage.TRACED),  # first: stops that every reader shares must not prevent canonical forms and fusions
+    Pass(canonical.rewrite, Stage.CANONICAL),  # one call form per operator, which every later pass may assume
     Pass(gradients.move, Stage.CANONICAL),  # on canonical clamps, before anything is fused
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
     Pass(stubs.settle, Stage.CANONICAL),  # after the rules, which are about stubs as well; before fusions, which read past the others
     Pass(parts.pick, Stage.CANONICAL),  # after the rules, which may name a concatenation; before what reads a part is rewritten
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
-    Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one
-    Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole
+    Pass(pointwise.join, Stage.CANONICAL),  # after masks, which are not functions of scores; before passes about single operators
+    Pass(precision.widen, Stage.CANONICAL),  # after masks, which are not scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
-    Pass(dynamic.choose, Stage.CANONICAL),  # behind the parts of recurrent layers; before fusions, which join nothing with these
+    Pass(dynamic.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
-    Pass(layerscale.fold, Stage.CANONICAL),  # behind batch norms, which a layer takes alone; before residuals, which are added behind
-    Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
+    Pass(layerscale.fold, Stage.CANONICAL),  # after batch norms, which a layer absorbs alone; before residuals, which are added later
+    Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu after the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
-    Pass(outputs.separate, Stage.ANNOTATED),  # behind islands, which it makes none of; before the boundary, which it moves
+    Pass(outputs.separate, Stage.ANNOTATED),  # after islands, of which it creates none; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

@@ -20,7 +20,7 @@ from fxquant.pipeline import Context
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
-    """No clamp is left behind an operator that can absorb it: a fused clamp needs no scale and no step of its own."""
+    """Fuse every clamp into the operator before it, where that can absorb it: a fused clamp needs no scale and no step of its own."""
     return Fusion(_match, _why_not, _merge).run(gm, context)
 
 

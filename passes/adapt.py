@@ -23,7 +23,7 @@ from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.remedies import REMEDIES, Rewriting
 
-MOST_STEPS = 12  # remedies one behind another for one operator; each makes what is left smaller
+MOST_STEPS = 12  # remedies in a row for one operator; each reduces what remains to be changed
 OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run: no operator is another for them
 
 
@@ -66,7 +66,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
 
 
 def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Context) -> list[fx.Node] | None:
-    """The operators that were made of the node; None if nothing could be done about this limit."""
+    """Return the operators that the node became; None if none of the remedies for this limit applies."""
     operator = operator_of(node)
     assert operator is not None
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)
@@ -85,7 +85,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
 
 
 def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
-    """What is on its operand's grid has its operand's dtype, where a remedy has changed that."""
+    """Give a node on its operand's grid the operand's dtype, where a remedy has changed that."""
     operator, spec = operator_of(node), annotation(node)
     if operator is None or spec is None or spec.dtype is None or not shares(node):
         return

@@ -24,7 +24,7 @@ from fxquant.pipeline import Context
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
-    """No batch norm is left behind a layer that can absorb it."""
+    """Fold every batch norm into the layer before it, where the layer can absorb it."""
     layers: list[fx.Node] = []
 
     def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
@@ -110,7 +110,7 @@ def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
 
 
 def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
-    """The parameters and buffers that a parameter is computed from; itself if it is none of these."""
+    """Return the parameters and buffers that a parameter is computed from; itself if it is not computed."""
     if node.op == "get_attr":
         return [resolve(gm, str(node.target))]
     return [tensor for operand in node.all_input_nodes for tensor in _made_of(gm, operand)]
@@ -128,7 +128,7 @@ def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | 
 
 
 def _drop_unread(gm: fx.GraphModule) -> None:
-    """Parameters and batch norms that nothing reads any more are no part of the model."""
+    """Remove parameters and batch norms that nothing reads any more from the model."""
     gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
     read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     for path in gone:

@@ -27,16 +27,16 @@ from fxquant.prepared.stage import is_integer, is_quantized
 from fxquant.quantization.mapping import DEFAULT
 from fxquant.quantization.spec import ActivationConfig
 
-# The boundary nodes of a value, by config and by which of it matters. A config of None: the one for readers that ask for nothing,
-# which no rule asked for in particular.
+# The boundary nodes of a value, by config and by the interval of its values that matters. The config None is that of readers for whose
+# input no rule asks.
 Made = dict[fx.Node, dict[tuple[ActivationConfig | None, Interval], fx.Node]]
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """Every value crosses from integer to float through one dequantize, and from float to integer through one quantize.
+    """Insert one dequantize where a value crosses from integer to float, and one quantize where it crosses from float to integer.
 
-    Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize,
-    and where one limits it on both sides, so that others do not make its scale coarse.
+    Readers of a float value have separate quantizes where they ask for different inputs (`QConfig.input`). So has a reader that
+    limits the value on both sides, since the others would make its scale coarser.
     """
     preferred = preferred_dtypes(gm.graph, context.target.activations)
     quantized: Made = {}
@@ -71,7 +71,7 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
 def _boundary(
     gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, context: Context, preferred: Mapping[fx.Node, str]
 ) -> fx.Node:
-    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet."""
+    """Return the quantize or dequantize of this value for its reader; insert it after the value if there is none yet."""
     spec = annotation(reader)
     assert spec is not None
     wanted = spec.config.input if operator is QUANTIZE else None
@@ -105,7 +105,7 @@ def _boundary(
 
 
 def _preferred(reader: fx.Node, value: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
-    """The dtype that a reader would have a value in; None where a rule says what its input is, or any will do."""
+    """Return the dtype that a reader prefers for a value; None where a rule determines its input, or it prefers none."""
     spec = annotation(reader)
     assert spec is not None
     asked = decide(reader).asked or (spec.config.input is not None and decide(reader).layer != DEFAULT)

@@ -1,4 +1,4 @@
-"""One spelling per operator; everything after this may assume it.
+"""One call form per operator, which every later pass may assume.
 
 %y = call_module conv1(%x)      →   %conv1_weight = [conv1.weight]
                                     %y = conv2d(%x, %conv1_weight, stride=…)
@@ -48,7 +48,7 @@ PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing b
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
-    """Every node an operator of the table recognises is a call of the operator's function, arguments in order.
+    """Rewrite every node that an operator of the table recognises as a call of the operator's function, arguments in order.
 
     What is computed from parameters alone (`self.weight * self.gain`, `.t()`) is marked, and is a parameter from here on.
     What passes on an operator's result as it is (nn.Identity, `contiguous()`, `+ 0`, `.view` to the same shape) is gone.
@@ -106,7 +106,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
-    """What is made anew at every run, with one number everywhere, is a constant where it is added to an activation, and the like."""
+    """Replace a tensor that every run recreates with equal values by a constant, where an activation is added to it, and the like."""
     value = made_anew(node)
     if value is None or _computes_parameter(node):  # made like a parameter, it is one
         return 0
@@ -131,7 +131,7 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
 
 
 def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
-    """The constant, expanded to the sizes of what `node` makes."""
+    """Return the constant, expanded to the sizes of the result of `node`."""
     known, sizes = fact(node), sizes_of(node)
     assert isinstance(known, TensorFact)
     with gm.graph.inserting_before(node):
@@ -151,13 +151,13 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
 
 
 def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator | None, dict[str, Any]]:
-    """The operator that a node spells, and its canonical arguments; None if the table knows none, or not with these arguments."""
+    """Return the operator that a node calls, and its canonical arguments; None if the table has none, or not with these arguments."""
     recognised = _recognise(node, modules)
     return (None, {}) if recognised is None or isinstance(recognised[1], str) else (recognised[0], recognised[1])
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
-    """Why another function, the operator's own, cannot stand for what the user wrote: that gives other numbers than the operator does."""
+    """Return why the operator's function cannot replace the call that the user wrote, which gives other numbers; None if it can."""
     known = fact(node)
     if node.target is operator.function or not isinstance(known, TensorFact):
         return None
@@ -166,7 +166,7 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
         given = known.dtype == getattr(torch, operator.demand.dtype)
     else:
         given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
-        if operator.expand is not None and not given:  # the places of an order, which are whole numbers made of real ones
+        if operator.expand is not None and not given:  # the indices of a sort, int64 computed from float tensors
             given = known.dtype == torch.int64 and set(read.values()) == {torch.float32}
     if given:
         return None
@@ -185,7 +185,7 @@ def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | N
 
 
 def _replace_stub(node: fx.Node, context: Context) -> None:
-    """A QuantStub is a quantize, until the rules say which; a DeQuantStub is gone."""
+    """Rewrite a QuantStub as a quantize, whose scale the rules determine later, and remove a DeQuantStub."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
     if node.target is quant_stub and _is_float32(operand):
@@ -207,7 +207,7 @@ def _is_float32(operand: fx.Node) -> bool:
 
 
 def _of_sizes(node: fx.Node) -> bool:
-    """Whether a node computes a number that is no multiple of the batch size, such as 1 / x.shape[0]."""
+    """Whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
     read = [fact(operand) for operand in node.all_input_nodes]
     return (
         fact(node) is None
@@ -224,12 +224,12 @@ def _computes_parameter(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # dropout2d is no aten operator of its own
+    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # aten has no operator dropout2d
     return packet is None or not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 
 def _pass_by(node: fx.Node, context: Context) -> None:
-    """What reads a node that passes on an operator's result as it is reads that result, so that fusions meet the operator."""
+    """Bypass a node that returns an operator's result unchanged, so that fusions find the operator itself."""
     operator = operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
@@ -256,7 +256,7 @@ def _hand_through(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
 
 
 def _replace(node: fx.Node, value: Any) -> None:
-    """What reads a node reads this nest of nodes, and what picks something from it reads that."""
+    """Replace a node by a nest of nodes; each reader that picks an element of it reads that element."""
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)
     for reader in list(node.users):
@@ -282,7 +282,7 @@ def _shift(node: fx.Node, context: Context) -> None:
 
 
 def _is_unused(node: fx.Node) -> bool:
-    """Whether only another spelling read it: sizes of a reshape that knows its shape by now, the transpose of what became a weight."""
+    """Whether only another call form read it, such as sizes of a reshape that now has a fixed shape, or a weight's transpose."""
     known, called = fact(node), node.op in ("call_method", "call_function")
     number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
     return (
@@ -297,7 +297,7 @@ def _is_unused(node: fx.Node) -> bool:
 
 
 def _is_real_number(node: fx.Node) -> bool:
-    """Whether Python computes a node of numbers alone, as the quotient of a size: nothing is known of it, since it is no whole number."""
+    """Whether Python computes a node from numbers alone, as the quotient of a size; it has no fact, since it is not an integer."""
     pure = getattr(node.target, "__module__", None) in PURE
     operands = node.all_input_nodes
     return pure and bool(operands) and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
@@ -306,7 +306,7 @@ def _is_real_number(node: fx.Node) -> bool:
 def _with_batch(
     node: fx.Node, modules: dict[str, nn.Module], context: Context
 ) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
-    """What `_recognise` finds, of a node that reads a batch."""
+    """Return what `_recognise` finds, after an unbatched operand was given a batch dimension."""
     if give_batch(node, modules):
         context.say(f"%{node.name} reads a sample without a batch: it is called on a batch of one")
     return _recognise(node, modules)

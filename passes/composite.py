@@ -26,7 +26,7 @@ from fxquant.pipeline import Context
 
 
 def expand(gm: fx.GraphModule, context: Context) -> int:
-    """Every composite is its parts; one that could not be integer whole stays as it is, and in float, and says why."""
+    """Expand every composite into its parts; one that could not be completely integer stays in float, with the reason."""
     composites = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.expand is not None]
     if not composites:
         return 0
@@ -63,7 +63,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _expanded(composite: Operator, build: Builder, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-    """The result of the parts; or why a shape on the way cannot be written."""
+    """Return the result of the parts, or why an intermediate shape cannot be expressed."""
     assert composite.expand is not None
     try:
         return composite.expand(build, **arguments), None
@@ -87,14 +87,14 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 
 
 def _settle(made: fx.Node, context: Context) -> None:
-    """What is demanded of a part, in a dtype that the target has, where the composite says what else will do."""
+    """Resolve the dtype that is demanded of a part to one that the target supports, where the composite permits another."""
     demanded = demand(made)
     if demanded is not None and settled(demanded, context.target.activations) != demanded:
         state_demand(made, settled(demanded, context.target.activations))
 
 
 def _leave_in_float(made: fx.Node) -> None:
-    """Of what is quantized at run time, a part that is no layer stays in float; a layer has no grid of its own."""
+    """Keep a part in float that is not a layer, in a composite that is quantized at run time; a layer gets no grid of its own."""
     state_demand(made, None)
     if not may_be_dynamic(made):
         set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
@@ -120,7 +120,7 @@ def _why_float(made: fx.Node, context: Context) -> str | None:
 
 
 def _replace(node: fx.Node, result: Any) -> None:
-    """What reads the node reads the result; where that is one part, it takes the node's place and name."""
+    """Replace the node by the result; a result that is one part takes the node's position and name."""
     if isinstance(result, fx.Node) and part(result) is not None:
         known = part(result)
         assert known is not None
@@ -139,7 +139,7 @@ def _replace(node: fx.Node, result: Any) -> None:
 
 
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
-    """What is demanded of the whole is demanded of its last part, or, where that only moves values, of the part that makes them."""
+    """Pass the demand on the composite on to its last part, or, where that only moves values, to the part that computes them."""
     wanted, source = stated_demand(node), result
     while wanted is not None and stated_demand(source) is None and isinstance(demand(source), Same):
         record = operator_of(source)
@@ -154,14 +154,14 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
 
 
 def _flat(result: Any) -> list[fx.Node]:
-    """The nodes of a nest."""
+    """Return the nodes of a nest."""
     if isinstance(result, list | tuple):
         return [one for item in result for one in _flat(item)]
     return [result] if isinstance(result, fx.Node) else []
 
 
 def _substitute(node: fx.Node, result: Any) -> None:
-    """What reads the node, or picks a part of its nest, reads the result; the node is gone."""
+    """Replace the node by the result, also where a reader picks an element of its nest, and erase it."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     for reader in list(node.users):

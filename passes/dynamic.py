@@ -1,4 +1,4 @@
-"""Linear layers for which the qconfig asks so are quantized at run time, between real numbers.
+"""Dynamic quantization: linear layers that the qconfig selects are quantized at run time, between float tensors.
 
 %y = linear(%x, %w, %b)      →     %y = dynamic_linear(%x, %w, %b)
 %y = matmul(%x, %w)          →     %w_permute = permute(%w, [1, 0])        (a parameter)
@@ -21,7 +21,7 @@ from fxquant.pipeline import Context
 
 
 def choose(gm: fx.GraphModule, context: Context) -> int:
-    """Every layer whose QConfig is dynamic is a dynamic one, or says why it stays in float."""
+    """Make every layer whose QConfig is dynamic a dynamic one, or record why it stays in float."""
     changes = 0
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
@@ -44,7 +44,7 @@ def choose(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
-    """The matrix of a product as that of a layer."""
+    """Return the matrix of a product in the form of a layer's weight."""
     shape, dtype = shape_of(weight), node.meta["fact"].dtype
     assert shape is not None
     with node.graph.inserting_before(node):

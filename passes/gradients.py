@@ -1,11 +1,11 @@
-"""What forward says about gradients holds while the prepared model trains, and changes no bit of what it computes.
+"""Gradient rules of the model's forward apply while the prepared model trains, and change no bit of its results.
 
 %a = call_module a(%x)                      %a = conv2d(%x, …)      detached: it is computed without gradients
 %detach = call_method detach(%a)       →    %b = conv2d(%a, …)
 %b = call_module b(%detach)
 
-A node is detached where all that reads it is, so that nothing stands between the operators that are fused. Where one reader has gradients
-and another has none, an identity stays for the latter. Hooks and custom backwards are an identity, too, until operators observe.
+A node is detached where all its readers are, so that nothing separates operators that are fused. Where one reader has gradients
+and another has none, an identity remains for the latter. Hooks and custom backwards are identities, too, until operators observe.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fxquant.ops.movement.shape import identity
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
 
-STOP = ""  # in place of the path of a rule: there is no gradient
+STOP = ""  # in place of the path of a rule: the gradient is stopped
 OPERANDS = "it is what a custom backward reads, while training only"
 _STOPS = ("detach", torch.detach, stopped)
 
 
 def mark(gm: fx.GraphModule, context: Context) -> int:
-    """Every node knows whether it is computed without gradients; no operator that says so is left but where its readers differ."""
+    """Mark every node that is computed without gradients; a stop remains only where its readers differ."""
     nodes = list(gm.graph.nodes)
     rules = {node: rule for node in nodes if (rule := _rule(gm, node)) is not None}
     stops = [node for node in nodes if node.op in ("call_method", "call_function") and node.target in _STOPS]
@@ -76,7 +76,7 @@ def _rule(gm: fx.GraphModule, node: fx.Node) -> GradientRule | None:
 
 
 def _constants(gm: fx.GraphModule) -> set[fx.Node]:
-    """What follows from parameters, buffers and constants alone: it stays as the user wrote it, stops included."""
+    """Return the nodes computed from parameters, buffers and constants alone; they stay as the user wrote them, stops included."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "get_attr" or (node.op.startswith("call_") and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
@@ -85,7 +85,7 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _mark_parameters(node: fx.Node) -> None:
-    """Mark what computes a parameter: a custom function of a weight, and what that reads."""
+    """Mark the nodes that compute a parameter: a custom function of a weight, and its operands."""
     if node.op != "get_attr":
         mark_parameter(node)
         for operand in node.all_input_nodes:
@@ -98,7 +98,7 @@ def _reads_value_alone(user: fx.Node, node: fx.Node, rules: dict[fx.Node, Gradie
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether no operand of a node has a gradient, and one would have had one."""
+    """Whether no operand of a node has a gradient, and at least one is detached."""
     found = False
     for operand in node.all_input_nodes:
         known = fact(operand)
@@ -112,7 +112,7 @@ def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
-    """What reads a stop reads its operand, where that is detached itself, or the reader is."""
+    """Let readers of a stop read its operand, where the operand or the reader is detached itself."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     for user in list(node.users):
@@ -128,7 +128,7 @@ def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
 
 
 def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
-    """What the model returns through a node alone, it returns as the operand: the gradient changes behind the integer part."""
+    """Return the operand of a node from the model, where only the output reads the node; the gradient changes after the integer part."""
     if not node.users or any(user.op != "output" for user in node.users):
         return
     output = next(iter(node.users))
@@ -140,7 +140,7 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
 
 
 def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
-    """A hook or a custom backward is an identity; what the latter reads besides is read by a node that is there for training alone."""
+    """Replace a hook or a custom backward by an identity; further operands of the latter are read by a node for training alone."""
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
     if is_detached(node):
@@ -163,11 +163,11 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     change_gradient(node, path)
 
 
-# ---- behind clamps ----------------------------------------------------------------------------------------------------
+# ---- after clamps -----------------------------------------------------------------------------------------------------
 
 
 def move(gm: fx.GraphModule, context: Context) -> int:
-    """No hook or custom backward stands between an operator and the clamp that is fused into it: it comes behind that."""
+    """Move every hook or custom backward between an operator and a clamp that is fused into it after the clamp."""
     changes = 0
     for node in list(gm.graph.nodes):
         if not gradient_changes(node) or node.op == "output":
@@ -197,7 +197,7 @@ def _is_constant(clamp: fx.Node) -> bool:
 
 
 def attach(gm: fx.GraphModule, context: Context) -> int:
-    """Where gradients change, the prepared graph calls what changes them, on the real numbers between its operators."""
+    """Insert calls of the gradient rules and stops into the prepared graph, on the dequantized tensors between its operators."""
     readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not is_parameter(node)}
     changes = 0
     for node in list(gm.graph.nodes):
@@ -219,7 +219,7 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _call(node: fx.Node, operand: Any, path: str, readers: dict[str, fx.Node]) -> None:
-    """Make a node the call of a rule, or a stop."""
+    """Turn a node into the call of a rule, or into a stop."""
     others = readers[path].args if path in readers else ()
     node.op, node.target = ("call_function", torch.detach) if path == STOP else ("call_module", path)
     node.args, node.kwargs = (operand, *others), {}
@@ -252,7 +252,7 @@ def _computes_without(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
-    """Stop the gradient behind a float operator, where a reader has one."""
+    """Stop the gradient after a float operator, where a reader has one."""
     known = fact(node)
     if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
         return 0
@@ -275,7 +275,7 @@ def _discard(gm: fx.GraphModule, path: str) -> None:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Have every node stand behind what it reads, and otherwise as before."""
+    """Sort the nodes so that each follows its operands, and otherwise keep their order."""
     done: set[fx.Node] = set()
     for node in list(graph.nodes):
         waiting = [node]

@@ -3,7 +3,7 @@
     %y = quantized.y(%x, %w)     →     %y_convolution = convolution(%x, [integer.y.weight], [integer.y.bias], …)
                                        %y = requantize_fixed(%y_convolution, [integer.y.multiplier], …)
 
-The calls are those the prepared operator makes itself in state VALIDATE; here they are written down.
+The calls are those that the prepared operator makes in state VALIDATE; here they are recorded as nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fxquant.primitives.proof import Shapes
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 
-CONTAINER = "integer"  # where the constants stand in the integer model
+CONTAINER = "integer"  # the path of the constants in the integer model
 
 
 class GraphLowering(Lowering):
@@ -106,7 +106,7 @@ class GraphLowering(Lowering):
         return self._call(primitive, *arguments)
 
     def _centre(self, node: fx.Node) -> fx.Node:
-        """The centred integers of a node; its own where its zero point is 0."""
+        """Return the centred integers of a node; the node itself where its zero point is 0."""
         zero = zero_point(node)
         if not zero:
             return node
@@ -173,7 +173,7 @@ class GraphLowering(Lowering):
         return value
 
     def operation(self, name: str, arguments: dict[str, Any]) -> Operation:
-        """What was lowered, as a fact."""
+        """Return the record of an operator that was lowered."""
         constants = {role: Constant(node, *self.scales[role]) for role, node in self.constants.items() if role in self.scales}
         return Operation(name, arguments, constants, self.between)
 
@@ -200,7 +200,7 @@ class GraphLowering(Lowering):
 
 
 def _described(grid: Grid) -> QParams:
-    """A grid as a fact."""
+    """Return a grid as a fact."""
     scales = tuple(grid.scale.flatten().tolist())
     one = len(scales) == 1
     return QParams(scales[0] if one else scales, grid.type.name, None if one else -grid.scale.dim(), grid.zero_point)
@@ -228,7 +228,7 @@ class Environment(dict[fx.Node, fx.Node]):
 
 
 def lower(gm: fx.GraphModule, context: Context) -> int:
-    """Every quantized operator is replaced by its primitives; what nothing uses any more is gone."""
+    """Replace every quantized operator by its primitives, and remove what nothing uses any more."""
     graph = fx.Graph()
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors

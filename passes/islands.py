@@ -4,9 +4,9 @@
 %b = reshape(%a)   (integer)     →     %b = reshape(%a)   (float)
 %c = fft(%b)                           %c = fft(%b)
 
-An island is integer operators that are connected with each other and with no other integer ones. It stays in float where everything
-it reads is computed by float operators, or is an input that it only moves, everything that reads it is a float operator, and it forms
-no sums of products. What a rule of the qconfig asks to be integer is left as it is.
+An island is a set of integer operators that are connected with each other and with no other integer operators. It stays in float if
+three conditions hold. Every operand is computed by a float operator, or is an input that the island only moves. Every reader is a
+float operator. The island computes no sums of products. Operators that a rule of the qconfig makes integer are left unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxquant.prepared.stage import is_integer
 
 
 def sink(gm: fx.GraphModule, context: Context) -> int:
-    """No island is left that would cross from float to integer and back for nothing."""
+    """Keep islands in float whose values would cross from float to integer and back without a gain."""
     connected = nx.Graph()
     for node in gm.graph.nodes:
         operator = operator_of(node)

@@ -40,7 +40,7 @@ from fxquant.pipeline import Context
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
-    """No factor for each channel is left behind a layer whose weight can have it."""
+    """Fold every factor for each channel into the layer before it, where the layer's weight can absorb it."""
     ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product
 
     def match(node: fx.Node) -> list[fx.Node] | None:
@@ -88,7 +88,7 @@ def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | 
 
 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
-    """A layer and the permutations that lead from it to the node; nothing where there is no layer."""
+    """Return a layer and the permutations that lead from it to the node; empty where they do not start at a layer."""
     way = [node]
     while (record := operator_of(way[0])) is not None and record.function is permute:
         way.insert(0, record.arguments(way[0])["input"])

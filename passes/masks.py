@@ -1,11 +1,10 @@
-"""An attention mask in front of a softmax becomes truth values that the softmax reads.
+"""An attention mask before a softmax becomes a bool tensor that the softmax reads.
 
 %a = add(%scores, %mask)             →    %y_kept = kept(%mask, -1)
 %y = softmax(%a, -1)                      %y = masked_softmax(%scores, %y_kept, -1)
 
-On an integer grid a mask of -1e9 would take the whole range, and leave nothing of the scores. What it adds to the elements that it
-keeps is added still. Numbers that the masked scores are multiplied by stay where they are; what gives them another shape moves behind
-the softmax.
+On an integer grid a mask of -1e9 would take the whole range, and round all scores to one integer. Values that the mask adds to the
+elements that it keeps are still added. Factors of the masked scores stay in place; operators that reshape them move after the softmax.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fxquant.pipeline import Context
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:
-    """No softmax that becomes integer reads the sum of scores and a mask, or scores of which a mask has replaced some."""
+    """Rewrite every softmax that becomes integer so that it reads the scores and the mask separately."""
     plain = given(gm)
     changes = 0
     for node in list(gm.graph.nodes):
@@ -52,7 +51,7 @@ def recognise(gm: fx.GraphModule, context: Context) -> int:
 
 
 class Search:
-    """The masks in front of one softmax."""
+    """The search for the masks before one softmax."""
 
     def __init__(self, softmax: fx.Node, plain: set[fx.Node], activations: Sequence[str]) -> None:
         self.softmax, self.plain = softmax, plain
@@ -62,7 +61,7 @@ class Search:
         self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
         self.levels: list[float | None] = []  # what each mask adds where it hides
-        self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
+        self.moves: list[fx.Node] = []  # the operators after the masks that change the shape, the last one first
         self.seen: list[fx.Node] = []
 
     def run(self) -> str | None:
@@ -89,7 +88,7 @@ class Search:
         return names
 
     def _empty(self) -> tuple[str, fx.Node | None]:
-        """What becomes of rows of which nothing is kept: zeros where PyTorch has NaN, or where it is not known."""
+        """Return how rows without any kept element are computed: as zeros where PyTorch gives NaN, or where it is not known."""
         if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= ABSORBING:
             return "equal", self.build.host(torch.logical_or, *self.keeps)
         kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
@@ -112,7 +111,7 @@ class Search:
             reader.replace_input_with(node, last)
 
     def _without(self, node: fx.Node) -> fx.Node | None:
-        """The node without the masks in it, as a new one; None where there is none, or where they cannot be taken out of it."""
+        """Return a new node without the masks in this one; None where it has none, or where they cannot be removed."""
         record = operator_of(node)
         if record is None or (record.function is not where and record.refuses(node, record.arguments(node)) is not None):
             return None
@@ -120,7 +119,7 @@ class Search:
         return None if method is None else method(node, record.arguments(node))
 
     def _method(self, record: Operator) -> Callable[[fx.Node, dict[str, Any]], fx.Node | None] | None:
-        """What takes masks out of the operands of such an operator; None where nothing does."""
+        """Return the method that removes masks from the operands of such an operator; None where there is none."""
         if record.function is where:
             return self._chosen
         if record.function is identity:
@@ -249,7 +248,7 @@ class Search:
         return found
 
     def _with(self, node: fx.Node, operand: Any) -> fx.Node | None:
-        """The same operator of its operand without masks; they are in front of it all the same."""
+        """Return the same operator on its operand without masks, where the masks are before the operator."""
         if not isinstance(operand, fx.Node) or fact(operand) is None:
             return None
         found = self._without(operand)

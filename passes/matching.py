@@ -1,13 +1,13 @@
-"""What the user's rules come to, where several operators of the model became one.
+"""Resolution of the user's rules where several operators of the model were fused into one.
 
 Each of the user's operators is covered by rules, the nearest of which is its own: an attribute of a module, a name, a pattern,
-a type, or the default. The rules of an operator that others were fused into are compared by this alone:
+a type, or the default. The rules of a fused operator are compared by this alone:
 
     a rule gives way to another that is the own rule of some part it covers as well
 
 So the default gives way to every rule, and a rule for a block to one for a layer in it. Of the rules that do not give way, that of
-the last part says how the result is quantized: it is that part's output. The first part's own rule says how weight and input are.
-Where one part is to be integer and another to stay in float, and no rule gives way, they are not fused.
+the last part determines how the result is quantized: it is that part's output. The first part's own rule determines how weight and
+input are quantized. Where one part is to be integer and another to stay in float, and no rule gives way, they are not fused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxquant.quantization.spec import ActivationConfig, QConfig
 def covering(
     node: fx.Node, written: tuple[Any, ...], calls: Sequence[Call], mapping: QConfigMapping, attached: Mapping[str, Chosen]
 ) -> MatchedRules:
-    """Every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
+    """Return every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
 
     calls      which calls of these in the module's forward it is
     attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from
@@ -55,11 +55,11 @@ def apart(layer: fx.Node, part: fx.Node) -> str | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """What applies to an operator and all that was fused into it.
+    """The rules that apply to an operator and all operators that were fused into it.
 
     config   its QConfig; None keeps it in float
-    output   the rule that says how its result is quantized
-    layer    the rule that says how its weight and its input are
+    output   the rule that determines how its result is quantized
+    layer    the rule that determines how its weight and its input are quantized
     """
 
     config: Chosen
@@ -68,7 +68,7 @@ class Decision:
 
     @property
     def asked(self) -> bool:
-        """Whether a rule chose the config of its result, rather than nothing but the default."""
+        """Whether a rule other than the default chose the config of its result."""
         return self.output != DEFAULT
 
 
@@ -80,7 +80,7 @@ def is_named(node: fx.Node) -> bool:
 
 
 def decide(node: fx.Node) -> Decision:
-    """What the rules come to for a node and all that was fused into it."""
+    """Resolve the rules for a node and all operators that were fused into it."""
     parts = matched_rules(node)
     layer, config = parts[0][0]
     output, last = next(rules[0] for rules in reversed(parts) if not is_overridden(rules[0][0], parts))

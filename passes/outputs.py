@@ -1,13 +1,13 @@
-"""Parts of an output that are only put together keep a grid each: real numbers are put together, on the host.
+"""Parts of an output that are only concatenated keep a grid each: the dequantized tensors are concatenated, on the host.
 
 %y = cat([%boxes, %scores], 1)         →    %y = cat([%boxes_dequantize, %scores_dequantize], 1)      in float
 return %y                                   return %y
 
-One grid for boxes in pixels and scores below 1 leaves nothing of the scores. Whatever copies elements, and leads to outputs alone by
-operators that copy elements as well, loses nothing in float. Operators that copy elements of one tensor only stay integer, since one
-grid suits them. So do those that a rule of the qconfig names.
+On one grid for boxes in pixels and scores below 1, all scores are rounded to 0. Operators that copy elements, and that lead to outputs
+by such operators alone, are exact in float. Operators that copy elements of a single tensor stay integer, since one grid suits them.
+So do those that a rule of the qconfig names.
 
-Whole numbers that only leave the model as real numbers need no grid either.
+Integers that leave the model only as float tensors need no grid either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxquant.prepared.stage import is_integer, is_quantized
 
 
 def separate(gm: fx.GraphModule, context: Context) -> int:
-    """No output has parts of different tensors on one grid, where nothing but the output needs them to be together."""
+    """Keep operators in float that put parts of different tensors on one grid for an output alone."""
     leaving = _leaving(gm.graph)
     separated: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -46,7 +46,7 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _leaving(graph: fx.Graph) -> set[fx.Node]:
-    """The integer nodes that only copy elements, and whose elements only leave the model, as they are or through the host."""
+    """Return the integer nodes that only copy elements, and whose elements only leave the model, unchanged or through the host."""
     ends: set[fx.Node] = set()
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -82,7 +82,7 @@ def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
 
 
 def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
-    """What the grids of the elements that a node copies are found from: tensors, constants and numbers. Zero is on every grid."""
+    """Yield the sources of the grids of the elements that a node copies: tensors, constants and numbers. Zero is on every grid."""
     operator = operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
@@ -99,7 +99,7 @@ def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 
 
 def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
-    """What the grid of a node is found from."""
+    """Yield the sources from which the grid of a node is found."""
     demanded = demand(node)
     if copies(node) and is_quantized(node):
         yield from _ranges(gm, node)

@@ -1,12 +1,12 @@
-"""What picks a part of a concatenation reads the part itself.
+"""Slices of a concatenation read the concatenated part itself.
 
 %y = cat([%boxes, %scores], 1)         →    %b = %boxes
 %b = getitem(%y, [:, 0:4])                  %s = sigmoid(%scores)
 %s = sigmoid(getitem(%y, [:, 4:84]))
 
-A concatenation has one grid for all its parts, which is too coarse for some of them where their ranges differ. Parts that are
-separated again need not meet. Between the concatenation and the slice may be permutations, reshapes that leave the sliced dimension
-whole, and further concatenations along other dimensions, which each part then has for itself.
+A concatenation has one grid for all its parts, which is too coarse for some of them where their ranges differ. Parts that are sliced
+apart again need no common grid. Between the concatenation and the slice there may be permutations, reshapes that keep the sliced
+dimension, and further concatenations along other dimensions, which each part then gets separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxquant.pipeline import Context
 
 
 def pick(gm: fx.GraphModule, context: Context) -> int:
-    """No slice of a concatenation is left that could be a slice of one of its parts, or the part."""
+    """Replace every slice of a concatenation by a slice of one of its parts, or by the part, where possible."""
     changes = 0
     for node in list(gm.graph.nodes):
         if operator_of(node) is None or node.target is not getitem or is_named(node):
@@ -52,7 +52,7 @@ def _looked_through(node: fx.Node) -> bool:
 
 
 def _replaced(node: fx.Node) -> fx.Node | None:
-    """What holds the elements of a slice, without the others of a concatenation; None where there is no such."""
+    """Return a node with the elements of a slice, without the other parts of a concatenation; None if none can be found."""
     value, index = node.args
     assert isinstance(value, fx.Node)
     assert isinstance(index, list)
@@ -74,7 +74,7 @@ def _replaced(node: fx.Node) -> fx.Node | None:
 
 
 def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
-    """The first element that an entry picks, and the one behind its last; None where it picks all, or not those between."""
+    """Return the bounds of the elements that an entry picks; None where it picks all, or not all of those between."""
     if not isinstance(size, int) or not isinstance(entry, int | slice):
         return None
     if isinstance(entry, int):
@@ -86,7 +86,7 @@ def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
 
 
 def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> fx.Node | None:
-    """A node with the elements from `start` to `stop` along a dimension of a value, without those of other parts of a concatenation.
+    """Return a node with the elements from `start` to `stop` along a dimension of a value, without other parts of a concatenation.
 
     None where no concatenation along it is found, or where the bounds are not between its parts.
     """
@@ -122,7 +122,7 @@ def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> f
 def _part_of_cat(
     value: fx.Node, tensors: Sequence[fx.Node], along: int, dim: int, bounds: tuple[int, int], reader: fx.Node
 ) -> fx.Node | None:
-    """The same of a concatenation along the dimension `along`."""
+    """Return the node of `_part` for a concatenation along the dimension `along`."""
     start, stop = bounds
     shape = _cut(value, dim, stop - start)
     stacked = value.target is stack
@@ -152,7 +152,7 @@ def _part_of_cat(
 
 
 def _part_beside(value: fx.Node, arguments: dict[str, Any], dim: int, bounds: tuple[int, int], reader: fx.Node) -> fx.Node | None:
-    """The same of a tensor that something was written into: a part beside that, or what was written."""
+    """Return the node of `_part` for a tensor that a value was written into: a part outside that value, or the value."""
     operand, source, shape = arguments["input"], arguments["value"], shape_of(value)
     written = _bounds(arguments["index"][dim], shape[dim]) if value.target is setitem else reach(shape, arguments["way"], dim)
     if written is None:
@@ -183,7 +183,7 @@ def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None
 
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
-    """The product of sizes: that of the numbers, and the ones that depend on the batch."""
+    """Return the product of sizes: that of the numbers, and the sizes that depend on the batch."""
     return math.prod(size for size in sizes if isinstance(size, int)), tuple(
         sorted(str(size) for size in sizes if not isinstance(size, int))
     )

@@ -30,7 +30,7 @@ MOST = 64  # parts of a function
 
 
 def join(gm: fx.GraphModule, context: Context) -> int:
-    """No integer operator chooses between functions of one and the same tensor; such a choice is a `curve` of that tensor."""
+    """Replace every integer choice between functions of one and the same tensor by a `curve` of that tensor."""
     changes, places = 0, {node: place for place, node in enumerate(gm.graph.nodes)}
     for node in reversed(list(gm.graph.nodes)):  # the last choice first: those before it are parts of it
         record = None if node._erased else operator_of(node)
@@ -96,7 +96,7 @@ def _fits(node: fx.Node, choice: fx.Node) -> bool:
 
 
 def _number(gm: fx.GraphModule, node: fx.Node) -> float | None:
-    """The number that all elements of a constant are; None of what differs, or can be trained."""
+    """Return the number that all elements of a constant equal; None where they differ, or can be trained."""
     value = resolve(gm, str(node.target)) if node.op == "get_attr" else None
     if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter) or not value.is_floating_point() or not value.numel():
         return None
@@ -105,7 +105,7 @@ def _number(gm: fx.GraphModule, node: fx.Node) -> float | None:
 
 
 def _steps(gm: fx.GraphModule, node: Any, source: fx.Node) -> Steps:
-    """A node as a function of the source."""
+    """Return a node as a function of the source."""
     if not isinstance(node, fx.Node):
         return written(node)
     if node is source:

@@ -1,11 +1,11 @@
-"""Sums of squares, what is divided by them or by anything else, and scores of a softmax are 16 bits wide, where the target has these.
+"""Sums of squares, differences from a mean, divisors, and scores of a softmax are 16 bits wide, where the target supports int16.
 
 %p = mean(square(%x), -1)            →    the square, the mean and the root on int16 grids, as in a layer norm;
 %y = mul(%x, rsqrt(%p + 1e-6))            the product as the qconfig says
 
-Of 8 bits of a square four are left of the number that was squared: whoever normalises by hand would lose what a layer norm keeps.
-Near a pole, of 1 / x or log(x), a step of the operand is most of the result's range: what leads there alone is wide as well.
-A rule of the qconfig that is about one of these operators goes before.
+An 8-bit square keeps four bits of the number that was squared, so a normalization written by hand would lose precision that a layer
+norm keeps. Near a pole, as of 1 / x or log(x), one step of the operand is most of the result's range, so operators that lead there
+alone are wide as well. A rule of the qconfig for one of these operators takes precedence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxquant.pipeline import Context
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
-    """What is computed with squares up to a factor or a divisor, and what leads to a softmax or to poles alone, is 16 bits wide."""
+    """Widen nodes to 16 bits: those between squares and a factor or divisor, and those that lead only to a softmax or to poles."""
     if "int16" not in context.target.activations:
         return 0
     changes = 0
@@ -60,7 +60,7 @@ def _is_square(node: fx.Node) -> bool:
 
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
-    """What is left of tensors without their mean, and that mean, where it is squared or multiplied and nothing else."""
+    """Return differences of tensors and their mean that are only squared, multiplied or divided, and means that only they read."""
     found: list[fx.Node] = []
     for node in gm.graph.nodes:
         average = _arguments(node)["other"] if _function(node) is sub else None
@@ -76,7 +76,7 @@ def _multiplies_or_squares(reader: fx.Node) -> bool:
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
-    """Squares that are summed, their sums, statistics, and what leads from these to a factor or a divisor alone."""
+    """Return squares that are summed, their sums, statistics, and nodes that lead from these to a factor or a divisor alone."""
     found: list[fx.Node] = []
     beginning = {node for node in gm.graph.nodes if Trait.STATISTIC in traits_of(node) or _is_square(node)}
     if not beginning:
@@ -113,7 +113,7 @@ def _scales(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _scores(gm: fx.GraphModule) -> list[fx.Node]:
-    """Products of matrices that are scores of a softmax, and what stands between."""
+    """Return matrix products that are scores of a softmax, and the nodes between."""
     leading: set[fx.Node] = set()
     passing = {Trait.REARRANGES, Trait.MATRIX_PRODUCT, Trait.AFFINE}
     for node in reversed(gm.graph.nodes):
@@ -128,8 +128,8 @@ def _scores(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
-    """What divisors and the operands of steep functions are computed by, where nothing else reads it, from layers and composites on."""
-    leading: dict[fx.Node, bool] = {}  # whether what such a node reads leads there as well
+    """Return nodes that only divisors and operands of steep functions are computed from, back to layers and composites."""
+    leading: dict[fx.Node, bool] = {}  # whether the operands of such a node lead there as well
     for node in reversed(gm.graph.nodes):
         record = operator_of(node)
         if record is not None and node.users and all(_divides(reader, node) or leading.get(reader, False) for reader in node.users):

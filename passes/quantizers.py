@@ -44,11 +44,11 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig, WeightConfig
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 
-CONTAINER = "quantized"  # where the operators stand in the prepared model
+CONTAINER = "quantized"  # the path of the operators in the prepared model
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """Every integer operator is a QuantizedOperator; every group has one quantizer."""
+    """Replace every integer operator by a QuantizedOperator, and give every group one quantizer."""
     quantizers = _quantizers(gm, context)
     container = free_name(gm, CONTAINER)
     changes = 0
@@ -221,7 +221,7 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, member
 
 
 def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int, Quantizer]) -> dict[str, Any]:
-    """The quantizers of the operands, by parameter; None for an operand that is a constant."""
+    """Return the quantizers of the operands, by parameter; None for an operand that is a constant."""
 
     def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
         if is_parameter(operand) or operand in read_nodes(operator, arguments):

@@ -18,7 +18,7 @@ from fxquant.pipeline import Context
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
-    """No addition is left whose operand is a layer that can absorb it."""
+    """Fuse every addition into a layer that is its operand, where the layer can absorb it."""
     masked = masks(gm, in_front_of_softmax(gm))
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
 

@@ -1,6 +1,6 @@
-"""What the user asks of every operator, by the rules of the qconfig, before operators are fused.
+"""The rules of the qconfig are matched with every operator, before operators are fused.
 
-A rule is about what the user wrote: a ReLU that becomes the limits of a convolution has a name, a type and a module of its own until then.
+A rule is about the model as it was written: a ReLU that becomes the limits of a convolution has its own name, type and module before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _check_target(gm: fx.GraphModule, context: Context) -> None:
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:
-    """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
+    """Record at every node that computes a tensor the rules that cover it, and at the model those that cover none."""
     changes, default = 0, context.target.default_activation
     _check_target(gm, context)
     resolved: dict[int, Chosen] = {}  # by identity: the user gives a few configs, which are those of many nodes
@@ -81,5 +81,5 @@ def _static(node: fx.Node, rules: MatchedRules) -> MatchedRules:
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What the user wrote where no operator of the table recognises it."""
+    """Return the module type or the function of a node that no operator of the table recognises."""
     return (type(resolve(gm, str(node.target))),) if node.op == "call_module" else (node.target,)

@@ -26,7 +26,7 @@ Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and t
 
 
 def share(gm: fx.GraphModule, context: Context) -> int:
-    """Every integer node has a group; nodes of one group have one dtype and at most one fixed scale."""
+    """Assign a group to every integer node; nodes of one group have one dtype and at most one fixed scale."""
     demands = nx.Graph()
     tied: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -49,9 +49,9 @@ def share(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _observe(gm: fx.GraphModule, context: Context) -> None:
-    """Of every integer node is known which of its values matter to anything that reads it.
+    """Find for every integer node which of its values affect any of its readers.
 
-    A clamp throws away what lies beyond its limits; a scale that covered that as well would be too coarse for the rest.
+    A clamp discards values beyond its limits; a scale that covered these as well would be too coarse for the others.
     """
     for node in reversed(gm.graph.nodes):
         if not is_quantized(node) or not node.users:
@@ -68,7 +68,7 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
 
 
 def _wanted(reader: fx.Node, context: Context) -> Interval:
-    """Which values of its operands make a difference to a node."""
+    """Return which values of its operands affect a node."""
     if not is_integer(reader):
         return EVERYTHING
     return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)))

@@ -38,7 +38,7 @@ AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and i
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
-    """Every node that computes a tensor is annotated; those that stay in float say why."""
+    """Annotate every node that computes a tensor; those that stay in float with the reason."""
     changes = 0
     effective: set[Rule] = set()
     needed = needed_in_float(gm, context.target.activations)
@@ -149,7 +149,7 @@ def _integer(node: fx.Node) -> bool:
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
-    """What the user wrote: the module's class, or the function's name."""
+    """Return the name of a node as it was written: the module's class, or the function's name."""
     if node.op == "call_module":
         return type(resolve(gm, str(node.target))).__name__
     name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -157,9 +157,9 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | None) -> str:
-    """What is demanded of the result, or else the configured dtype, or `preferred` by a reader where no rule asks for one in particular.
+    """Return the dtype of the result: the demanded one, else the configured one, or that `preferred` by a reader where no rule chose one.
 
-    An operator on its operand's grid has its operand's, unless a rule chose another for it; `default` is the target's for activations.
+    An operator on its operand's grid has its operand's dtype, unless a rule chose another. `default` is the target's for activations.
     """
     qconfig = decision.config
     assert qconfig is not None

@@ -56,7 +56,7 @@ def _is_own(node: fx.Node) -> bool:
 
 
 def _of_output(chosen: Chosen, default: str) -> Chosen:
-    """What a rule says of a stub: the stub is its output, and a 32-bit output is that of a layer's sum."""
+    """Return the config of a rule for a stub: a stub has only an output, and only a layer's sum can be a 32-bit output."""
     if chosen is None or chosen.dynamic:
         return chosen
     output = replace(chosen.output, dtype=default) if chosen.output.dtype == "int32" else chosen.output

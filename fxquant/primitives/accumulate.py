@@ -35,7 +35,10 @@ class Split(NamedTuple):
 
 
 def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
-    """p_0, p_1, … with value = Σ p_i · 2^(i·bits), each but the last in [-2^(bits-1), 2^(bits-1) - 1]; floating integers in and out."""
+    """Return p_0, p_1, … with value = Σ p_i · 2^(i·bits), each but the last in [-2^(bits-1), 2^(bits-1) - 1].
+
+    `value` and the parts are integers in a floating-point dtype, all of one shape.
+    """
     found = []
     for _ in range(parts - 1):
         high = torch.floor((value + 2 ** (bits - 1)) * 2.0**-bits)
@@ -45,7 +48,7 @@ def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
 
 
 def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
-    """The names of the parts of an operand: the ONNX form of `split`."""
+    """Emit the ONNX form of `split` and return the names of the parts."""
     found = []
     for _ in range(parts - 1):
         raised = e.node("Add", value, e.constant(float(2 ** (bits - 1))))
@@ -68,7 +71,7 @@ def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, ke
 
 
 def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split, kernel: Callable[[str, str], str]) -> str:
-    """`sum_parts` on the operands as they are stored; a bias is float64."""
+    """Emit the ONNX form of `sum_parts` for operands in their storage dtypes; a bias is float64."""
     parts = onnx_split(e, e.node("Cast", x, to=torch.float32), cut.parts, cut.bits)
     weights = onnx_split(e, e.node("Cast", w, to=torch.float32), cut.weight_parts, cut.weight_bits)
     total = ""
@@ -82,12 +85,15 @@ def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split
 
 
 def accumulated(total: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    """A float64 sum as an accumulator: int32, or int64 (48 bits of it) for int16 weights; as it is where the operand was floating."""
+    """Return a float64 sum as an accumulator: int32, or int64 (of which 48 bits are used) for int16 weights.
+
+    A sum of a floating-point operand is returned unchanged.
+    """
     return total if input.is_floating_point() else total.to(torch.int64 if weight.dtype == torch.int16 else torch.int32)
 
 
 def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
-    """A bias, shaped against a result with `trailing` dimensions after its channels."""
+    """Return a bias, reshaped to broadcast against a result with `trailing` dimensions after its channels."""
     return None if bias is None else bias.reshape(-1, *[1] * trailing)
 
 
@@ -95,7 +101,7 @@ def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
 
 
 def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
-    """What ONNX's convolutions are told beside their operands."""
+    """Return the attributes of an ONNX convolution."""
     return {
         "kernel_shape": list(weight.shape[2:]),
         "strides": list(stride),
@@ -115,7 +121,7 @@ def _onnx_convolution(
 
 
 def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
-    """Every sum of parts stays below 2^24, and the parts hold all bits of what they are parts of."""
+    """Raise Unproved unless every sum of parts stays below 2^24 and the parts hold all bits of the operand and the weight."""
     chosen = Split(*cut)
     need(min(chosen) >= 1 and max(chosen) <= 64, f"it cuts its operands into {list(chosen)} parts and bits")
     part = 2 ** (chosen.bits - 1)
@@ -138,7 +144,7 @@ def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups:
 def convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """Σ x·w + bias, zero padding, as int32; |result| < 2^24 for every input of its dtype."""
+    """Compute Σ x·w + bias with zero padding, as int32; |result| < 2^24 for every input of its dtype."""
     with full_precision(input):
         result = CONVOLUTIONS[weight.dim() - 2](
             input.float(), weight.float(), None if bias is None else bias.float(), stride, padding, dilation, groups
@@ -161,7 +167,10 @@ def _convolution_real(
 
 
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:
-    """How many input channels to sum at a time for every sum to stay below 2^24, for an operand of this magnitude; None if few are."""
+    """Return the sizes of blocks of input channels whose sums stay below 2^24 for an operand of this magnitude.
+
+    Return None if that takes more than MOST_BLOCKS blocks, or if a block would be empty.
+    """
     reach = (weight.abs().double().flatten(2).sum(2) * largest).cumsum(1)  # of each output channel, up to each input channel
     blocks: list[int] = []
     start = 0
@@ -178,7 +187,7 @@ def _blocks(weight: Tensor, largest: int) -> list[int] | None:
 
 
 def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: list[int], attributes: dict[str, Any]) -> str:
-    """The sum of convolutions of blocks of channels, which costs what one convolution does, in float64."""
+    """Emit the float64 sum of convolutions of blocks of input channels; together they cost as much as one convolution."""
     sizes = e.constant(blocks, torch.int64)
 
     def split_up(whole: str) -> list[str]:
@@ -238,9 +247,10 @@ def convolution_wide(
     groups: int,
     cut: list[int],
 ) -> Tensor:
-    """`convolution` beyond 2^24: operand and weight are cut into parts (`Split`) whose sums stay below 2^24, joined in float64.
+    """Compute `convolution` where the sum can reach 2^24.
 
-    The result is int32, or int64 for int16 weights.
+    The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
+    2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
     """
 
     def kernel(part: Tensor, factor: Tensor) -> Tensor:
@@ -266,7 +276,7 @@ def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
 
 @primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator", role=Role.LINEAR, casts=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
+    """Compute x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
     with full_precision(input):
         result = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
     return stored(result, input, torch.int32)
@@ -278,16 +288,16 @@ def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def onnx_double(e: Emitter, value: str) -> str:
-    """An operand of a float64 matrix product.
+    """Emit an operand of a float64 matrix product.
 
-    Round is a barrier: without it onnxruntime up to 1.23 joins the product with a transposition before it, which it cannot run in float64.
+    Round is a barrier: without it onnxruntime up to 1.23 fuses the product with a transposition before it, which it cannot run in float64.
     """
     return e.node("Round", e.node("Cast", value, to=torch.float64))
 
 
 def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:
     transposed = e.node("Cast", e.constant(weight.t().contiguous()), to=torch.float64)
-    # Round is a barrier: without it the runtime may join the product with the multiplier that follows.
+    # Round is a barrier: without it the runtime may fuse the product with the multiplier that follows.
     product = e.node("Round", e.node("MatMul", onnx_double(e, input), transposed))
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
@@ -300,7 +310,7 @@ def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Rang
     _onnx_linear_wide, bounds=_bounds_linear_wide, surrogate=_linear_real, kind="accumulator", role=Role.LINEAR, wide=True, casts=True
 )
 def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` beyond 2^24, summed in float64; int32, or int64 for int16 weights."""
+    """Compute `linear` where the sum can reach 2^24, in float64; the result is int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone
     return accumulated(total, input, weight)
 
@@ -312,7 +322,7 @@ def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: 
     dtype = e.dtype(accumulator)
     if dtype == torch.float32 and e.opset >= DEQUANTIZES and e.dtype(residual) == torch.int8:
         axes = [dim - multiplier.dim() for dim, count in enumerate(multiplier.shape) if count > 1]
-        if len(axes) < 2:  # a product of whole numbers below 2^24, in one operator
+        if len(axes) < 2:  # a product of integers below 2^24, in one operator
             by = multiplier.flatten().float() if axes else multiplier.flatten()[0].float()
             zeros, axis = torch.zeros_like(by, dtype=torch.int8), {"axis": axes[0]} if axes else {}
             return e.node("Add", accumulator, e.node("DequantizeLinear", residual, e.constant(by), e.constant(zeros), **axis))
@@ -359,7 +369,7 @@ def _add_residual_real(accumulator: Tensor, residual: Tensor, multiplier: Tensor
     casts=True,
 )
 def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
-    """accumulator + ⌊residual · multiplier / 2^right_shift⌋, with integers per channel (int32), shaped to broadcast.
+    """Compute accumulator + ⌊residual · multiplier / 2^right_shift⌋; `multiplier` and `right_shift` are int32, shaped to broadcast.
 
     |residual · multiplier| is below 2^24 where the accumulator is.
     """
@@ -372,7 +382,7 @@ def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tens
 
 @primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator", role=Role.RESIDUAL, casts=True)
 def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> Tensor:
-    """accumulator + residual · multiplier, with whole multipliers per channel, shaped to broadcast."""
+    """Compute accumulator + residual · multiplier, with an integer multiplier per channel, shaped to broadcast."""
     if accumulator.is_floating_point():
         return accumulator + residual * multiplier.to(accumulator.dtype)
     return accumulator + residual.to(accumulator.dtype) * multiplier

@@ -1,7 +1,7 @@
-"""How a target brings one scale to another: an arithmetic is one class, and the targets that use it are rows of data.
+"""How a target rescales integers: an arithmetic is one class, and the targets that use it are rows of data.
 
-The two here are specified in backends/bpu/ARITHMETIC.md, sections 8 to 11. A third one is a class beside them: which primitives it
-composes, and how.
+The two arithmetics here are specified in backends/bpu/ARITHMETIC.md, sections 8 to 11. A third one is another class, which defines
+the primitives that it composes, and how.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import TIES, requantize_fixed, requantize_real
 
 Function = Callable[..., Tensor]
-# What an accumulator holds: see `Arithmetic.requantize`.
+# The kinds of an accumulator, for `Arithmetic.requantize`.
 LAYER, WIDE_LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "layer of 16 bits", "matrix", "sum", "product", "value"
 LAYERS = (LAYER, WIDE_LAYER)
 LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
 class Composer(Protocol):
-    """What composes primitives: a `Lowering`, which computes with them or writes them down."""
+    """An object that composes primitives: a `Lowering`, which calls them or records their calls in a graph."""
 
     def call(self, primitive: Function, *arguments: Any) -> Any:
         """Apply a primitive."""
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
-        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+        """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
-        """The zero point that a primitive adds to its result, as a further argument, where it adds one."""
+        """Return the zero point that a primitive adds to its result, as a further argument; empty where it adds none."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Arithmetic:
     resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh
     resize_floors: bool = False  # whether it rounds down along each dimension, the last one first, instead of once to the nearest
     residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
-    residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
+    residual_bits: int = 0  # of the multiplier of a residual in the accumulator, before a right shift; 0: an integer multiplier, no shift
     shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
     multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
     slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
@@ -93,19 +93,22 @@ class Arithmetic:
         return False
 
     def step(self, scale: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        """The factors of the step of a product of integers on two scales, float32."""
+        """Return the factors, float32, whose product is the step of a product of integers on two scales."""
         return (scale * other,) if self.float32_steps else (scale, other)
 
     def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
-        """The integers of a bias, float64 of its shape, in steps of the product of an operand's and a weight's scale."""
+        """Return the integers of a bias, float64 of its shape, in steps of the product of an operand's and a weight's scale."""
         return bias_integers(bias, scale, other)
 
     def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
-        """The integers that a layer holds, float64: those of its bias, with half a step of an output on `scale` in steps of the sum."""
+        """Return the integers that a layer stores as its bias, float64.
+
+        Where `half_step_in_bias`, they include half a step of an output on `scale`, in steps of the sum.
+        """
         return bias
 
     def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
-        """What is added to the negative of a sum, float64, for its requantization to be that of the sum by a negative multiplier."""
+        """Return the constant, float64, to add to a negated sum so that it is requantized as the sum with a negative multiplier."""
         return torch.zeros((), dtype=torch.float64, device=grid.scale.device)
 
     def requantize(
@@ -120,26 +123,26 @@ class Arithmetic:
         accumulator_bits: int = 32,
         kind: str = VALUE,
     ) -> Any:
-        """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
+        """Requantize an accumulator of `accumulator_bits` bits by `ratio` to integers on a grid, centred ones limited to [low, high].
 
-        `role` begins the constants' names. `kind` says what was accumulated: LAYER, WIDE_LAYER (of an operand of 16 bits), MATRIX (a
-        product of two), SUM, PRODUCT, or any other VALUE.
+        `role` is the prefix of the constants' names. `kind` is the kind of the accumulator: LAYER, WIDE_LAYER (an operand of 16 bits),
+        MATRIX (a product of two activations), SUM, PRODUCT, or any other VALUE.
         """
         raise NotImplementedError
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
-        """Integers of `dtype` times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
+        """Rescale integers of `dtype` by `ratio` to an accumulator on a finer scale; `wide` where it can reach 2^24."""
         raise NotImplementedError
 
     def refuses(self, primitive: Function, arguments: Mapping[str, Any], storage: torch.dtype) -> str | None:
-        """Why a call with these constants, whose result is stored in `storage`, is none that this arithmetic makes; None if it may be."""
+        """Return why this arithmetic never makes a call with these constants and a result stored in `storage`; None if it may."""
         if primitive in _rescaling() and primitive not in self.primitives:
             return f"its target requantizes by {self.multiplies_by}"
         return None
 
 
 def _rescaling() -> set[Function]:
-    """The primitives that belong to some arithmetic; all others are any target's."""
+    """Return the primitives that belong to some arithmetic; every target may use all others."""
     found: set[Function] = set()
     kinds = [Arithmetic]
     while kinds:
@@ -150,7 +153,7 @@ def _rescaling() -> set[Function]:
 
 
 def _without_last_bits(value: Tensor, bits: int) -> Tensor:
-    """Integers, float64, of which this many bits are kept: the last ones are 0, rounded towards zero."""
+    """Round integers, float64, towards zero to this many significant bits; the bits below are 0."""
     shifts = torch.zeros_like(value, dtype=torch.int64)
     for shift in range(1, 32 - bits + 1):
         below = torch.floor(value * 2.0 ** -(shift - 1))
@@ -160,7 +163,7 @@ def _without_last_bits(value: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedArithmetic(Arithmetic):
-    """*fixed*: a shift, a product with an integer, a shift."""
+    """The *fixed* arithmetic: a shift, a product with an integer, a shift."""
 
     final_rounding: str = "half_up"  # or another of `requantize_fixed`
     roundings: Mapping[str, str] = field(default_factory=dict)  # of kinds that differ; a LAYER that rounds down has half a step in its bias
@@ -241,7 +244,7 @@ class FixedArithmetic(Arithmetic):
 
 @dataclass(frozen=True)
 class RealArithmetic(Arithmetic):
-    """*real*: one product with a float32 number, rounded half to even."""
+    """The *real* arithmetic: one product with a float32 number, rounded half to even."""
 
     primitives = frozenset((requantize_real, align_real))
     multiplies_by = "a float32 multiplier"

@@ -1,4 +1,4 @@
-"""Where real numbers become integers, and where they become real again."""
+"""Quantization of float tensors to integers, and dequantization."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 
 
 def as_float32(e: Emitter, input: str) -> str:
-    """A real tensor of any dtype as the boundary reads it."""
+    """Emit a cast of a float tensor to float32, where it has another dtype."""
     return input if e.dtype(input) == torch.float32 else e.node("Cast", input, to=torch.float32)
 
 
 def _onnx_quantize_byte(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int) -> str:
-    """The same by QuantizeLinear."""
+    """Emit `quantize` to an 8-bit dtype as QuantizeLinear."""
 
     def body(e: Emitter, x: str, scale: str, limit: str) -> str:
         x = e.node("Where", e.node("IsNaN", x), e.constant(0.0), x)
@@ -29,7 +29,7 @@ def _onnx_quantize_byte(e: Emitter, input: str, scale: Tensor, low: int, high: i
 
 
 def clipped(e: Emitter, stored: str, low: int, high: int, dtype: torch.dtype) -> str:
-    """An integer tensor within these limits, where they are narrower than its dtype."""
+    """Emit a Clip of an integer tensor to these limits, where they are narrower than its dtype."""
     limits = torch.iinfo(dtype)
     return stored if (low, high) == (limits.min, limits.max) else e.node("Clip", stored, e.constant(low, dtype), e.constant(high, dtype))
 
@@ -52,7 +52,7 @@ def _onnx_quantize(e: Emitter, input: str, scale: Tensor, low: int, high: int, d
 
 
 def offset(e: Emitter, zero_point: int, dtype: torch.dtype = torch.float32) -> list[str]:
-    """The zero point as a further operand, where it is not 0."""
+    """Return the zero point as a further operand, where it is not 0; else nothing."""
     return [e.constant(float(zero_point), dtype)] if zero_point else []
 
 
@@ -68,9 +68,10 @@ def _bounds_quantize(input: Value | None, scale: Value, low: int, high: int, dty
 
 @primitive(_onnx_quantize, bounds=_bounds_quantize, surrogate=_surrogate_quantize)
 def quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
-    """clip(round_half_even(x / scale), low, high) + zero_point, IEEE float32 division; NaN gives the zero point.
+    """Compute clip(round_half_even(x / scale), low, high) + zero_point, with IEEE float32 division; NaN gives the zero point.
 
-    `input` is the real tensor, `low` and `high` limit the centred integers. The result has `dtype`.
+    `input` is a float tensor and `scale` a float32 tensor of shape (). `low` and `high` limit the centred integers. The result has
+    the shape of `input` and `dtype`.
     """
     return quantized_value(input, scale, low, high).add_(zero_point).to(dtype)
 
@@ -86,6 +87,6 @@ def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype =
 
 @primitive(_onnx_dequantize, bounds=None, kind="float", zero_point=ZeroPoint.INVARIANT, shifted=("zero_point",))
 def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> Tensor:
-    """float32(q - zero_point) · scale, rounded to `dtype`."""
+    """Compute float32(q - zero_point) · scale, rounded to `dtype`; `scale` is float32."""
     value = input.float()
     return ((value - zero_point if zero_point else value) * scale).to(dtype)

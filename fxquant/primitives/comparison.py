@@ -1,4 +1,4 @@
-"""Truth values: made by comparing integers, joined with each other, and what is chosen by them."""
+"""Comparisons of integers, logical operations on booleans, and selection by a boolean condition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"and": torch.logical_and
 
 def _onnx_compare(e: Emitter, input: str | Tensor, other: str | Tensor, relation: str) -> str:
     names = [named(e, value) for value in (input, other)]
-    # Whole numbers that are no quantized tensors may need all of their bits; floats hold everything else, and runtimes compare them all.
+    # An int64 tensor without a grid may need all of its bits; floats hold everything else, and every runtime compares floats.
     width = next((dtype for dtype in (torch.int64, torch.float64) if dtype in map(e.dtype, names)), torch.float32)
     result = e.node(_ONNX_RELATIONS[relation], *(name if e.dtype(name) == width else e.node("Cast", name, to=width) for name in names))
     return e.node("Not", result) if relation == "ne" else result
@@ -38,9 +38,9 @@ def _bounds_compare(input: Value, other: Value, relation: str) -> Range:
 
 @primitive(_onnx_compare, bounds=_bounds_compare, kind="plain")
 def compare(input: Tensor, other: Tensor, relation: str) -> Tensor:
-    """Whether each element of `input` is in this relation ("eq", "ne", "lt", "le", "gt", "ge") to that of `other`: bool.
+    """Compare `input` with `other` element by element, by "eq", "ne", "lt", "le", "gt" or "ge"; the result is bool.
 
-    Both are integers on one scale, or whole numbers; one may be a constant, also one that is beyond the dtype of the other.
+    Both are integers on one scale, or int64 tensors without a grid. One may be a constant, whose values may exceed the other's dtype.
     """
     dtype = torch.promote_types(input.dtype, other.dtype)  # a tensor without dimensions would be brought to the dtype of the other
     return RELATIONS[relation](input.to(dtype), other.to(dtype))
@@ -57,7 +57,7 @@ def _bounds_logic(input: Value | None, other: Value | None, operation: str) -> R
 
 @primitive(_onnx_logic, bounds=_bounds_logic, kind="plain")
 def logic(input: Tensor, other: Tensor, operation: str) -> Tensor:
-    """Two truth values joined by "and", "or" or "xor", element by element."""
+    """Combine two bool tensors element by element, by "and", "or" or "xor"."""
     return LOGIC[operation](input, other)
 
 
@@ -71,7 +71,7 @@ def _bounds_opposite(input: Value | None) -> Range:
 
 @primitive(_onnx_opposite, bounds=_bounds_opposite, kind="plain")
 def opposite(input: Tensor) -> Tensor:
-    """The other truth value."""
+    """Negate a bool tensor element by element."""
     return torch.logical_not(input)
 
 
@@ -91,5 +91,5 @@ def _bounds_choose(input: Value, other: Value, condition: Value | None) -> Range
 
 @primitive(_onnx_choose, bounds=_bounds_choose, zero_point=ZeroPoint.EQUIVARIANT)
 def choose(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
-    """The element of `input` where the condition holds, else that of `other`; both are integers on one grid."""
+    """Return the element of `input` where the condition (bool) holds, else that of `other`; both are integers on one grid."""
     return torch.where(condition, input, other)

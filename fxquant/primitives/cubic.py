@@ -1,4 +1,4 @@
-"""Reading an image between its pixels by cubic interpolation: four neighbours along each axis, with weights that a table holds."""
+"""Cubic interpolation of an image between its pixels: four neighbours along each axis, with weights from a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _onnx_sample_cubic(
         found = e.node("GatherND", pixels, e.node("Add", row, column), batch_dims=1)
         found = e.node("Mul", found, e.node("Mul", down, across))
         total = e.node("Add", total, found) if total else found
-    # Round is a barrier: without it the runtime may join a multiplier behind it with the sum.
+    # Round is a barrier: without it the runtime may fuse a multiplier after it with the sum.
     return e.node("Transpose", e.node("Round", total), perm=[0, 3, 1, 2])
 
 
@@ -64,11 +64,12 @@ def _bounds_sample_cubic(
 def sample_cubic(
     input: Tensor, coordinates: Tensor, weights: Tensor, sizes: list[int], bits: int, padding: str, corners: bool, wide: bool
 ) -> Tensor:
-    """Σ w·q of an image (N, C, *sizes) at every position of (N, H, W, 2), x first, in steps of 2^-bits of a pixel: an accumulator.
+    """Compute Σ w·q of an image (N, C, *sizes) at every position of (N, H, W, 2), x first, in steps of 2^-bits of a pixel.
 
-    Of the remainder r of a position, row r of `weights` (2^bits, 4) is that of its four neighbours along an axis, and w the product of
-    two. Outside lies 0 if `padding` is "zeros", the nearest pixel if it is "border", and for "reflection" what is mirrored there, at the
-    middles of the outermost pixels (`corners`) or at their outer edges. int32, below 2^24 in magnitude, or, if `wide`, int64 below 2^53.
+    Row r of `weights`, of shape (2^bits, 4), holds the weights of the four neighbours along an axis for a position with remainder r; w is
+    the product of two of them. Outside, the image is 0 if `padding` is "zeros", and the nearest pixel if it is "border". For "reflection"
+    it is mirrored, at the centres of the outermost pixels (`corners`) or at their outer edges. The result is an accumulator: int32, below
+    2^24 in magnitude, or, if `wide`, int64, below 2^53.
     """
     width, around = torch.float64 if wide else torch.float32, 1 if padding == "zeros" else 0
     image = torch.nn.functional.pad(input.to(width), [around] * 4)

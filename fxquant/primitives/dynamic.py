@@ -1,4 +1,4 @@
-"""A linear layer between real numbers whose operand becomes integers at run time, by what it is: dynamic quantization.
+"""A linear layer from float to float whose operand is quantized at run time, by its own range: dynamic quantization.
 
 The operand's grid is that of ONNX's DynamicQuantizeLinear, uint8 with one scale for the whole tensor; the weight's integers and scales
 are constants. Every step is one operation of IEEE float32, or exact.
@@ -20,11 +20,11 @@ MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero 
 
 
 class Centred(NamedTuple):
-    """A real tensor as integers on a grid of its own.
+    """A float tensor quantized to a grid of its own.
 
-    integers    whole numbers in float32, q - zero_point
+    integers    q - zero_point, integers in float32, of the tensor's shape
     scale       float32, shape ()
-    zero_point  a whole number in float32, shape ()
+    zero_point  an integer in float32, shape ()
     """
 
     integers: Tensor
@@ -33,10 +33,10 @@ class Centred(NamedTuple):
 
 
 def centred(input: Tensor) -> Centred:
-    """A float32 tensor as the centred integers of its own uint8 grid, that of DynamicQuantizeLinear; ARITHMETIC.md has the formula.
+    """Quantize a float tensor to the centred integers of its own uint8 grid, as DynamicQuantizeLinear does; ARITHMETIC.md has the formula.
 
-    NaN, and what is smaller than 2^-110 in magnitude, count as 0, and what is larger than 2^126 as that: so the range is finite and no
-    scale subnormal. Of an empty tensor, and of one that is 0 everywhere, the scale is 1 and the zero point 0.
+    NaN, and values below 2^-110 in magnitude, count as 0; magnitudes above 2^126 are clipped to it. So the range is finite, and no
+    scale is subnormal. An empty tensor, and one that is 0 everywhere, has the scale 1 and the zero point 0.
     """
     input = input.float()  # autocast may give less
     value = torch.where(input.abs() >= SMALLEST_DYNAMIC, input, 0.0).clamp_(-LARGEST_DYNAMIC, LARGEST_DYNAMIC)
@@ -56,10 +56,10 @@ def _onnx_dynamic_linear(e: Emitter, input: str, weight: Tensor, scale: Tensor, 
 
 
 def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | None, *, signed: bool) -> str:
-    """The layer in standard operators.
+    """Emit the layer in standard operators and return the name of its float32 result.
 
-    `signed` keeps the weight int8, for kernels that are twice as fast on most x86 processors; on those without VNNI they add pairs of
-    products in 16 bits, which can saturate. Bytes with the zero point 128 are exact everywhere.
+    `signed` keeps the weight int8, for kernels that are twice as fast on most x86 processors. On those without VNNI they add pairs of
+    products in 16 bits, which can saturate. A uint8 weight with the zero point 128 is exact everywhere.
     """
 
     def body(e: Emitter, x: str, weight: str, scale: str, *rest: str) -> str:
@@ -68,7 +68,7 @@ def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | N
         q, step, zero_point = e.results("DynamicQuantizeLinear", (torch.uint8, torch.float32, torch.uint8), x)
         weight_zero = [] if signed else [e.constant(128, torch.uint8)]
         total = e.node("Cast", e.node("MatMulInteger", q, weight, zero_point, *weight_zero), to=torch.float32)
-        # Round is a barrier: a runtime that joins the sum with the product and the bias may round once where this rounds twice.
+        # Round is a barrier: a runtime that fuses the sum with the product and the bias may round once where this rounds twice.
         value = e.node("Mul", e.node("Round", total), e.node("Mul", step, scale))
         return e.node("Add", value, rest[0]) if rest else value
 
@@ -78,7 +78,7 @@ def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | N
 
 
 def _bounds_dynamic_linear(input: Value | None, weight: Value, scale: Value, bias: Value | None) -> Range:
-    """The range of its sum."""
+    """Return the range of the int32 sum."""
     need(input is None or input.fact.dtype == torch.float32, "it reads integers, where real numbers belong")
     integers, steps = constant_of(weight, "weight"), constant_of(scale, "scale")
     need(integers.dtype == torch.int8 and integers.dim() == 2, f"its weight is {integers.dtype} of shape {tuple(integers.shape)}")
@@ -95,7 +95,7 @@ def _bounds_dynamic_linear(input: Value | None, weight: Value, scale: Value, bia
 
 
 def _surrogate_dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of the real numbers that the integers stand for; gradients pass the rounding of the operand straight through."""
+    """Compute the product of the dequantized operand and weight; the rounding of the operand has a straight-through gradient."""
     with torch.no_grad():
         made = centred(input)
         error = made.integers * made.scale - input
@@ -104,10 +104,10 @@ def _surrogate_dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias
 
 @primitive(_onnx_dynamic_linear, bounds=_bounds_dynamic_linear, surrogate=_surrogate_dynamic_linear, kind="dynamic")
 def dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """float32(Σ (q - zero_point) · w) · (s_x · scale) + bias, each operation rounded to float32; q, zero_point and s_x are `centred`'s.
+    """Compute float32(Σ (q - zero_point) · w) · (s_x · scale) + bias, each operation rounded to float32.
 
-    `input` is real, `weight` int8 of shape (out, in), `scale` float32 of shape (out,) or (), `bias` float32 of shape (out,). The sum is
-    exact: Σ |w| · 255 is below 2^31 for each output.
+    `centred` gives q, zero_point and s_x. `input` is float32 of shape (…, in), `weight` int8 of shape (out, in), `scale` float32 of
+    shape (out,) or (), `bias` float32 of shape (out,). The sum is exact: Σ |w| · 255 is below 2^31 for each output.
     """
     made = centred(input)
     # A float32 kernel is exact where no sum of this many products reaches 2^24.

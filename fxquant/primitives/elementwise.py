@@ -1,4 +1,4 @@
-"""Element by element: bringing operands to a common scale, adding, clamping, and looking up tables."""
+"""Elementwise primitives: alignment of operands to a common scale, sums, products, clamps and lookup tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 
 
 def _width(wide: bool) -> torch.dtype:
-    """What holds a whole number below 2^24, or, if `wide`, below 2^53."""
+    """Return the float dtype that is exact for integers below 2^24, or, if `wide`, below 2^53."""
     return torch.float64 if wide else torch.float32
 
 
@@ -39,7 +39,7 @@ def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wid
 
 @primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, kind="accumulator", role=Role.ALIGNMENT)
 def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
-    """⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
+    """Compute ⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
         return torch.floor(input.to(_width(wide)) * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide)))
     return ((input.to(torch.int64 if wide else torch.int32) * multiplier) >> right_shift).to(torch.int32)
@@ -63,13 +63,13 @@ def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> R
 
 @primitive(_onnx_align_real, bounds=_bounds_align_real, surrogate=_align_real_real, kind="accumulator", role=Role.ALIGNMENT, casts=True)
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
-    """round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
+    """Compute round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
     aligned = (input.float() * multiplier).round_()
     return aligned.to(_width(wide)) if input.is_floating_point() else aligned.to(torch.int32)
 
 
 def _named(e: Emitter, value: str | Tensor) -> str:
-    """The name of an operand that may be a constant."""
+    """Return the name of an operand that may be a constant."""
     return value if isinstance(value, str) else e.constant(value)
 
 
@@ -84,7 +84,7 @@ def _bounds_add(input: Value, other: Value) -> Range:
 
 @primitive(_onnx_add, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
 def add(input: Tensor, other: Tensor) -> Tensor:
-    """The sum of two accumulators on one scale."""
+    """Add two accumulators on one scale."""
     return input + other
 
 
@@ -94,7 +94,7 @@ def _onnx_subtract(e: Emitter, input: str, other: str) -> str:
 
 @primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
 def subtract(input: Tensor, other: Tensor) -> Tensor:
-    """The difference of two accumulators on one scale."""
+    """Subtract `other` from `input`, two accumulators on one scale."""
     return input - other
 
 
@@ -108,13 +108,13 @@ def _bounds_add_constant(input: Value, constant: Value) -> Range:
 
 @primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator", role=Role.ADDITION)
 def add_constant(input: Tensor, constant: Tensor) -> Tensor:
-    """An accumulator and a whole number on its scale."""
+    """Add an integer constant on an accumulator's scale to it; the result has the accumulator's dtype."""
     return input + constant.to(input.dtype)
 
 
 def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor, wide: bool = False) -> str:
     operands = [e.node("Cast", _named(e, operand), to=_width(wide)) for operand in (input, other)]
-    # Round is a barrier: without it the runtime may join a constant operand with the multiplier that follows.
+    # Round is a barrier: without it the runtime may fuse a constant operand with the multiplier that follows.
     return e.node("Round", e.node("Mul", *operands))
 
 
@@ -124,7 +124,7 @@ def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:
 
 @primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True)
 def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
-    """The product of two quantized tensors as int32; below 2^24 in magnitude unless `wide`."""
+    """Multiply two quantized tensors, as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
         return input.to(_width(wide)) * other.to(_width(wide))
     return input.to(torch.int32) * other.to(torch.int32)  # both: a tensor without dimensions would not widen another
@@ -140,7 +140,7 @@ def _bounds_same_magnitude(input: Value) -> Range:
 
 @primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.POINTWISE, casts=True)
 def widen(input: Tensor) -> Tensor:
-    """A quantized tensor as an accumulator."""
+    """Return a quantized tensor as an accumulator, int32."""
     return input if input.is_floating_point() else input.to(torch.int32)
 
 
@@ -155,7 +155,7 @@ def _bounds_centre(input: Value, zero_point: int) -> Range:
 
 @primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator", role=Role.POINTWISE)
 def centre(input: Tensor, zero_point: int) -> Tensor:
-    """q - zero_point: the centred integers of an affine tensor, whose 0 is the real zero, as an accumulator."""
+    """Compute q - zero_point: the centred integers of an affine tensor, as an accumulator, int32; 0 stands for the float value 0."""
     return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
 
 
@@ -165,7 +165,7 @@ def _onnx_negate(e: Emitter, input: str) -> str:
 
 @primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.ADDITION, casts=True)
 def negate(input: Tensor) -> Tensor:
-    """The negative of a quantized tensor or accumulator, as an accumulator."""
+    """Negate a quantized tensor or an accumulator; the result is an accumulator, int32."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
 
 
@@ -193,7 +193,7 @@ def _bounds_shift_right(input: Value, bits: int) -> Range:
 
 @primitive(_onnx_shift_right, bounds=_bounds_shift_right, surrogate=_shift_right_real, kind="accumulator", role=Role.POINTWISE)
 def shift_right(input: Tensor, bits: int) -> Tensor:
-    """⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger."""
+    """Compute ⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger, in the same dtype."""
     if input.is_floating_point():
         return torch.floor(input * 2.0**-bits + 0.5)
     shifted: Tensor = (input.to(torch.int64) + 2 ** (bits - 1)) >> bits
@@ -215,7 +215,7 @@ def _bounds_clamp(input: Value, low: int, high: int) -> Range:
 
 @primitive(_onnx_clamp, bounds=_bounds_clamp, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT, shifted=("low", "high"))
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
-    """The integers, limited to [low, high]."""
+    """Limit the integers to [low, high]."""
     return clamped(input, low, high)
 
 
@@ -244,7 +244,10 @@ def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Rang
 
 @primitive(_onnx_lookup, bounds=_bounds_lookup, role=Role.POINTWISE, zero_point=ZeroPoint.INVARIANT, shifted=("first",))
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
-    """table[q - first], for q in the range that the table covers from `first` on; None is minus half its length, for a signed range."""
+    """Return table[q - first], in the table's dtype, for q in the range that the table covers from `first` on.
+
+    `table` has one dimension. `first` None is minus half its length, for a signed range.
+    """
     index = input.to(torch.int32) - _first(table, first)
     entries = table.index_select(0, index.flatten()).view(input.shape)
     return entries.float() if input.is_floating_point() else entries

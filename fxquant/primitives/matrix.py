@@ -1,4 +1,4 @@
-"""A matrix of whole numbers along one dimension: resizing, windows of unequal sizes, overlapping sums."""
+"""Product with an integer matrix along one dimension: resizing, windows of unequal sizes, overlapping sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _product(e: Emitter, value: str, matrix: Tensor, dim: int, width: torch.dtyp
 
 def _onnx_transform(e: Emitter, input: str, matrix: Tensor, dim: int, rank: int, wide: bool) -> str:
     width = torch.float64 if wide else torch.float32
-    # Round is a barrier, on both sides: without it a runtime may join the product with a transposition, or with a multiplier behind it.
+    # Round is a barrier, on both sides: without it a runtime may fuse the product with a transposition, or with a multiplier after it.
     value = e.node("Round", e.node("Cast", input, to=width))
     if dim >= -2:
         return e.node("Round", _product(e, value, matrix, dim, width))
@@ -49,9 +49,9 @@ def _bounds_transform(input: Value, matrix: Value, dim: int, rank: int, wide: bo
 
 @primitive(_onnx_transform, bounds=_bounds_transform, surrogate=_transform_real, kind="accumulator")
 def transform(input: Tensor, matrix: Tensor, dim: int, rank: int, wide: bool) -> Tensor:
-    """Σ_j matrix[i, j] · x_j along dimension `dim`, which is negative, of `rank`: an accumulator.
+    """Compute the accumulator Σ_j matrix[i, j] · x_j along dimension `dim`, which is negative, of a tensor of `rank` dimensions.
 
-    int32, below 2^24 in magnitude, or, if `wide`, int64 below 2^53.
+    The result is int32, below 2^24 in magnitude, or, if `wide`, int64, below 2^53.
     """
     total = _along(input, matrix, dim, torch.float64 if wide else torch.float32)
     return total if input.is_floating_point() else total.to(torch.int64 if wide else torch.int32)

@@ -18,7 +18,7 @@ MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 def _window_padding(begin: list[int], end: list[int]) -> list[int]:
-    """PyTorch's padding list: last dimension first, begin before end."""
+    """Return PyTorch's padding list: last dimension first, begin before end."""
     return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
 
 
@@ -44,7 +44,7 @@ def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: 
 
 @primitive(_onnx_max_pool, bounds=_bounds_max_pool, zero_point=ZeroPoint.EQUIVARIANT)
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
-    """The maximum over each window; padding never wins."""
+    """Compute the maximum over each window, without its padding."""
     value, padding = input.float(), 0 if not any(begin) else list(begin)
     if input.requires_grad and list(kernel) == [input.shape[-1]] and not any(begin) and not any(end) and list(dilation) == [1]:
         return value.max(-1, keepdim=True).values  # the same, also which of equal ones has the gradient; but it keeps the places alone
@@ -61,7 +61,7 @@ def _onnx_sum_pool(
     def total(value: str) -> str:
         pads = [*begin, *end]
         if len(set(pads)) > 1:
-            # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on. Round is a barrier: it would join the two again.
+            # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on. Round is a barrier against fusing the two again.
             value = e.node(
                 "Round", e.node("Pad", value, e.constant(torch.tensor([0, 0, *begin, 0, 0, *end], dtype=torch.int64, device="cpu")))
             )
@@ -85,7 +85,7 @@ def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: 
 
 @primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, casts=True)
 def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
-    """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
+    """Sum each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
     value = input.to(torch.float64 if wide else torch.float32)
     if any(begin) or any(end):
         value = F.pad(value, _window_padding(begin, end))
@@ -109,6 +109,6 @@ def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False)
 
 @primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", casts=True)
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
-    """The sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
+    """Sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
     total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)
     return total if input.is_floating_point() else total.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Where the largest element of a window lies, and putting elements back where they were."""
+"""Positions of the largest elements of windows, and unpooling by such positions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def pool_indices(
     wide: bool,
     places: Tensor | None = None,
 ) -> Tensor:
-    """The position of each window's largest element in its plane of this size, row by row: int64; of equal ones the first.
+    """Return the position of each window's largest element in its plane of this size, row by row: int64; of equal ones the first.
 
     `places` says what is given in place of a position.
     """
@@ -111,6 +111,9 @@ def _bounds_unpool(input: Value, indices: Value, sizes: list[int], outside: int)
 
 @primitive(_onnx_unpool, bounds=_bounds_unpool, zero_point=ZeroPoint.EQUIVARIANT, shifted=("outside",))
 def unpool(input: Tensor, indices: Tensor, sizes: list[int], outside: int) -> Tensor:
-    """Planes of this size with each element at its position, counted row by row, and `outside` elsewhere. No two have one position."""
+    """Return planes of this size with each element at its position, counted row by row, and `outside` elsewhere.
+
+    No two elements of a plane have the same position.
+    """
     empty = torch.full((*input.shape[:2], math.prod(sizes)), float(outside), device=input.device, dtype=input.dtype)
     return empty.scatter(2, indices.flatten(2), input.flatten(2)).reshape(*input.shape[:2], *sizes)

@@ -17,7 +17,7 @@ from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, 
 
 def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, convert: Callable[[Emitter, str], str]) -> str:
     operands = [convert(e, value if isinstance(value, str) else e.constant(value)) for value in (input, other)]
-    # Round is a barrier: without it the runtime may join the product with the multiplier that follows.
+    # Round is a barrier: without it the runtime may fuse the product with the multiplier that follows.
     return e.node("Round", e.node("MatMul", *operands))
 
 
@@ -35,7 +35,7 @@ def _bounds_matrix_product(input: Value, other: Value) -> Range:
 
 @primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator", role=Role.MATRIX_PRODUCT, casts=True)
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
-    """input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
+    """Compute input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
     with full_precision(input):
         return stored(torch.matmul(input.float(), other.float()), input, torch.int32)
 
@@ -52,7 +52,7 @@ def _bounds_matrix_product_wide(input: Value, other: Value) -> Range:
     _onnx_matrix_product_wide, bounds=_bounds_matrix_product_wide, kind="accumulator", role=Role.MATRIX_PRODUCT, wide=True, casts=True
 )
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
-    """`matrix_product` beyond 2^24, summed in float64; int32, or int64 where both operands are int16."""
+    """Compute `matrix_product` where the sum can reach 2^24, in float64; int32, or int64 where both operands are int16."""
     total = torch.matmul(input.double(), other.double())  # autocast leaves float64 alone
     return accumulated(total, input, other if input.dtype == torch.int16 else input)
 
@@ -61,7 +61,7 @@ def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _shaped(channels: Tensor, trailing: int) -> Tensor:
-    """Values per channel, shaped against a tensor with `trailing` dimensions after its channels."""
+    """Return values per channel, reshaped to broadcast against a tensor with `trailing` dimensions after its channels."""
     return channels.reshape(-1, *[1] * trailing)
 
 
@@ -86,7 +86,7 @@ def _bounds_scale_channels(input: Value, weight: Value, bias: Value | None, trai
 
 @primitive(_onnx_scale_channels, bounds=_bounds_scale_channels, kind="accumulator", role=Role.CHANNEL_SCALING, casts=True)
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
-    """x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
+    """Compute x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
 
 
@@ -107,7 +107,7 @@ def _bounds_scale_channels_wide(input: Value, weight: Value, bias: Value | None,
     wide=True,
 )
 def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
-    """`scale_channels` beyond 2^24, formed in float64; int32, or int64 for int16 weights."""
+    """Compute `scale_channels` where the result can reach 2^24, in float64; int32, or int64 for int16 weights."""
     return accumulated(_scaled(input.double(), weight, bias, trailing), input, weight)
 
 
@@ -129,7 +129,7 @@ def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = F
 
 @primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator", casts=True)
 def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
-    """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast. |result| < 2^24 unless `wide`."""
+    """Compute positive · max(x, 0) + negative · min(x, 0), as int32; `negative` broadcasts. |result| < 2^24 unless `wide`."""
     value = input.double() if wide else input.float()
     # At 0 the gradient is the negative slope, as that of torch.prelu is; the sum with 0 leaves no -0.0.
     result = torch.where(value > 0, float(positive), negative.to(value.dtype)) * value + 0.0
@@ -156,7 +156,7 @@ def _bounds_extremum(input: Value, other: Value) -> Range:
 
 @primitive(_onnx_maximum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
 def maximum(input: Tensor, other: Tensor) -> Tensor:
-    """The larger of two tensors on one scale, element by element."""
+    """Return the larger of two tensors on one scale, element by element."""
     return torch.maximum(input, other)
 
 
@@ -166,5 +166,5 @@ def _onnx_minimum(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
 
 @primitive(_onnx_minimum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
 def minimum(input: Tensor, other: Tensor) -> Tensor:
-    """The smaller of two tensors on one scale, element by element."""
+    """Return the smaller of two tensors on one scale, element by element."""
     return torch.minimum(input, other)

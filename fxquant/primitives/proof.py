@@ -1,7 +1,7 @@
-"""What an integer graph computes for every input: shapes, dtypes, and the range of every value, from the constants at hand.
+"""Proofs about an integer graph for every input: shapes, dtypes, and the range of every value, derived from its constants.
 
-`integer.lower` proves that accumulators fit while it chooses primitives and constants. Here the same is found again from the graph
-alone, primitive by primitive, without trusting what the graph says about itself: a graph that comes from a file is held against it.
+`integer.lower` proves that accumulators fit while it chooses primitives and constants. This module proves it again from the graph
+alone, primitive by primitive, without trusting the graph's annotations. A graph that is loaded from a file is checked in this way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, n
 
 
 class Shapes:
-    """Shapes and dtypes of primitives, by running them on tensors without data; equal calls are run once."""
+    """Shapes and dtypes of primitives, found by running them on meta tensors; equal calls are run once."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
@@ -48,7 +48,10 @@ class Shapes:
 
 
 def _requantized(node: fx.Node) -> TensorFact | None:
-    """The result of a requantization whose parameters broadcast to its operand: most do, and PyTorch takes long to say so."""
+    """Return the result of a requantization whose parameters broadcast to its operand; None for any other call.
+
+    Most requantizations are such, and PyTorch takes long to infer their shapes.
+    """
     if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not boundary.quantize) or node.kwargs:
         return None
     operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
@@ -66,7 +69,7 @@ def _requantized(node: fx.Node) -> TensorFact | None:
 
 
 def _key(value: Any) -> Any:
-    """Arguments as a dictionary key, with nodes replaced by their facts."""
+    """Return arguments as a dictionary key, with nodes replaced by their facts."""
     if isinstance(value, fx.Node):
         known = fact(value)
         return known if isinstance(known, TensorFact) else repr(known)
@@ -81,9 +84,9 @@ def _key(value: Any) -> Any:
 
 
 def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.Node, str]]:
-    """The nodes of an integer graph that are not what they are said to be, or not proved for every input, and why.
+    """Yield the nodes of an integer graph that contradict their annotations, or are not proved for every input, and why.
 
-    What is found of a constant, a shape or a range counts, and not what the graph notes about it; each offender is reported once.
+    Constants, shapes and ranges are derived from the graph and not taken from its annotations. Each such node is reported once.
     """
     values: dict[fx.Node, Value] = {}
     bits: dict[str, int] = {}  # of the largest accumulator, by operator
@@ -102,7 +105,7 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
             return  # whatever reads it is not proved either
         if value is not None:
             values[node] = value
-            # What is centred is an operand of the sum, and no part of it.
+            # The result of `centre` is an operand of a sum, and not an accumulator of it.
             if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator" and node.target is not elementwise.centre:
                 bits[origin(node)] = max(bits.get(origin(node), 0), bits_of(value.largest))
     for node in gm.graph.nodes:
@@ -120,7 +123,7 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
     if tensor.is_complex() or tensor.numel() == 0:
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         return Value(zero, zero, known, constant=tensor.detach())
-    # A few numbers may be one for each channel, and broadcast; of many the extremes are enough.
+    # A small constant may hold one number per channel, and broadcast; for a large one the extremes are enough.
     plain = tensor.detach().double()
     low, high = (plain, plain) if tensor.numel() <= 2**16 else (plain.min(), plain.max())
     return Value(low, high, known, constant=tensor.detach())
@@ -145,7 +148,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         refuse("it reads something that is no integer of this graph")
     found = record.bounds(**arguments)
     if record.kind == "dynamic":
-        return None  # a real number, of a sum that fits
+        return None  # a float tensor, computed from a sum that fits
     held = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
     because = arithmetic.refuses(record.function, held, known.dtype)
     if because is not None:
@@ -158,7 +161,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
 
 
 def _given(node: fx.Node) -> Value | None:
-    """Truth values and whole numbers that are given, or that float operators computed: they may be any."""
+    """Return the range of a bool or integer tensor that is an input or that float operators computed: any value of its dtype."""
     known = fact(node)
     if not isinstance(known, TensorFact) or known.dtype not in PLAIN_TYPES.values():
         return None
@@ -194,7 +197,7 @@ def _check_range(value: Value, kind: str, described: QParams | None) -> None:
 
 
 def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
-    """What is added to a result, or taken from an operand, is the zero point that the quantized tensor is said to have."""
+    """Raise Unproved unless the zero point that a primitive adds or subtracts is that of the quantized tensor's annotation."""
     record = PRIMITIVES[node.target]  # type: ignore[index]
     rounds = record.kind == "quantized"
     if "zero_point" not in record.signature.parameters or (rounds and described is None):
@@ -205,7 +208,7 @@ def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
 
 
 def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
-    """The real number is the integer times the scale that the quantized tensor is said to be on."""
+    """Raise Unproved unless a tensor is dequantized with the scale and the zero point of its annotation."""
     operand, scale = node.args[:2]
     _check_zero_points(node, None)
     assert isinstance(operand, fx.Node)

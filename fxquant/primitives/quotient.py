@@ -1,9 +1,9 @@
-"""Requantization to 8 bits by one rounded float32 operation, in files: proved at every integer where the result steps.
+"""Requantization to 8 bits by one rounded float32 operation in ONNX files: proved at every integer where the result steps.
 
-The requantizations of `fxquant.primitives.requantize` never fall as the accumulator grows, and neither does a float32 quotient by a
-positive number, rounded. Two such functions are equal everywhere if both step to each of the 255 results at the same integer. So a
-divisor is looked for, channel by channel, among the float32 numbers next to the step's size, that puts every step where it
-belongs; ONNX's QuantizeLinear divides, rounds, saturates and stores in one operator. Where there is no such divisor, there is None.
+The requantizations of `fxquant.primitives.requantize` are monotonic in the accumulator, and so is a rounded float32 quotient by a
+positive number. Two such functions are equal everywhere if both step to each of the 255 results at the same integer. For each
+channel, a divisor that places every step correctly is searched among the float32 numbers next to the step's size. ONNX's
+QuantizeLinear then divides, rounds, saturates and stores in one operator. The search returns None where it finds none.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives.boundary import clipped
 from fxquant.primitives.record import Emitter
 
-FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step of integers below 2^15, to which they add exactly
+FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step; their sums with integers below 2^15 are exact
 LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # the sums with half a result less are rounded, as they are tried
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
 
 def steps_of_fixed(multiplier: Tensor, right_shift: Tensor, low: int, high: int) -> Tensor:
-    """The least integers c with ⌊c · multiplier / 2^right_shift + ½⌋ ≥ k, int64 of shape (channels, results); k from low + 1 to high.
+    """Return the least integers c with ⌊c · multiplier / 2^right_shift + ½⌋ ≥ k, for k from low + 1 to high.
 
-    `multiplier` has fewer than 24 bits, and the shift is 1 to 31; where the multiplier is 0, integers beyond 2^24 stand for none and all.
+    The result is int64 of shape (channels, results). `multiplier` has fewer than 24 bits, and `right_shift` is 1 to 31. Where the
+    multiplier is 0, an integer above 2^24 means that none reaches k, and one below -2^24 that all do.
     """
     odd = 2 * torch.arange(low + 1, high + 1, device="cpu") - 1
     whole = multiplier.flatten().to(torch.int64)[:, None]
@@ -36,7 +37,7 @@ def steps_of_fixed(multiplier: Tensor, right_shift: Tensor, low: int, high: int)
 
 
 def steps_of_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, half: Tensor, low: int, high: int) -> Tensor:
-    """The least integers a with ⌊⌊(a + half) / 2^shift⌋ · multiplier / 2^right_shift⌋ ≥ k, likewise."""
+    """Return the least integers a with ⌊⌊(a + half) / 2^shift⌋ · multiplier / 2^right_shift⌋ ≥ k, in the form of `steps_of_fixed`."""
     results = torch.arange(low + 1, high + 1, device="cpu")
     whole, first = multiplier.flatten().to(torch.int64)[:, None], shift.flatten().to(torch.int64)[:, None]
     product = results << right_shift.flatten().to(torch.int64)[:, None]
@@ -46,11 +47,12 @@ def steps_of_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, h
 
 
 class Rounded(NamedTuple):
-    """One rounded float32 operation: QuantizeLinear by divisors, or behind a product.
+    """One rounded float32 operation: QuantizeLinear by divisors, or after a product.
 
-    by    float32, for each channel or one for all
-    add   what is added to the integers before, float32, likewise; None for nothing
-    axis  the dimension of the channels, counted from the end; None where there is one number for all
+    by       divisors or factors, float32 of shape (channels,), or () where one applies to all
+    divides  whether `by` are divisors
+    axis     the dimension of the channels, counted from the end; None where one number applies to all
+    add      the float32 constant that is added to the integers first, which broadcasts against them; None for nothing
     """
 
     by: Tensor
@@ -60,13 +62,13 @@ class Rounded(NamedTuple):
 
 
 def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None, lowered: bool = False) -> Rounded | None:
-    """What steps to each result at these integers, for all integers below 2^24 in magnitude; None where nothing was found.
+    """Find the operation that steps to each result at these integers, for all integers below 2^24 in magnitude; None if none is found.
 
-    `steps` is int64 of shape (channels, results); `size`, float64, is about the size of a result in steps of the integers, and `add`,
-    float32, what is added to them first, both shaped to broadcast against them. Where no `add` is given, and a divisor alone does not
-    do, a fraction of a step is added: it moves what would be rounded from the middle between two results. Results that are `lowered`,
-    rounded down, are rounded to the nearest of half a result less. A runtime divides by a number for each channel quickly only where
-    a channel's elements lie together.
+    `steps` is int64 of shape (channels, results). `size`, float64, is about the size of a result in steps of the integers, and `add`,
+    float32, is added to them first; both are shaped to broadcast against them. Without `add`, a fraction of a step is added where a
+    divisor alone does not suffice: it moves ties away from the middle between two results. Results that are `lowered` are rounded down,
+    which is rounding to the nearest after half a result is subtracted. Runtimes divide quickly by a number per channel only where the
+    elements of a channel are contiguous, so factors are used where channels are the last dimension.
     """
     axes = [dim - size.dim() for dim, count in enumerate(size.shape) if count > 1]
     if len(axes) > 1:
@@ -90,9 +92,10 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
 
 
 def _found(steps: Tensor, nearest: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
-    """For each channel float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on; 0 for none.
+    """Return float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on.
 
-    Where `low` is 0, the integer 0 gives 0 or more: a rectified operand needs no other lower limit.
+    The result has one f for each channel; 0 where there is none. Where `low` is 0, the integer 0 gives 0 or more: a rectified operand
+    needs no other lower limit.
     """
     results = torch.arange(low + 1, high + 1, device="cpu")
     limit = torch.full((1,), FLOAT32_EXACT, dtype=torch.int64, device="cpu")
@@ -110,7 +113,7 @@ def _found(steps: Tensor, nearest: Tensor, add: Tensor, low: int, high: int, div
 
 
 def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype, zero_point: int = 0) -> list[str]:
-    """What `onnx_rounded` reads beside the value: they are the operands of a function, so that layers share it."""
+    """Return the constants that `onnx_rounded` reads besides the value; as operands of a function, they let layers share it."""
     zeros = torch.full(how.by.shape if how.divides else (), zero_point, dtype=dtype, device="cpu")
     return [e.constant(constant) for constant in (how.by, zeros, how.add) if constant is not None]
 
@@ -118,7 +121,7 @@ def onnx_constants(e: Emitter, how: Rounded, dtype: torch.dtype, zero_point: int
 def onnx_rounded(
     e: Emitter, value: str, how: Rounded, constants: Sequence[str], low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str:
-    """clip(round_half_even(value · f or value / d), low, high) + zero_point, stored as `dtype`; `value` is float32."""
+    """Emit clip(round_half_even(value · f or value / d), low, high) + zero_point, stored as `dtype`; `value` is float32."""
     by, zeros, *add = constants
     value = e.node("Add", value, *add) if add else value
     if how.divides:

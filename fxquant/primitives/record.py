@@ -1,9 +1,9 @@
-"""What an integer primitive is: a function whose body is its meaning, with its ONNX form and its range beside it.
+"""The record of an integer primitive: a function whose body defines it, its ONNX form and its range.
 
 The decorated function is itself the `call_function` target in an integer graph, so the graph runs in
-PyTorch as it stands and is its own specification. Given integer tensors a primitive computes and returns
-integers; given the same integers as floating-point tensors (the prepared model, which trains) it returns
-the same numbers as floats. The operands are bounded by proofs made when the graph was lowered.
+PyTorch as it is, and is its own specification. Given integer tensors, a primitive computes and returns
+integers. Given the same integers as floating-point tensors, as in a prepared model that trains, it returns
+the same numbers as floats. Lowering the graph proves the bounds of the operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxquant.support.forks import free_in_child
 
 
 class Emitter(Protocol):
-    """What an ONNX form needs of the exporter. Values are names; constants are tensors.
+    """The interface of the exporter that ONNX forms use. Values are names; constants are tensors.
 
     opset   the version of the standard operators
     """
@@ -33,23 +33,23 @@ class Emitter(Protocol):
     opset: int
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """Append one standard operator with one output; returns the name of the output."""
+        """Append one standard operator with one output, and return the name of the output."""
 
     def results(self, operator: str, dtypes: Sequence[torch.dtype], *inputs: str, **attributes: Any) -> list[str]:
-        """Append one standard operator with several outputs, of these dtypes; returns their names."""
+        """Append one standard operator with several outputs, of these dtypes, and return their names."""
 
     def constant(self, value: Tensor | float | int | list[int], dtype: torch.dtype | None = None) -> str:
-        """The name of an initializer with this value, shared between equal values."""
+        """Return the name of an initializer with this value; equal values share one."""
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
         """Append one call of the model-local function that `body(emitter, *inputs)` defines; equal bodies of one name are one function."""
 
     def dtype(self, value: str) -> torch.dtype:
-        """The element type of a value in the ONNX graph."""
+        """Return the element type of a value in the ONNX graph."""
 
 
 class Role(Enum):
-    """What a primitive is for what fuses, writes or runs several of them at once."""
+    """The role of a primitive for code that fuses, writes or runs several of them at once."""
 
     CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
     LINEAR = "Sums of products over the last dimension, with a bias: (input, weight, bias, …)."
@@ -68,7 +68,7 @@ POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.
 
 
 class ZeroPoint(Enum):
-    """What a primitive f makes of integers as they are stored, q + z, in place of centred ones, q."""
+    """How a primitive f treats integers as they are stored, q + z, in place of centred ones, q."""
 
     CENTRED = "It reads centred integers alone."
     EQUIVARIANT = "f(q + z) = f(q) + z."
@@ -79,22 +79,24 @@ class ZeroPoint(Enum):
 class Primitive:
     """A primitive's record.
 
-    bounds     the range of the result, from the `Value` of each operand and constant: bounds(**arguments); raises Unproved where the
-               arguments do not make it right for every input. None of a "float" result alone; of a "dynamic" one, the range of its sum
-    onnx       emits the same numbers; receives the emitter and the arguments of the call, values as names
+    name       the name of the function
+    function   the function that defines it
+    onnx       emits the ONNX form, which computes the same numbers; receives the emitter and the call's arguments, values as names
+    bounds     the range of the result, from the `Value` of each operand and constant: bounds(**arguments). Raises Unproved where the
+               result is not proved right for every input. None for a "float" result alone; for a "dynamic" one, the range of its sum
     surrogate  a differentiable float function of the same arguments whose gradient training uses; None where
                the body itself is differentiable
-    kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it lives between
-               two of them, "plain" if it is truth values or whole numbers that have no scale, "float" if it is the real number again,
-                "dynamic" if it is a real number that was computed, by way of integers, from real ones
-    chip_bits  the most bits of an operand of which the programs of the vendor's compiler for bernoulli2, bayes and bayes-e compute it
-               within a step of its own 8 bits; with more they give other values altogether
-    role       what it is for what fuses several; None of what is computed alone
+    kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it is an intermediate between
+               two of them, "plain" if it is a bool or integer tensor without a scale, "float" if it is a dequantized tensor,
+               "dynamic" if it is a float tensor that was computed from float operands by integer arithmetic
+    chip_bits  the largest width of an operand for which the vendor's compiler for bernoulli2, bayes and bayes-e computes the result
+               within one step of its 8 bits; for wider operands its programs give unrelated values
+    role       its role in fusions of several primitives; None if it is always computed alone
     wide       whether it is the form of its role that sums in float64
     view       whether PyTorch's result shares the operand's memory, element for element
     casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
-    zero_point what becomes of a zero point that its operands are stored with
-    shifted    the parameters that are integers on the operands' grid, too: they are z larger for operands that are
+    zero_point how the result depends on a zero point that its operands are stored with
+    shifted    the parameters that are also integers on the operands' grid: where the operands are z larger, so are these
     """
 
     name: str
@@ -117,7 +119,7 @@ class Primitive:
         return inspect.signature(self.function)
 
     def stored_arguments(self, arguments: tuple[Any, ...], zero: int) -> tuple[Any, ...]:
-        """The arguments, given those beside centred operands, where the operands are stored, `zero` larger."""
+        """Return the arguments for operands that are stored with the zero point `zero`, given those for centred operands."""
         if not self.shifted:
             return arguments
         bound = self.signature.bind(*arguments)
@@ -132,7 +134,7 @@ BY_NAME: dict[str, Primitive] = {}
 
 
 def role_of(target: Any) -> Role | None:
-    """The role of a primitive; None of one without, and of anything else."""
+    """Return the role of a primitive; None for a primitive without one, and for anything else."""
     record = PRIMITIVES.get(target)
     return None if record is None else record.role
 
@@ -148,7 +150,7 @@ def primitive(
     kind: str = "quantized",
     **facts: Any,
 ) -> Callable[[Function], Function]:
-    """Declare the decorated function an integer primitive; `facts` are the other fields of its record."""
+    """Return a decorator that declares a function an integer primitive; `facts` are the other fields of its record."""
 
     def declare(function: Function) -> Function:
         record = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, **facts)
@@ -159,7 +161,7 @@ def primitive(
 
 
 def stored(value: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` as the result of a primitive: float32 where the operand was floating, else the storage dtype."""
+    """Return `value` as the result of a primitive: float32 where the operand is floating-point, else in the storage dtype."""
     return value.to(torch.float32 if operand.is_floating_point() else dtype)
 
 
@@ -167,10 +169,11 @@ def stored(value: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[None]:
-    """Float kernels inside are exact on integers below 2^24: no autocast, no bfloat16 or TF32 within, no transformed convolutions.
+    """Return a context in which float32 kernels are exact on integers below 2^24.
 
-    Settings of the whole process that say otherwise are right as long as any thread is inside, and then what they were. Gradients
-    are computed outside, with the precision that the user has set, as those of the float model are.
+    Autocast, bfloat16 and TF32 products, and Winograd and FFT convolutions are disabled inside. Process-wide settings that allow
+    these are changed while any thread is inside, and restored afterwards. Gradients are computed outside, with the precision that the
+    user has set, like those of the float model.
     """
     if torch.compiler.is_compiling():
         return _NOTHING
@@ -200,10 +203,10 @@ class Switch(NamedTuple):
 
 
 class Switches(AbstractContextManager[None]):
-    """What lets the float32 kernels of one kind of device round more coarsely; none of it does as long as any thread is inside.
+    """The settings that let float32 kernels of one kind of device round more coarsely; all are exact while any thread is inside.
 
-    `deciding` are read to see whether anything is to be done. `switches` are set, those that others inherit from first: what is
-    read of a setting is what it inherits where it has no value of its own.
+    `deciding` are read to find whether anything has to be changed. `switches` are set, those that others inherit from first: a setting
+    without a value of its own reads as the value that it inherits.
     """
 
     def __init__(self, deciding: Sequence[Switch], switches: Sequence[Switch]) -> None:
@@ -215,7 +218,7 @@ class Switches(AbstractContextManager[None]):
 
     @property
     def right(self) -> bool:
-        """Whether kernels are exact as it is, by no one's making who may leave soon."""
+        """Whether kernels are exact already, and not only because another thread is inside, which may leave."""
         with self.lock:
             return not self.inside and all(switch.get() in switch.exact for switch in self.deciding)
 
@@ -240,13 +243,13 @@ class Switches(AbstractContextManager[None]):
 
 
 def _precision(backend: str, operators: str) -> Switch:
-    """What float32 products of a backend may be rounded to."""
+    """Return the switch of the precision to which float32 products of a backend may be rounded."""
     get = partial(torch._C._get_fp32_precision_getter, backend, operators)
     return Switch(get, partial(torch._C._set_fp32_precision_setter, backend, operators), ("none", "ieee"), "ieee")
 
 
 def _switches() -> dict[str, Switches]:
-    """By kind of device."""
+    """Return the switches of each kind of device."""
     # cuDNN may choose Winograd or FFT algorithms, which are not exact on integers.
     cudnn = Switch(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, (False,), False)
     if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before PyTorch 2.9

@@ -1,4 +1,4 @@
-"""From an accumulator's scale to a tensor's scale: the two arithmetics, *fixed* and *real*.
+"""Requantization from an accumulator's scale to a tensor's scale: the two arithmetics, *fixed* and *real*.
 
 The parameters come from `rescaling.fixed_requantization` and `numerics.real_multiplier`, shaped to broadcast
 against the accumulator.
@@ -22,15 +22,15 @@ from fxquant.primitives.record import Emitter, Role, primitive, stored
 HALF_STEP, NEAREST_HALF_STEP = "half_step", "nearest_half_step"
 HALF_STEPS = (HALF_STEP, NEAREST_HALF_STEP)
 HALF_AWAY, HALF_EVEN = "half_away", "half_even"
-TIES = (HALF_AWAY, HALF_EVEN)  # to the nearest, by the sign or the parity of a tie: no added constant gives them
+TIES = (HALF_AWAY, HALF_EVEN)  # to the nearest, ties by sign or parity, which no added constant computes
 
 
 def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, rounding: str = HALF_STEP) -> Tensor:
-    """min(⌊2^(shift + right_shift - 1) / multiplier⌋, 2^31): half a step of the result, in steps of the accumulator, float64.
+    """Compute min(⌊2^(shift + right_shift - 1) / multiplier⌋, 2^31): half a step of the result, in steps of the accumulator, float64.
 
-    It is ⌊… + ½⌋ where the rounding is NEAREST_HALF_STEP.
-    0 where a step of the accumulator is no smaller than one of the result, and for the multiplier 0. An accumulator of 32 bits with
-    more than 2^31 of its steps in half a step of the result is 0 there, whatever is added.
+    It is ⌊… + ½⌋ where the rounding is NEAREST_HALF_STEP. It is 0 where a step of the accumulator is at least as large as one of the
+    result, and for the multiplier 0. The limit changes nothing: a 32-bit accumulator is requantized to 0 where half a step of the
+    result is more than 2^31 of its steps.
     """
     step = power_of_two(shift + right_shift - 1) / multiplier.double()
     step = step + 0.5 if rounding == NEAREST_HALF_STEP else step
@@ -42,7 +42,7 @@ def _as_float(e: Emitter, value: str) -> str:
 
 
 def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
-    """What follows the first shift, as one rounded operation, where that is proved to be the same."""
+    """Return what follows the first shift as one rounded operation; None where it is not proved to be equal."""
     steps = steps_of_fixed(multiplier, right_shift, low, high)
     whole = multiplier != 0
     held = steps[whole.flatten()]
@@ -53,7 +53,7 @@ def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int
 
 
 def _rounded_floor(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
-    """What follows the first shift, rounded down, as one rounded operation behind a sum, where that is proved to be the same."""
+    """Return what follows the first shift, rounded down, as one rounded operation after a sum; None where it is not proved equal."""
     whole = multiplier != 0
     steps = steps_of_half_step(torch.zeros_like(multiplier), multiplier, right_shift, torch.zeros_like(multiplier), low, high)
     held = steps[whole.flatten()]
@@ -68,7 +68,7 @@ def _rounded_floor(multiplier: Tensor, right_shift: Tensor, limit: int, low: int
 def _rounded_half_step(
     shift: Tensor, multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int, rounding: str
 ) -> Rounded | None:
-    """The whole as one rounded operation, where that is proved to be the same."""
+    """Return the complete requantization as one rounded operation; None where it is not proved to be equal."""
     half = half_step(shift, multiplier, right_shift, rounding)
     step = multiplier.double() * power_of_two(-right_shift)
     if bool(((multiplier != 0) & ((step * (limit - 1) < high) | (step * limit < -low))).any()):
@@ -86,7 +86,7 @@ def _onnx_rounded_fixed(
         value = _as_float(e, value)
     width = e.dtype(value)
     by = [] if first is None else [e.constant(first.by, width if first.operator == "Mul" else torch.float32)]
-    # A product with a power of two loses nothing, so runtimes may make it a part of the convolution, and the Relu behind it.
+    # A product with a power of two is exact, so runtimes may fuse it, and the Relu after it, into the convolution.
     rectified = low == 0 and width != torch.int32
 
     def body(e: Emitter, x: str, *constants: str) -> str:
@@ -116,7 +116,10 @@ class _Product(NamedTuple):
 
 
 def _first_product(e: Emitter, value: str, shift: Tensor) -> _Product:
-    """How an accumulator is multiplied by 2^-shift; one of int32 in one operator where its channels are not the last dimension."""
+    """Return the operator that multiplies an accumulator by 2^-shift.
+
+    For int32 it is DequantizeLinear, without a cast, where the channels are not the last dimension.
+    """
     by = power_of_two(-shift)
     channels = [dim - by.dim() for dim, count in enumerate(by.shape) if count > 1]
     if e.dtype(value) != torch.int32 or e.opset < DEQUANTIZES or len(channels) > 1 or -1 in channels:
@@ -201,10 +204,11 @@ def requantize_fixed(
     high: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
+    """Compute clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
-    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", one of HALF_STEPS: floor,
-    where `half_step` was added to the accumulator, or one of TIES: to the nearest, halves away from zero or to the even integer.
+    `sat` saturates to `intermediate_bits` signed bits. The last rounding is "half_up" (⌊v + ½⌋), "floor", one of HALF_STEPS, or one of
+    TIES. HALF_STEPS round down after `half_step` was added to the accumulator; TIES round to the nearest, halves away from zero or to
+    the even integer. `shift`, `multiplier` and `right_shift` are int32, shaped to broadcast. The result has `dtype`.
     """
     limit = 2 ** (intermediate_bits - 1)
     half = half_step(shift, multiplier, right_shift, rounding) if rounding in HALF_STEPS else None
@@ -233,14 +237,14 @@ def requantize_fixed(
 def _onnx_requantize_real_byte(
     e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int
 ) -> str:
-    """The same by QuantizeLinear, which rounds, saturates and stores in one operator."""
+    """Emit `requantize_real` to an 8-bit dtype as QuantizeLinear, which rounds, saturates and stores in one operator."""
     width = e.dtype(accumulator)
     limited = width not in (torch.float32, torch.int8, torch.uint8, torch.int16) or float(multiplier.max()) * FLOAT32_EXACT > QUOTIENT_LIMIT
 
     def body(e: Emitter, x: str, multiplier: str, zero: str) -> str:
         x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
-        # The accumulator is a whole number, so Round changes nothing: it is a barrier that keeps the runtime from multiplying the
-        # constant into the weights. Relu is one that it makes a part of the convolution.
+        # The accumulator is an integer, so Round changes nothing: it is a barrier that keeps the runtime from multiplying the
+        # constant into the weights. Relu is a barrier, too, which the runtime fuses into the convolution.
         x = e.node("Mul", e.node("Relu" if low == 0 else "Round", x), multiplier)
         if limited:  # beyond the range of int32 not every runtime saturates
             x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
@@ -276,7 +280,10 @@ def _bounds_requantize_real(accumulator: Value, multiplier: Value, low: int, hig
 
 @primitive(_onnx_requantize_real, bounds=_bounds_requantize_real, role=Role.REQUANTIZATION)
 def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
-    """clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once."""
+    """Compute clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once.
+
+    `multiplier` is float32, shaped to broadcast. `low` and `high` limit the centred integers. The result has `dtype`.
+    """
     value = (accumulator.float() * multiplier).round_().clamp_(low, high)
     return stored(value.add_(zero_point) if zero_point else value, accumulator, dtype)
 
@@ -291,7 +298,7 @@ def _bounds_accumulator_output(accumulator: Value) -> Range:
 
 @primitive(_onnx_accumulator_output, bounds=_bounds_accumulator_output)
 def accumulator_output(accumulator: Tensor) -> Tensor:
-    """The accumulator itself as a quantized tensor, int32: the output of a last layer."""
+    """Return the accumulator itself as a quantized tensor, int32: the output of a last layer."""
     return stored(accumulator, accumulator, torch.int32)
 
 
@@ -308,5 +315,5 @@ def _bounds_clamp_accumulator(input: Value, low: Value, high: Value) -> Range:
 
 @primitive(_onnx_clamp_accumulator, bounds=_bounds_clamp_accumulator)
 def clamp_accumulator(input: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The integers, limited to bounds that may differ between channels."""
+    """Limit the integers of an accumulator to bounds that may differ between channels, shaped to broadcast."""
     return clamped(input, low.to(input.dtype), high.to(input.dtype))

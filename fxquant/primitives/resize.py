@@ -61,10 +61,10 @@ def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | Non
 
 @primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real, zero_point=ZeroPoint.EQUIVARIANT)
 def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True) -> Tensor:
-    """⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; each row of a matrix is weights of 2^-bits that sum to 1.
+    """Compute ⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; the weights of a row, in 2^-bits, sum to 1.
 
-    Without the half if it is not to be the `nearest`. None leaves a dimension as it is. The sums stay below 2^24 in magnitude, or, if
-    `wide`, below 2^53.
+    The half is left out if `nearest` is false. None for a matrix leaves its dimension unchanged. The sums stay below 2^24 in magnitude,
+    or, if `wide`, below 2^53. The result has the dtype of `input`.
     """
     total = _products(input, rows, columns, torch.float64 if wide else torch.float32)
     return stored(torch.floor(total * _step(rows, columns, bits) + (0.5 if nearest else 0.0)), input, input.dtype)

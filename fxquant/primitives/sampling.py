@@ -1,4 +1,4 @@
-"""Reading an image between its pixels, at coordinates that are themselves integers in steps of 2^-bits of a pixel."""
+"""Sampling of an image between its pixels, at coordinates that are integers in steps of 2^-bits of a pixel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxquant.primitives.record import Emitter, ZeroPoint, primitive, stored
 
 
 def onnx_brought_inside(e: Emitter, position: str, size: int, bits: int, padding: str, corners: bool) -> str:
-    """The position brought inside, as `padding` says; in float32, which holds it."""
+    """Emit the positions moved inside the image, as `padding` specifies, in float32, which is exact for them."""
     low, span = (0.0, (size - 1) * 2.0**bits) if corners else (-(2.0 ** (bits - 1)), size * 2.0**bits)
     if padding == "reflection":
         away = e.node("Abs", e.node("Sub", position, e.constant(low)))
@@ -90,7 +90,7 @@ def _onnx_sample(
 
 
 def brought_inside(position: Tensor, size: int, bits: int, padding: str, corners: bool) -> Tensor:
-    """The position brought inside, as `padding` says."""
+    """Return the positions moved inside the image, as `padding` specifies."""
     low, span = (0, (size - 1) * 2**bits) if corners else (-(2 ** (bits - 1)), size * 2**bits)
     if padding == "reflection":
         twice = 2 * max(span, 1)
@@ -128,12 +128,12 @@ def _bounds_sample(
 def sample(
     input: Tensor, coordinates: Tensor, sizes: list[int], bits: int, mode: str, padding: str, corners: bool, outside: int, wide: bool
 ) -> Tensor:
-    """The value of an image (N, C, *sizes) at every position of (N, *, rank), in steps of 2^-bits of a pixel from the first one's middle.
+    """Sample an image (N, C, *sizes) at every position of (N, *, rank), in steps of 2^-bits of a pixel from the first one's centre.
 
-    Between pixels: ⌊Σ w·q / 2^(rank · bits) + ½⌋ with the weights of linear interpolation, or, if `mode` is "nearest", the nearest
-    pixel, of two equally near the even one. Outside lies `outside` if `padding` is "zeros", the nearest pixel if it is "border", and for
-    "reflection" what is mirrored there, at the middles of the outermost pixels (`corners`) or at their outer edges.
-    The sums stay below 2^24 in magnitude, or, if `wide`, below 2^53.
+    Between pixels, the result is ⌊Σ w·q / 2^(rank · bits) + ½⌋ with the weights of linear interpolation. If `mode` is "nearest", it is the
+    nearest pixel; of two equally near ones, that with the even index. Outside, the image is `outside` if `padding` is "zeros", and the
+    nearest pixel if it is "border". For "reflection" it is mirrored, at the centres of the outermost pixels (`corners`) or at their outer
+    edges. The sums stay below 2^24 in magnitude, or, if `wide`, below 2^53.
     """
     image = input.to(torch.float64 if wide else torch.float32)
     around = 1 if padding == "zeros" else 0

@@ -1,6 +1,6 @@
-"""What is brought together at places that whole numbers say, any number of elements at one of them; and how many truth values hold.
+"""Scatter reductions by int64 indices, any number of elements to one place; and counts of booleans that are true.
 
-The sizes of the source and of its index are equal, and no element has more brought to it than the source has along the dimension.
+A source and its index have equal shapes, so no place gets more elements than the source has along the dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def _bounds_sum_along(source: Value, dim: int, index: Value | None, size: int, w
 
 @primitive(_onnx_sum_along, bounds=_bounds_sum_along, kind="accumulator")
 def sum_along(source: Tensor, dim: int, index: Tensor, size: int, wide: bool) -> Tensor:
-    """Σ of the elements of the source that have each place, 0 to size - 1, along `dim`, as int32; |result| < 2^24 unless `wide`."""
+    """Sum the elements of `source` at the places along `dim` that `index`, int64, gives: 0 to size - 1.
+
+    The result is int32 and has `size` elements along `dim`; |result| < 2^24 unless `wide`.
+    """
     value = source.double() if wide else source.float()
     zeros = value.new_zeros([*source.shape[:dim], size, *source.shape[dim + 1 :]])
     total = zeros.scatter_add(dim, index, value)
@@ -64,9 +67,9 @@ def _bounds_extremum_along(input: Value, source: Value, dim: int, index: Value |
 
 @primitive(_onnx_extremum_along, bounds=_bounds_extremum_along, casts=True, zero_point=ZeroPoint.EQUIVARIANT)
 def extremum_along(input: Tensor, source: Tensor, dim: int, index: Tensor, terms: int, largest: bool) -> Tensor:
-    """The largest, or smallest, of an element of `input` and those of `source` that have its place along `dim`; both are on one grid.
+    """Return the largest, or smallest, of each element of `input` and those of `source` that `index` places there along `dim`.
 
-    `terms` is the size of `source` along `dim`.
+    Both are integers on one grid; `index` is int64. `terms` is the size of `source` along `dim`.
     """
     return torch.scatter_reduce(input, dim, index, source, "amax" if largest else "amin")
 
@@ -84,5 +87,5 @@ def _bounds_count(input: Value, dim: list[int], keepdim: bool) -> Range:
 
 @primitive(_onnx_count, bounds=_bounds_count, kind="plain")
 def count(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
-    """How many truth values hold along dimensions: int64."""
+    """Count the true elements of a bool tensor along dimensions: int64."""
     return input.to(torch.int64).sum(dim, keepdim)

@@ -1,6 +1,6 @@
-"""Whole numbers that say where elements are, and the elements that such numbers pick.
+"""Indices of elements, int64, and the elements at such indices.
 
-Of equal elements the first counts, wherever they are ranked.
+Where elements are ranked, the first of equal ones comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxquant.primitives.shape import named
 
 
 def _real(e: Emitter, value: str) -> str:
-    plain = e.dtype(value).is_floating_point or e.dtype(value) == torch.int64  # whole numbers that are no quantized tensor's
+    plain = e.dtype(value).is_floating_point or e.dtype(value) == torch.int64  # an int64 tensor without a grid
     return value if plain else e.node("Cast", value, to=torch.float32)
 
 
@@ -30,7 +30,7 @@ def _bounds_arg_extremum(input: Value, dim: int, keepdim: bool, largest: bool) -
 
 @primitive(_onnx_arg_extremum, bounds=_bounds_arg_extremum, kind="plain", zero_point=ZeroPoint.INVARIANT)
 def arg_extremum(input: Tensor, dim: int, keepdim: bool, largest: bool) -> Tensor:
-    """Where the largest, or the smallest, element along `dim` is, as int64: the first of equal ones."""
+    """Return the index of the largest, or the smallest, element along `dim`, as int64: the first of equal ones."""
     return torch.argmax(input, dim, keepdim) if largest else torch.argmin(input, dim, keepdim)
 
 
@@ -46,7 +46,10 @@ def _bounds_ranking(input: Value, dim: int, count: int, largest: bool) -> Range:
 
 @primitive(_onnx_ranking, bounds=_bounds_ranking, kind="plain", zero_point=ZeroPoint.INVARIANT)
 def ranking(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    """Where the `count` largest, or smallest, elements along `dim` are, in their order, as int64: of equal ones the first comes first."""
+    """Return the indices of the `count` largest, or smallest, elements along `dim`, in their order, as int64.
+
+    Of equal elements the first comes first.
+    """
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
 
 
@@ -65,7 +68,7 @@ def _bounds_picked(input: Value, dim: int, index: Value | None) -> Range:
 
 @primitive(_onnx_take_along, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def take_along(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The elements at these places along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
+    """Gather the elements at these indices, int64, along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
     return torch.gather(input, dim, index)
 
 
@@ -75,7 +78,10 @@ def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -
 
 @primitive(_onnx_pick, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The slices along `dim` at these places; the dimensions of `index` stand in the place of `dim`. Negative ones count from the end."""
+    """Return the slices along `dim` at these indices, int64; the dimensions of `index` replace `dim`.
+
+    Negative indices count from the end.
+    """
     places: tuple[Any, ...] = (*[slice(None)] * dim, index)
     return input[places]
 
@@ -97,9 +103,9 @@ def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along, zero_point=ZeroPoint.EQUIVARIANT)
 def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bool = False) -> Tensor:
-    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid.
+    """Replace the elements of `input` at these indices, int64, along `dim` with those of `source`; both are on one grid.
 
-    Where it is a `number`, a source without dimensions, this is at all of them.
+    No index occurs twice. If `number` is true, `source` has no dimensions and its one value replaces all of them.
     """
     return torch.scatter(input, dim, index, source.to(input.dtype).expand(index.shape) if number else source)
 
@@ -121,7 +127,7 @@ def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
 
 @primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT)
 def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
-    """The smallest element along dimensions."""
+    """Return the smallest element along dimensions."""
     return torch.amin(input, dim, keepdim)
 
 
@@ -140,7 +146,7 @@ def _bounds_truth(input: Value | None, dim: list[int], keepdim: bool, every: boo
 
 @primitive(_onnx_truth, bounds=_bounds_truth, kind="plain")
 def truth(input: Tensor, dim: list[int], keepdim: bool, every: bool) -> Tensor:
-    """Whether every truth value along dimensions holds, or any of them."""
+    """Reduce a bool tensor along dimensions: whether every element is true, or, unless `every`, whether any is."""
     for reduced in sorted((d % input.dim() for d in dim), reverse=True):
         input = torch.all(input, reduced, keepdim) if every else torch.any(input, reduced, keepdim)
     return input

@@ -1,4 +1,4 @@
-"""Moving integers about: no arithmetic, any integer dtype."""
+"""Primitives that move or copy integers without arithmetic, for any integer dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 
 
 def _sizes(e: Emitter, sizes: list[int | str]) -> str:
-    """Numbers as a tensor; a computed one, which depends on the batch, is a name."""
+    """Return the name of an int64 tensor of these sizes; a computed one, which depends on the batch, is a name itself."""
     if all(isinstance(size, int) for size in sizes):
         return _vector(e, sizes)  # type: ignore[arg-type]
     one = _vector(e, [1])
@@ -30,7 +30,7 @@ def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
 
 @primitive(_onnx_reshape, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
 def reshape(input: Tensor, shape: list[int]) -> Tensor:
-    """The same elements in another shape; one size may be -1."""
+    """Return the elements in another shape; one size may be -1."""
     return input.reshape(shape)
 
 
@@ -40,12 +40,12 @@ def _onnx_permute(e: Emitter, input: str, dims: list[int]) -> str:
 
 @primitive(_onnx_permute, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
 def permute(input: Tensor, dims: list[int]) -> Tensor:
-    """The same elements with dimensions in another order."""
+    """Return the elements with the dimensions in another order."""
     return input.permute(dims)
 
 
 def named(e: Emitter, value: str | Tensor) -> str:
-    """The name of an operand that may be a constant."""
+    """Return the name of an operand that may be a constant."""
     return value if isinstance(value, str) else e.constant(value)
 
 
@@ -59,7 +59,7 @@ def _bounds_concatenate(tensors: list[Value], dim: int) -> Range:
 
 @primitive(_onnx_concatenate, bounds=_bounds_concatenate, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
-    """The tensors one after another along `dim`."""
+    """Concatenate the tensors along `dim`."""
     return torch.cat(tensors, dim)
 
 
@@ -78,7 +78,10 @@ def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops
 
 @primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
-    """Every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`; negative bounds count from the end."""
+    """Return every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`.
+
+    Negative bounds count from the end.
+    """
     index = [slice(None)] * input.dim()
     for dim, start, stop, step in zip(dims, starts, stops, steps, strict=True):
         index[dim] = slice(start, stop, step)
@@ -97,7 +100,7 @@ def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
 
 @primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """The elements at these indices along `dim`, in this order."""
+    """Return the elements at these indices along `dim`, in this order."""
     return input.index_select(dim, indices)
 
 
@@ -111,7 +114,7 @@ def _bounds_rows(table: Value, indices: Value | None) -> Range:
 
 @primitive(_onnx_rows, bounds=_bounds_rows, zero_point=ZeroPoint.EQUIVARIANT)
 def rows(table: Tensor, indices: Tensor) -> Tensor:
-    """For each of the indices, whole numbers from 0 up in a tensor of any shape, the row of the table there."""
+    """Return the rows of the table at the indices, integers from 0 in a tensor of any shape."""
     return F.embedding(indices, table)
 
 
@@ -121,7 +124,7 @@ def _onnx_expand(e: Emitter, input: str | Tensor, sizes: list[int | str]) -> str
 
 @primitive(_onnx_expand, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def expand(input: Tensor, sizes: list[int]) -> Tensor:
-    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+    """Repeat dimensions of size 1 to these sizes, and add new ones in front; -1 keeps a size."""
     return input.expand(sizes)
 
 
@@ -131,7 +134,7 @@ def _onnx_tile(e: Emitter, input: str | Tensor, repeats: list[int | str]) -> str
 
 @primitive(_onnx_tile, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def tile(input: Tensor, repeats: list[int]) -> Tensor:
-    """The whole tensor this many times along each of its dimensions."""
+    """Repeat the tensor this many times along each of its dimensions."""
     return input.repeat(repeats)
 
 
@@ -151,5 +154,5 @@ def _bounds_pad(input: Value, begin: list[int], end: list[int], value: int) -> R
 
 @primitive(_onnx_pad, bounds=_bounds_pad, zero_point=ZeroPoint.EQUIVARIANT, shifted=("value",))
 def pad(input: Tensor, begin: list[int], end: list[int], value: int) -> Tensor:
-    """The tensor with `value` around it: this many times before and behind each dimension."""
+    """Pad each dimension with `begin` elements of `value` before and `end` after it."""
     return F.pad(input, [size for pair in reversed(list(zip(begin, end, strict=True))) for size in pair], value=value)

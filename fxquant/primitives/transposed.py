@@ -1,6 +1,6 @@
-"""Transposed convolution: each input element spreads its products over a window of the output.
+"""Transposed convolution: the products of each input element are added to a window of the output.
 
-As in `accumulate`, sums stay below 2^24, or those of parts of the operand's and the weight's bits do (`*_wide`).
+As in `accumulate`, sums stay below 2^24; in the `*_wide` form, the sums of parts of the operand's and the weight's bits do.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 def swap_channels(weight: Tensor, groups: int) -> Tensor:
-    """(in, out/groups, …) as (out, in/groups, …), and back: the same exchange undoes itself."""
+    """Return a weight of shape (in, out/groups, …) in the shape (out, in/groups, …); a second call undoes it."""
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 class _Form:
-    """How ONNX spells one transposed convolution.
+    """The ONNX form of one transposed convolution.
 
-    ConvTranspose where there is one group. With several, the input is spread out with zeros and convolved with
-    the mirrored weight, which is the same sum: ONNX's own evaluator is wrong about groups. So it is where the output padding
-    reaches the stride, as PyTorch allows with a dilation and onnxruntime does not.
+    With one group it is ConvTranspose. With several, zeros are inserted between the input's elements, and the result is convolved with
+    the mirrored weight, which gives the same sum: ONNX's own evaluator computes groups wrongly. This form is also used where the output
+    padding reaches the stride, which PyTorch allows with a dilation and onnxruntime does not.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class _Form:
         self.name = "_".join("x".join(map(str, v)) for v in (self.kernel, stride, padding, output_padding, dilation, [groups]))
 
     def emit(self, e: Emitter, x: str, *weight_and_bias: str) -> str:
-        """The sum, for float32 values."""
+        """Emit the sum, for float32 values."""
         attributes = {"kernel_shape": self.kernel, "dilations": list(self.dilation), "group": self.groups}
         if self.spreads:
             return e.node("Conv", self._spread(e, x), *weight_and_bias, **attributes)
@@ -57,7 +57,7 @@ class _Form:
         )
 
     def _spread(self, e: Emitter, x: str) -> str:
-        """stride - 1 zeros behind every element, and what the windows of the convolution read beyond the edges."""
+        """Emit the input with stride - 1 zeros after every element, and the padding that the windows read beyond the edges."""
         rank = len(self.kernel)
         begin, end = [0] * (rank + 2), [0] * (rank + 2)
         for i in range(rank):
@@ -111,7 +111,7 @@ def transposed_convolution(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The sums x·w + bias of a transposed convolution, as int32; |result| < 2^24 for every input of its dtype."""
+    """Compute the sums x·w + bias of a transposed convolution, as int32; |result| < 2^24 for every input of its dtype."""
     result = _kernel(input.float(), weight, bias, stride, padding, output_padding, groups, dilation)
     return stored(result, input, torch.int32)
 
@@ -162,9 +162,10 @@ def transposed_convolution_wide(
     groups: int,
     cut: list[int],
 ) -> Tensor:
-    """`transposed_convolution` beyond 2^24: parts of operand and weight (`Split`) whose sums stay below 2^24, joined in float64.
+    """Compute `transposed_convolution` where the sum can reach 2^24.
 
-    The result is int32, or int64 for int16 weights.
+    The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
+    2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
     """
 
     def kernel(part: Tensor, factor: Tensor) -> Tensor:

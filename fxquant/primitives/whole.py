@@ -1,6 +1,6 @@
-"""Whole numbers that are no quantized tensor's, int64: counts, places, tokens. Beyond 64 bits they wrap around, in PyTorch and in ONNX.
+"""Integer tensors without a grid, int64: counts, indices, tokens. Beyond 64 bits they wrap around, in PyTorch and in ONNX.
 
-Division is written by the remainder alone, which has the sign of the divisor: runtimes round the quotient of negative numbers in
+Division is computed from the remainder, which has the sign of the divisor: runtimes round the quotient of negative numbers in
 different ways.
 """
 
@@ -16,7 +16,7 @@ from fxquant.primitives.record import Emitter, primitive
 from fxquant.primitives.shape import named
 
 ANY = Range(-(2.0**63), 2.0**63)
-DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # of whole numbers
+DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # of integers without a grid
 
 
 def _quotient(input: Tensor, other: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _whole(e: Emitter, value: str | Tensor) -> str:
 def _onnx_joined(e: Emitter, input: str | Tensor, other: str | Tensor, operation: str) -> str:
     left, right = _whole(e, input), _whole(e, other)
     if operation in ("quotient", "remainder") and isinstance(other, str):
-        # What is divided by 0 is an error in PyTorch; integer division by 0 may end the process that runs a file.
+        # Division by 0 is an error in PyTorch; integer division by 0 may end the process that runs a file.
         right = e.node("Where", e.node("Equal", right, e.constant(0, torch.int64)), e.constant(1, torch.int64), right)
     if operation == "quotient":
         return e.node("Div", e.node("Sub", left, e.node("Mod", left, right)), right)
@@ -55,7 +55,10 @@ def _onnx_joined(e: Emitter, input: str | Tensor, other: str | Tensor, operation
 
 
 def _onnx_bits(e: Emitter, left: str, right: str) -> str:
-    """The bits of both, along a dimension of their own, multiplied and added up: before opset 18 there is no operator on bits."""
+    """Emit the bitwise "and" of two int64 values before opset 18, which has no operator for it.
+
+    The bits of both get a dimension of their own; their products are weighted by powers of two and summed.
+    """
     powers = e.constant(torch.tensor([2**bit for bit in range(63)], dtype=torch.int64, device="cpu"))
     zero, two = e.constant(0, torch.int64), e.constant(2, torch.int64)
     axis = e.constant([-1])
@@ -77,14 +80,14 @@ HALF = 2**31
 
 
 def _halves(e: Emitter, input: str) -> tuple[str, str]:
-    """⌊x / 2^31⌋ and the 31 bits below."""
+    """Emit ⌊x / 2^31⌋ and the 31 bits below."""
     half = e.constant(HALF, torch.int64)
     lower = e.node("Mod", input, half)
     return e.node("Div", e.node("Sub", input, lower), half), lower
 
 
 def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
-    """onnxruntime forms sums of int64 in float64, which is exact below 2^53: the upper parts and the lower ones apart."""
+    """Emit a sum of int64, of the upper and the lower halves separately: onnxruntime sums in float64, which is exact below 2^53."""
     upper, lower = (e.node("ReduceSum", part, e.constant(list(dim)), keepdims=int(keepdim)) for part in _halves(e, input))
     return e.node("Add", e.node("Mul", upper, e.constant(HALF, torch.int64)), lower)
 
@@ -98,10 +101,10 @@ def _bounds_joined(input: Value | None, other: Value | None, operation: str) -> 
 
 @primitive(_onnx_joined, bounds=_bounds_joined, kind="plain")
 def joined(input: Tensor, other: Tensor, operation: str) -> Tensor:
-    """Two whole numbers as one, element by element: int64.
+    """Combine two int64 tensors element by element: int64.
 
-    "add", "subtract", "multiply"; "quotient", ⌊input / other⌋, and "remainder", which has the sign of `other`; "larger", "smaller";
-    "and", of their bits in two's complement. A quotient is right for operands below 2^62.
+    The operations are "add", "subtract", "multiply", "quotient" (⌊input / other⌋), "remainder" (with the sign of `other`), "larger",
+    "smaller", and "and" (bitwise, in two's complement). A quotient is right for operands below 2^62.
     """
     return JOINED[operation](input, other)
 
@@ -111,13 +114,13 @@ def _onnx_converted(e: Emitter, input: str, dtype: torch.dtype) -> str:
 
 
 def _bounds_converted(input: Value | None, dtype: torch.dtype) -> Range:
-    need(dtype in DTYPES, f"it is to be {dtype}")  # real numbers have no place in an integer graph
+    need(dtype in DTYPES, f"it is to be {dtype}")  # an integer graph holds no float tensors
     return ANY
 
 
 @primitive(_onnx_converted, bounds=_bounds_converted, kind="plain")
 def converted(input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Truth values, as 0 and 1, or whole numbers in a dtype of whole numbers; what it cannot hold wraps around."""
+    """Cast a bool tensor, as 0 and 1, or an integer tensor to an integer dtype; values beyond its range wrap around."""
     return input.to(dtype)
 
 
@@ -135,7 +138,10 @@ def _bounds_truncated(input: Value, scale: Value, margin: Value) -> Range:
 
 @primitive(_onnx_truncated, bounds=_bounds_truncated, kind="plain")
 def truncated(input: Tensor, scale: Tensor, margin: Tensor) -> Tensor:
-    """The real number float32(q) · scale ± margin, away from 0, without its fraction, as int64; 0 of 0. Both steps are float32."""
+    """Compute float32(q) · scale ± margin, away from 0, and drop the fraction; the result is int64, and 0 for 0.
+
+    The product and the sum are rounded to float32; `scale` and `margin` are float32.
+    """
     number = input.float()
     return (number * scale + torch.sign(number) * margin).to(torch.int64)
 
@@ -150,7 +156,7 @@ def _bounds_chosen(input: Value | None, other: Value | None, condition: Value | 
 
 @primitive(_onnx_chosen, bounds=_bounds_chosen, kind="plain")
 def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
-    """The whole number of `input` where the condition holds, else that of `other`: int64."""
+    """Return the integer of `input` where the condition (bool) holds, else that of `other`: int64."""
     return torch.where(condition, input, other)
 
 
@@ -162,13 +168,13 @@ def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operati
         return _onnx_sum(e, input, dim, keepdim)
 
     def extreme(value: str, keepdims: int) -> str:
-        """Of whole numbers below 2^53, as float64."""
+        """Emit the extreme of integers below 2^53, found in float64."""
         name, real = "ReduceMax" if operation == "largest" else "ReduceMin", e.node("Cast", value, to=torch.float64)
         by = {} if e.opset >= 18 else {"axes": list(dim)}
         axes = (e.constant(list(dim)),) if e.opset >= 18 else ()
         return e.node("Cast", e.node(name, real, *axes, keepdims=keepdims, **by), to=torch.int64)
 
-    # The extreme upper part, and of what has that the extreme lower part.
+    # The extreme upper half, and the extreme lower half of the elements that have it.
     half, (upper, lower) = e.constant(HALF, torch.int64), _halves(e, input)
     first = e.node("Equal", upper, extreme(upper, 1))
     beyond = e.constant(-1 if operation == "largest" else HALF, torch.int64)
@@ -182,7 +188,7 @@ def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operatio
 
 @primitive(_onnx_reduced, bounds=_bounds_reduced, kind="plain")
 def reduced(input: Tensor, dim: list[int], keepdim: bool, operation: str) -> Tensor:
-    """The "sum" of whole numbers along dimensions, at most 2^21 of them, the "largest" or the "smallest" of them: int64."""
+    """Compute the "sum" of at most 2^21 integers along dimensions, or their "largest" or "smallest": int64."""
     return REDUCED[operation](input, dim, keepdim=keepdim)
 
 
@@ -196,5 +202,5 @@ def _bounds_running(input: Value | None, dim: int) -> Range:
 
 @primitive(_onnx_running, bounds=_bounds_running, kind="plain")
 def running(input: Tensor, dim: int) -> Tensor:
-    """The sum of the whole numbers up to each one along a dimension: int64."""
+    """Compute the cumulative sum of the integers along a dimension: int64."""
     return torch.cumsum(input, dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class BatchNorm(Protocol):
-    """What folding needs to know; an `nn.BatchNorm2d` is one, and so is `BatchNormTensors`."""
+    """The attributes of a batch norm that folding reads; an `nn.BatchNorm2d` has them, and so has `BatchNormTensors`."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -63,7 +63,7 @@ def running_gain(batch_norm: BatchNorm) -> Tensor:
 
 
 def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that equals layer then batch norm with running statistics; differentiable.
+    """Return the weight and the bias of the layer that equals a layer followed by a batch norm with running statistics; differentiable.
 
     `axis` is the weight's output channel dimension.
     """
@@ -74,7 +74,7 @@ def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) 
 
 
 def fold_bias(bias: Tensor | None, batch_norm: BatchNorm) -> Tensor:
-    """The bias of that layer."""
+    """Return the bias of the layer that `fold` describes."""
     assert batch_norm.running_mean is not None
     offset = -batch_norm.running_mean if bias is None else bias - batch_norm.running_mean
     folded = offset * running_gain(batch_norm)

@@ -20,7 +20,7 @@ LARGEST_EXPONENT = 16  # of either sign
 
 
 class Rescalable(Protocol):
-    """What applying factors needs to know of an operator's record."""
+    """The part of an operator's record that applying factors needs."""
 
     @property
     def rescaled(self) -> Any: ...
@@ -61,19 +61,19 @@ class ChannelFactors(nn.Module):
 
     @torch.no_grad()
     def assign(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Make these the exponents."""
+        """Set the exponents."""
         self.inputs.copy_(inputs)
         self.outputs.copy_(outputs)
 
     def of(self, operator: Rescalable, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call of the operator, with its parameters multiplied."""
+        """Return the arguments of a call of the operator, by name, with its parameters multiplied by the factors."""
         if not self.active:
             return arguments
         inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
         return {**arguments, **operator.rescaled(arguments, inputs, outputs)}
 
     def of_call(self, operator: Rescalable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same for arguments as they stand in a call."""
+        """Return the positional and keyword arguments of a call, with the operator's parameters multiplied by the factors."""
         if not self.active:
             return args, kwargs
         arguments = self.of(operator, operator.bind_call(args, kwargs))
@@ -81,7 +81,7 @@ class ChannelFactors(nn.Module):
         return tuple(arguments[name] for name in positional), {name: arguments[name] for name in kwargs}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A state_dict of a model without factors says nothing of them: it has none."""
+        """Load a state_dict; one without factors is that of a model that has none."""
         for name, own in (("inputs", self.inputs), ("outputs", self.outputs)):
             state_dict.setdefault(prefix + name, torch.zeros_like(own))
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -47,7 +47,7 @@ def _written(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What chose a QConfig: the attribute of a module, a rule of the mapping, or nothing but its default.
+    """The source of a QConfig: the attribute of a module, a rule of the mapping, or its default.
 
     kind   "attribute", "call", "name", "pattern", "type" or "default"
     key    the module's path, the Call, the name, the pattern, or the type or function
@@ -79,7 +79,7 @@ def _rules(key: Callable[[Any], Any]) -> Kind:
 
 
 def _spelling(value: Any) -> Any:
-    """What an operator can be written as: a class, a function or the name of a method."""
+    """Return a key by which an operator can be called: a class, a function or the name of a method. Raise TypeError for anything else."""
     if not (callable(value) or isinstance(value, str)) or isinstance(value, nn.Module):
         raise TypeError
     hash(value)
@@ -137,21 +137,21 @@ class QConfigMapping:
 
     @checked(qconfig=CHOSEN)
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with another default."""
+        """Return this mapping with another default."""
         return self._with_rules(default=qconfig) if self.rules() else replace(self, default=qconfig)
 
     @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with a rule for a module's class, a function, or a tensor's method by name.
+        """Return this mapping with a rule for a module's class, a function, or a tensor's method by name.
 
-        A class means its modules alone. A function or a method means that function in every spelling: torch.softmax is F.softmax,
-        x.softmax() and nn.Softmax; torch.add is + and +=. The spelling that the model has goes before others.
+        A class means its modules alone. A function or a method means that function in every call form: torch.softmax is F.softmax,
+        x.softmax() and nn.Softmax; torch.add is + and +=. A rule for the call form that the model uses has precedence over others.
         """
         return self._with_rules(types={**self.types, kind: qconfig})
 
     @checked()
     def set_host(self, *where: Any) -> QConfigMapping:
-        """This mapping with rules that keep these on the host, in float: classes and functions by type, modules' paths and nodes by name.
+        """Return this mapping with rules that keep these in float, on the host: types and functions, module paths and node names.
 
         What is called `hybrid_dict` elsewhere. A rule with a QConfig for the same place is the other way about: it keeps integers where
         the compiler would leave a few operators between float ones to the host.
@@ -163,17 +163,17 @@ class QConfigMapping:
 
     @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with a rule for module paths that a regular expression matches; one that is there keeps its place."""
+        """Return this mapping with a rule for module paths that a regular expression matches; an existing one keeps its place."""
         return self._with_rules(patterns={**self.patterns, pattern: qconfig})
 
     @checked(qconfig=CHOSEN)
     def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with a rule for a module's path or a node's name."""
+        """Return this mapping with a rule for a module's path or a node's name."""
         return self._with_rules(names={**self.names, name: qconfig})
 
     @checked(module_name=MODULE, object_type=SPELLING, index=KINDS["seed"], qconfig=CHOSEN)
     def set_module_name_object_type_order(self, module_name: str, object_type: Any, index: int, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with a rule for one call: of those of a type in the forward of a module, the one that `index` others run before.
+        """Return this mapping with a rule for one call: the one with this index, from 0, among a type's calls in a module's forward.
 
         `module_name` is the path of the module whose forward has the call, "" for the model's own; a layer's calls are its parent's.
         """
@@ -250,7 +250,7 @@ def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
 
 
 def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """The mapping a user means by a mapping, by one QConfig for everything, or by nothing."""
+    """Return the mapping that a mapping, one QConfig for everything, or None stands for."""
     if isinstance(qconfig, QConfigMapping):
         return qconfig
     if qconfig is not None and not isinstance(qconfig, QConfig):

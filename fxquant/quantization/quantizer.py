@@ -43,16 +43,16 @@ class Quantizer(TrainableScale):
     A tensor that `was_zero` in calibration, or is `unseen`, follows its batches in TRAIN, whatever `training` says, until it is
     calibrated again.
 
-    headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
-    items        whether dimension 0 of what is observed is that of the items of a batch, which observers may tell apart by their loudness
+    headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
+    items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
     shown        whether the tensor is an output of the model, or read by a float operator
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
-    others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
-                 observers: see `observations`. They have no say in the scale
-    batches_used int64 scalar: how many batches the scale was found from; `range` may have seen more
-    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0, but for what "lsq+" has made of it
-    ends         float32 of shape (2,), of affine dtypes: the interval of real numbers that scale and zero point were made for, NaN
-                 where they were given. "statistics" move it, not its rounded image
+    others       further observers, by class, that observe in calibration, so that its observations serve any of fxquant's observers: see
+                 `observations`. They do not affect the scale
+    batches_used int64 scalar: how many batches the scale was computed from; `range` may have observed more
+    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0, before "lsq+" changes it
+    ends         float32 of shape (2,), of affine dtypes: the interval of float values that scale and zero point were computed for, NaN
+                 where they were given. "statistics" move this interval, and not the rounded one of scale and zero point
     """
 
     batches_used: Tensor
@@ -99,19 +99,19 @@ class Quantizer(TrainableScale):
 
     @property
     def grid(self) -> Grid:
-        """The grid of this moment."""
+        """The current grid."""
         scale = self.scale
         return Grid(self.dtype, scale, self._zero_point(scale) if self.dtype.affine else 0)
 
     def _zero_point(self, scale: Tensor) -> int:
-        """The zero point of this moment, beside this scale."""
+        """Return the current zero point for this scale."""
         if self.method is None or self.method.end is None or self.frozen or not self.calibrated:
             return int(self.zero_point)
         end = self.method.end(self.base_scale, -self.zero_point * self.base_scale, self._values())
         return self._zero_point_at(end, scale)
 
     def _zero_point_at(self, end: Tensor, scale: Tensor) -> int:
-        """The zero point with which the lowest integer stands for a real number, or for the nearest that it can."""
+        """Return the zero point with which the lowest integer stands for `end`, or for the nearest possible float value."""
         return int(torch.round(-end / scale).clamp(self.dtype.low, self.dtype.high))
 
     @property
@@ -128,7 +128,7 @@ class Quantizer(TrainableScale):
 
     @torch.no_grad()
     def assign(self, scale: Tensor, zero_point: Tensor | int | None = None) -> None:
-        """Make this the scale that training starts from, beside this zero point or that of the moment."""
+        """Set the scale that training starts from, with this zero point or the current one."""
         if self.dtype.affine:
             self.zero_point.fill_(self._zero_point(self.scale) if zero_point is None else zero_point)
         super().assign(scale)
@@ -157,7 +157,7 @@ class Quantizer(TrainableScale):
 
     @property
     def was_zero(self) -> bool:
-        """Whether calibration has seen nothing but zeros: there is no scale that the tensor of training could start from, or stay at."""
+        """Whether calibration has observed nothing but zeros, so that training lacks a scale to start from or to keep."""
         observer = self.observer
         return observer is not None and not self.frozen and self._was_zero.get(lambda: observer.only_zeros, observer.count)
 
@@ -188,11 +188,11 @@ class Quantizer(TrainableScale):
 
     @property
     def observers(self) -> list[Observer]:
-        """All that observe in calibration: the one that chooses the scale, the range, the others; none where the scale is fixed."""
+        """All observers of calibration: the one that chooses the scale, the range, and the others; empty where the scale is fixed."""
         return [child for child in (self.observer, self.range, *self.others.values()) if isinstance(child, Observer)]
 
     def observe(self, value: Tensor) -> None:
-        """Let the observer see real values. Raises CalibrationError if any is NaN or infinite."""
+        """Let the observers take in a float tensor. Raises CalibrationError if any value is NaN or infinite."""
         if self.observer is None or self.frozen or self.paused:
             return
         try:
@@ -209,7 +209,7 @@ class Quantizer(TrainableScale):
 
     @property
     def chooser(self) -> Observer:
-        """The observer in the form that chooses the scale: of an output of the model, of samples that count alike, or as it is."""
+        """The observer that chooses the scale: in the form for an output of the model, for balanced samples, or unchanged."""
         assert self.observer is not None
         return self.observer.of_output() if self.shown else self.observer.per_sample() if self.balanced else self.observer
 
@@ -222,18 +222,21 @@ class Quantizer(TrainableScale):
 
     @property
     def can_balance_samples(self) -> bool:
-        """Whether `balance_samples` can change the scale: it is observed, is no model output's, and the observer knows its samples."""
+        """Whether `balance_samples` can change the scale.
+
+        It can where the scale is observed, the tensor is not an output of the model, and the observer has counted its samples.
+        """
         found = self.observer
         return found is not None and found.observed and not self.frozen and not self.shown and found.per_sample() is not found
 
     @torch.no_grad()
     def balance_samples(self, balanced: bool) -> None:
-        """Choose the scale anew from what was observed, by the noise of each sample or by the squared error of all."""
+        """Choose the scale again from the observations, by the noise of each sample or by the pooled squared error."""
         self.balanced = balanced
         self._choose()
 
     def _found(self, observer: Observer) -> Tensor:
-        """The scale of a symmetric dtype that an observer finds."""
+        """Return the scale that an observer finds for a symmetric dtype."""
         found = observer.scale_before_rounding(self.dtype) if self.power_of_two else observer.scale(self.dtype)
         return found * self.headroom
 
@@ -248,24 +251,24 @@ class Quantizer(TrainableScale):
 
     @torch.no_grad()
     def _cover(self, low: Tensor, high: Tensor) -> None:
-        """Make this the interval that the integers of an affine dtype stand for."""
+        """Set the interval that the integers of an affine dtype stand for."""
         scale, zero_point = grid_from_range(low, high, self.dtype)
         self.ends.copy_(torch.stack((low, high)))
         self.assign(scale, zero_point)
 
     @property
     def can_follow_ends(self) -> bool:
-        """Whether the smallest and the largest value of a batch are all that `follow` asks of it."""
+        """Whether `follow` needs only the smallest and the largest value of a batch."""
         observe = None if self.range is None else type(self.range).observe
         return self.calibrated and observe in (MinMaxObserver.observe, MovingAverageMinMaxObserver.observe)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:
-        """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
+        """Take in one batch, a float tensor, in state TRAIN. Raises CalibrationError if any value is NaN or infinite.
 
-        "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
-        first batch continues where calibration ended, and a threshold below the largest value stays as far below.
-        On an affine grid each end of the interval is multiplied by what that end of the range is. A scale that no
+        "statistics" multiply the scale by the factor by which the largest magnitude of the range changes. So the
+        first batch continues where calibration ended, and a threshold keeps its ratio to the largest value. On an
+        affine grid each end of the interval is multiplied by the factor of that end of the range. A scale that no
         calibration has set is set by this batch.
         """
         if self.range is None or not self.follows_training:
@@ -317,7 +320,10 @@ class Quantizer(TrainableScale):
         self.batches_used.copy_(self.range.count)
 
     def _followed_in_numbers(self, value: Tensor) -> bool:
-        """The same with Python numbers, each result rounded to float32 as a tensor's is: scalars take less time so."""
+        """Follow a batch with Python numbers, each result rounded to float32 as in a tensor, which is faster for scalars.
+
+        Return whether that was possible; if not, nothing is changed.
+        """
         kind = type(self.range)
         if self.range is None or self.dtype.affine or kind not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
             return False
@@ -353,12 +359,12 @@ class Quantizer(TrainableScale):
         )
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
-        """Fix the scale at this value, and the zero point at this one or at what it is; they follow nothing any more."""
+        """Fix the scale at this value, and the zero point at this one or at its current value; they follow nothing any more."""
         self.assign(torch.full_like(self.base_scale, scale), zero_point)
         self.stop()
 
     def freeze(self) -> None:
-        """Fix the scale at what it is."""
+        """Fix the scale at its current value."""
         if not self.frozen:
             self.assign(self.scale)
             self.stop()

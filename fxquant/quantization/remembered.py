@@ -25,7 +25,7 @@ class Remembered(Generic[Fact]):
         self._fact = unknown
 
     def get(self, compute: Callable[[], Fact], *buffers: Tensor) -> Fact:
-        """The fact that `compute` returns for these buffers."""
+        """Return the fact that `compute` returns for these buffers."""
         if any(buffer.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(buffer) for buffer in buffers):
             return self._fact
         if any(buffer.is_inference() for buffer in buffers):  # these have no version

@@ -1,4 +1,4 @@
-"""What the user asks of an operator: which dtype, which observer, which scale. `QConfig` follows the shape of PyTorch's."""
+"""The configuration of an operator: dtypes, observers and scales. `QConfig` is structured like PyTorch's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger("fxquant")
 
 
 def _dtype(value: Any) -> str:
-    """A dtype by name; PyTorch's of that name means the same."""
+    """Return a dtype by name, or by PyTorch's dtype of that name."""
     if not isinstance(value, str | torch.dtype):
         raise TypeError
     return str(value).removeprefix("torch.")
 
 
 def _observer(value: Any) -> Any:
-    """What makes an observer, or a copy of one that has seen nothing. Raises ValueError for anything else."""
+    """Return a factory of observers, or an unused copy of an observer. Raises ValueError for anything else."""
     if isinstance(value, str):
         return observer_named(value)
     try:
@@ -45,7 +45,7 @@ def _observer(value: Any) -> Any:
 
 
 def _unused(observer: Observer) -> Observer:
-    """A copy of an observer, with its settings, that has seen nothing."""
+    """Return a copy of an observer, with its settings, without observations."""
     copied = copy.deepcopy(observer)
     copied.reset()
     return copied
@@ -72,17 +72,17 @@ class ActivationConfig:
     """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
 
     dtype          "int8", "int4", "int16" are symmetric: 0 stands for 0. "uint8" is affine: an integer q stands for
-                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the sum of a last layer as it
-                   stands. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
-    zero_point     the zero point of "uint8", given beside a scale; 128 if that alone is, or a threshold
-    observer       what finds the scale, each tensor having its own: a class of observers, the name of one, "mse", an observer whose
-                   settings are those of all, PercentileObserver(99.9), or any function without arguments that makes one. A
-                   FixedScaleObserver becomes the scale or the threshold that it gives
+                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the accumulator of a last
+                   layer. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
+    zero_point     the zero point of "uint8", given with a scale; 128 if only a scale or a threshold is given
+    observer       the observer that finds the scale; each tensor has its own. A class of observers, the name of one, as "mse", an
+                   observer whose settings all of them have, as PercentileObserver(99.9), or any function without arguments that
+                   returns one. A FixedScaleObserver becomes the scale or the threshold that it gives
     training       what an observed scale does in state TRAIN, from the calibrated one on:
-                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
-                                 seen where MinMaxObserver observes
+                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or the range of all
+                                 observed values with MinMaxObserver
                    "learned"     it is a parameter with the gradient of LSQ
-                   "lsq+"        the zero point is learned beside it: LSQ+. A symmetric dtype has none, and "learned" is the same
+                   "lsq+"        the zero point is learned, too: LSQ+. For a symmetric dtype, which has none, it equals "learned"
                    "pact"        where the tensor is clipped is a parameter in its own unit, `alpha`, which weight decay pulls to 0: PACT
                    "tqt"         the logarithm of a threshold is a parameter, and the scale the next power of two: TQT
                    "frozen"      it stays
@@ -128,7 +128,7 @@ class ActivationConfig:
                 )
 
     def _take_fixed_scale(self) -> None:
-        """What a FixedScaleObserver gives, beside what is given otherwise."""
+        """Take over the scale or the threshold of a FixedScaleObserver; raise ConfigurationError if one is given otherwise, too."""
         made = self.observer if isinstance(self.observer, Observer | type) else self.observer()
         if not isinstance(made, FixedScaleObserver):
             return
@@ -163,19 +163,19 @@ class ActivationConfig:
 
     @property
     def type(self) -> IntType:
-        """Its integers; those of int8 where the dtype is left to the target."""
+        """The integer type of its dtype; that of int8 where the dtype is left to the target."""
         return ACTIVATION_TYPES[self.dtype or "int8"]
 
     def resolved(self, default: str) -> ActivationConfig:
-        """The same with this dtype where none is given."""
+        """Return this config, with the dtype `default` where none is given."""
         return self if self.dtype is not None else replace(self, dtype=default)
 
     def of(self, dtype: str) -> ActivationConfig:
-        """The same for another dtype; a zero point that this has no use for is left out."""
+        """Return this config with another dtype; a zero point is left out where the dtype is symmetric."""
         return replace(self, dtype=dtype, zero_point=self.zero_point if ACTIVATION_TYPES[dtype].affine else None)
 
     def new_observer(self) -> Observer:
-        """An observer of its own for a tensor."""
+        """Return a new observer for a tensor."""
         return _unused(self.observer) if isinstance(self.observer, Observer) else self.observer()
 
     def __eq__(self, other: object) -> bool:
@@ -277,11 +277,11 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
 )
 @dataclass(frozen=True)
 class QConfig:
-    """How an operator is quantized: its output, its weight, and its input where that is a real number until then.
+    """How an operator is quantized: its output, its weight, and its input where that is a float tensor.
 
-    dynamic  linear and recurrent layers are quantized at run time, on targets that can: the input of each is brought to a grid of its
-             own by what it is, as uint8, and its result is a real number again. Only `weight` says anything then; nothing is calibrated,
-             and what is no such layer stays in float
+    dynamic  linear and recurrent layers are quantized at run time, on targets that support it: the input of each is quantized to uint8,
+             on a grid from its own range, and the result is a float tensor. Only `weight` has an effect then; nothing is calibrated, and
+             all other operators stay in float
     """
 
     output: ActivationConfig = field(default_factory=ActivationConfig)
@@ -306,7 +306,7 @@ class QConfig:
             )
 
     def resolved(self, default: str) -> QConfig:
-        """The same with this dtype for activations that are given none."""
+        """Return this config, with the dtype `default` for activations that are given none."""
         if self.dynamic:
             return self
         if self.output.dtype is not None and (self.input is None or self.input.dtype is not None):

@@ -8,7 +8,7 @@ from fxquant.errors import ConfigurationError
 
 
 class State(enum.Enum):
-    """What a prepared operator computes.
+    """The state of a prepared operator, which determines what it computes.
 
     FLOAT      the float model; nothing observes
     CALIBRATE  the float model; ranges are observed, in train and in eval mode alike
@@ -23,7 +23,7 @@ class State(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> State:
-        """A state by its name in any case. Raises ConfigurationError for anything else."""
+        """Return a state by its name in any case. Raises ConfigurationError for anything else."""
         found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
         if found is None:
             raise ConfigurationError(

@@ -2,10 +2,10 @@
 
     s = max |w| / divisor, or that with the least Σ |error|^p, or learned      per output channel, or one for all
     s = s · share, where tuning has chosen to cover less
-    s = max(s, what bias and residual need), rounded up to a power of two where there is no other
+    s = max(s, what bias and residual need), rounded up to a power of two if scales have to be one
     w_q = round(w / s)
 
-An operator has one. What it makes of a constant is the same with one scale.
+An operator has one weight quantizer. A constant operand is quantized in the same way, with a single scale.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class WeightScale(TrainableScale):
         super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), method)
 
     def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool, p: float = 2.0) -> Tensor:
-        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts.
+        """Return the scale for this weight, whose channels are dimension 0, times `gain`; float32 of shape (C,) or (1,).
 
-        That is the scale with the least Σ |error|^p.
+        It starts at the scale with the least Σ |error|^p. `keep` stores that as the scale from which training starts.
         """
         factor, base = self.factor(gain), self.base_scale
         known = torch.isfinite(base)
         if not bool(known.all()):
             base = torch.where(known, base, self._start(weight, factor, ~known, dtype, p))
-            if keep:  # what is trained stands at its start until there is a scale, and a forward pass writes on no parameter
+            if keep:  # the parameters keep their start values until there is a scale, and a forward pass never writes to them
                 live = weight.detach().flatten(1).ne(0).any(1) if base.numel() > 1 else weight.detach().ne(0).any().reshape(1)
                 self.base_scale.copy_(torch.where(known | live, base, self.base_scale))
         return (self.current(base) * factor).clamp_min(SMALLEST_SCALE)
 
     def _start(self, weight: Tensor, factor: Tensor, missing: Tensor, dtype: IntType, p: float) -> Tensor:
-        """Where the scales start that are missing; 1 for all others."""
+        """Return the initial values of the missing scales; 1 for all others."""
         if self.base_scale.numel() == 1:
             found = least_error_scale(weight, None, dtype, p=p)
         else:
@@ -67,11 +67,11 @@ class WeightScale(TrainableScale):
         return torch.where(factor > 0, found / factor, found)
 
     def factor(self, gain: Tensor | None) -> Tensor:
-        """What the learned numbers are multiplied by."""
+        """Return the factors of the learned scales, of their shape: the magnitudes of `gain`, or 1."""
         return torch.ones_like(self.base_scale) if gain is None or self.base_scale.numel() == 1 else gain.detach().abs()
 
     def forget(self) -> None:
-        """Start anew from the weight, as a model does whose calibration goes on."""
+        """Start again from the weight, as where calibration is continued; nothing where the scale is frozen."""
         if not self.frozen:
             self.assign(torch.full_like(self.base_scale, float("nan")))
 
@@ -80,7 +80,7 @@ class WeightScale(TrainableScale):
 
 
 class BiasCorrection(torch.nn.Module):
-    """What is added to the bias of an operator's integer form, and not to that of its float form, to make up for its rounded weight.
+    """A correction of the bias of an operator's integer form, not of its float form, that compensates for its rounded weight.
 
     value   float32 buffer of shape (C,), in the unit of the output
     """
@@ -97,10 +97,10 @@ class BiasCorrection(torch.nn.Module):
 
 
 class Coverage(torch.nn.Module):
-    """How much of the largest magnitude of a weight its scale covers, which tuning chooses: what lies beyond is cut off.
+    """The share of a weight's largest magnitude that its scale covers, which tuning chooses.
 
-    share   float32 buffer of shape (C,), one number for each output channel, or (1,): below 1 what lies beyond is cut off; beyond 1 it is
-            the largest integers that nothing is rounded to
+    share   float32 buffer of shape (C,), one number for each output channel, or (1,): below 1, larger magnitudes are clipped; above 1,
+            the largest integers are unused
     """
 
     share: Tensor
@@ -117,9 +117,9 @@ class Coverage(torch.nn.Module):
 class QuantizedWeight(NamedTuple):
     """A weight's integers and their scale.
 
-    integers  whole numbers in float32, of the weight's shape, with gradients
+    integers  integers in float32, of the weight's shape, with gradients
     scale     float32 of shape (C,), one number for each channel, or (1,)
-    own       bool of that shape: whether the scale is that of the weight, and was not raised for the sake of bias or residual
+    own       bool of that shape: whether the scale is that of the weight, and was not raised for the bias or a residual
     total     float64 of shape (C,): Σ |·| of each channel's integers
     """
 
@@ -130,17 +130,17 @@ class QuantizedWeight(NamedTuple):
 
 
 class WeightQuantizer(torch.nn.Module):
-    """Makes the integers of one operator's weight, in training and deployment alike.
+    """Quantizes the weight of one operator, in training and deployment alike.
 
     dtype         the integers
     per_channel   whether each output channel has a scale of its own
     power_of_two  whether scales are rounded up to powers of two
     learned       the learned scale; None: the scale follows from the largest magnitude of the weight at hand
-    rounding      how the weight becomes whole numbers of steps
-    p             the scale has the least Σ |error|^p for the weight at hand, where a learned one starts, too; None: it covers the
+    rounding      how the weight is rounded to integers
+    p             the scale has the least Σ |error|^p for the current weight, and a learned one starts there; None: it covers the
                   weight, and a learned one starts at the least squared error
-    correction    what is added to the bias beside it; None: nothing
-    coverage      what the scale is multiplied by, unless it is learned; None: nothing
+    correction    the correction of the operator's bias; None: nothing is added
+    coverage      the factor of the scale, unless it is learned; None: 1
     """
 
     def __init__(
@@ -167,22 +167,22 @@ class WeightQuantizer(torch.nn.Module):
 
     @property
     def told(self) -> str:
-        """What was done to it by samples, in words; empty: nothing."""
+        """A description of what was tuned with samples; empty if nothing was."""
         done = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
         return ", ".join(text for text, is_done in done.items() if is_done)
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
-        """The bias with its correction, shape (C,); None where there is neither."""
+        """Return the bias with its correction, of shape (C,); None where there is neither."""
         if self.correction is None:
             return bias
         return self.correction.value if bias is None else bias + self.correction.value
 
     def correct(self, correction: BiasCorrection | None) -> None:
-        """Have this correction, or none."""
+        """Set the correction, or remove it."""
         self._have("correction", correction)
 
     def cover(self, coverage: Coverage | None) -> None:
-        """Have this coverage, or none."""
+        """Set the coverage, or remove it."""
         self._have("coverage", coverage)
 
     def _have(self, name: str, part: torch.nn.Module | None) -> None:
@@ -192,19 +192,19 @@ class WeightQuantizer(torch.nn.Module):
 
     @torch.no_grad()
     def forget_correction(self) -> None:
-        """Correct nothing any more."""
+        """Reset the correction to 0."""
         if self.correction is not None:
             self.correction.value.zero_()
 
     def forget_learned(self) -> None:
-        """A learned scale starts anew from the weight; what another model has learned is gone."""
+        """Start a learned scale again from the weight; one that another model has learned is removed."""
         if self.learned is not None and self.learned.method is None:
             self.learned = None
         elif self.learned is not None:
             self.learned.forget()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """What was tuned there is tuned here, and what was not is not."""
+        """Load a state_dict, tuned or not: the rounding, correction and coverage in it are created here, and absent ones are reset."""
         offset, value = prefix + "rounding.offset", prefix + "correction.value"
         if offset in state_dict and type(self.rounding) is Nearest:
             self.rounding = AdaptiveRounding(tuple(state_dict[offset].shape)).to(state_dict[offset].device)
@@ -222,9 +222,10 @@ class WeightQuantizer(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def expect_learned(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """What a state_dict of the whole operator says of a learned scale can be loaded; `prefix` is this module's.
+        """Prepare to load the learned scale of a state_dict of the whole operator; `prefix` is this module's.
 
-        It starts anew from the weight where none was learned there. One that is not to be learned here stays what was learned there.
+        Where the state_dict has none, a learned scale starts again from the weight. A scale that is not learned here stays at the loaded
+        value.
         """
         learned = prefix + "learned."
         if learned + "base_scale" in state_dict:
@@ -240,7 +241,7 @@ class WeightQuantizer(torch.nn.Module):
             state_dict.update({learned + name: parameter for name, parameter in values})
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
-        """The integers of a real weight, whose channels are its dimension 0.
+        """Return the integers of a float weight, whose channels are its dimension 0.
 
         gain   what a batch norm has multiplied the channels by, shape (C,)
         least  what the scales must not fall below, shape (C,) or (): see `numerics.least_scale_for_bias`
@@ -278,7 +279,7 @@ class WeightQuantizer(torch.nn.Module):
         return found if self.coverage is None else (found * self.coverage.share).clamp_min(SMALLEST_SCALE)
 
     def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
-        """round(w / s); a scale that is not the weight's own has no gradient."""
+        """Compute round(w / s); a scale that is not the weight's own has no gradient."""
         low, high = self.dtype.low, self.dtype.high
         step = scale.reshape(-1, *[1] * (weight.dim() - 1))
         real = weight / step
@@ -291,7 +292,7 @@ class WeightQuantizer(torch.nn.Module):
         return self.rounding.integers(clamped(real, low, high), low, high)
 
     def trained(self) -> dict[str, Tensor | None]:
-        """What training moves besides the weight, by what it is: for errors."""
+        """Return the trained tensors besides the weight, by a description for error messages."""
         learned = [] if self.learned is None else list(self.learned.trained.values())
         found: dict[str, Tensor | None] = {"the learned scale of its weight": learned[0] if learned else None}
         return found | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}

@@ -1,4 +1,4 @@
-"""What a model may cost, and what a choice of dtypes costs."""
+"""The budget of a model, and the cost of a choice of dtypes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Budget:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is to choose for the sake of it: only weights where it is about their size alone."""
+        """The kinds of tensors whose dtypes affect the limits: only weights where all limits are about their size."""
         return (WEIGHT,) if {*self.limits} <= {"weight_bytes", "weight_bits"} else (ACTIVATION, WEIGHT)
 
 
@@ -89,7 +89,7 @@ Term = tuple[float, str, str, str, str]  # a cost, if these two choices have the
 
 
 def cost_terms(choices: Choices, limit: str, speed: Speed | None) -> Iterator[Term]:
-    """What a limit counts, as a sum over choices and pairs of choices."""
+    """Yield the terms of the cost that a limit bounds, a sum over choices and pairs of choices."""
     if limit in ("weight_bytes", "weight_bits"):
         weights = [choice for choice in choices.values() if choice.kind == WEIGHT]
         total = sum(choice.elements for choice in weights) or 1
@@ -113,7 +113,7 @@ def _sides(choices: Choices, name: str, width: int) -> list[tuple[str, int]]:
 
 
 def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = None) -> dict[str, float]:
-    """What these dtypes cost, by the limit that counts it; latency only with a speed."""
+    """Return the cost of these dtypes for each limit; latency only with a speed."""
 
     def is_there(name: str, dtype: str) -> bool:
         return not name or dtypes.get(name, choices[name].dtype) == dtype

@@ -37,14 +37,14 @@ BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to choose dtypes: what it costs and what it loses.
+    """A choice of dtypes, with its cost and its loss.
 
     name      "optimum", or, for a uniform one, its dtypes
-    dtypes    of every tensor and weight that there is a choice for, by name
+    dtypes    the dtype of every tensor and weight that can be chosen, by name
     costs     weight_bytes, weight_bits, bit_operations, and latency where there is a speed
     expected  the noise to signal ratio of the outputs by the sum of the sensitivities
-    noise     what was measured, in integers on all batches; None if it was not tried
-    score     what the metric gives; None without one
+    noise     the measured noise to signal ratio of the integer function on all batches; None if it was not measured
+    score     the metric's value; None without a metric
     """
 
     name: str
@@ -56,22 +56,22 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Of two that were measured, the better one's is larger."""
+        """The key that orders measured candidates: the better one's is larger."""
         assert self.noise is not None
         return (0.0 if self.score is None else self.score, -self.noise)
 
 
 @dataclass(frozen=True, eq=False)
 class MixedPrecision:
-    """What `mixed_precision` found; prints as a table.
+    """The result of `mixed_precision`; prints as a table.
 
     qconfig      the mapping: give it to `prepare`, or to `save_qconfig` to edit it
     prepared     the model prepared with it, calibrated, in state VALIDATE
     chosen       the best of the candidates, by the metric and then by the measured noise
     candidates   the optimum, and the uniform dtypes that are within the budget, which it is measured against
-    before       the same of the model as it was given
-    sensitivity  what was found of every tensor
-    budget       what it was to keep
+    before       the candidate of the model as it was given
+    sensitivity  the sensitivity of every tensor
+    budget       the budget that was to be kept
     """
 
     qconfig: QConfigMapping
@@ -137,7 +137,7 @@ def mixed_precision(
 
 @dataclass(frozen=True)
 class Corrections:
-    """What calibration corrects, as the arguments of `fxq.calibrate` say it.
+    """The corrections of calibration, as the arguments of `fxq.calibrate`.
 
     equalize       whether channels are multiplied by powers of two
     round_weights  whether weights are rounded by samples; None: those of less than 8 bits
@@ -184,7 +184,7 @@ class Work:
 
     @cached_property
     def seen_otherwise(self) -> Observations:
-        """What calibration observes with equalization where the work has none, and without where it has it."""
+        """The observations of a calibration with equalization where the work has none, and without where it has it."""
         found = prepare(self.model, self.example, self.prepared.meta["target"], self.base)
         equalize = not self.corrections.equalize
         calibrate(found, self.samples, equalize=equalize, round_weights=False, correct_bias=False, show_progress=False)

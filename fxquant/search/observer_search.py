@@ -67,12 +67,12 @@ def _observers(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ObserverTrial:
-    """What observers leave at the outputs of one tensor that alone is quantized.
+    """The noise of each observer at the outputs, where one tensor alone is quantized.
 
     name    of the tensor
     noise   the noise to signal ratio of the outputs, by observer
     before  the observer that it has
-    chosen  the one that leaves clearly less than that, or that
+    chosen  the one with clearly less noise than that, or else that
     """
 
     name: str
@@ -83,14 +83,14 @@ class ObserverTrial:
 
 @dataclass(frozen=True, eq=False)
 class ObserverSearch:
-    """What `search_observers` found; prints as a table.
+    """The result of `search_observers`; prints as a table.
 
     qconfig   the mapping with the observers that are best together
     prepared  the model prepared with it, in VALIDATE
-    tensors   what each observer leaves, tensor by tensor
+    tensors   the noise of each observer, tensor by tensor
     measured  the noise at the outputs in integers: as given, with the best observer for each tensor, and with one for all
-    scores    the same by the metric; empty without one
-    chosen    which of these it is
+    scores    the metric of each of these; empty without a metric
+    chosen    the name of the one that was chosen
     left_out  observers for which calibration had not gathered what they need
     """
 
@@ -145,7 +145,7 @@ def search_observers(
 def search(
     work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None, checkpoint: str | None = None
 ) -> ObserverSearch:
-    """The best observers for a model that is prepared and calibrated."""
+    """Return the best observers for a model that is prepared and calibrated."""
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
     if not tensors:
@@ -206,7 +206,7 @@ def search(
 
 
 def _trial(simulation: Simulation, reference: Reference, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
-    """What each observer leaves of one tensor; those that come to one grid are measured once."""
+    """Measure the noise of each observer for one tensor; observers with the same grid are measured once."""
     quantizer = choice.operators[0].output
     before = label(quantizer.observer)
     seen: dict[tuple[float, int], float] = {}
@@ -230,7 +230,7 @@ _TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpOb
 
 
 def label(observer: Any) -> str:
-    """An observer by its class and settings."""
+    """Return a description of an observer: its class and settings."""
     made = observer if isinstance(observer, Observer) else observer()
     usual = type(made).__name__.removesuffix("Observer")
     setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
@@ -238,7 +238,7 @@ def label(observer: Any) -> str:
 
 
 def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
-    """The mapping with this observer in every config."""
+    """Return the mapping with this observer in every config."""
 
     def changed(chosen: Chosen) -> Chosen:
         if chosen is None or chosen.dynamic:  # nothing is observed for these

@@ -28,13 +28,13 @@ WIDE = "int32"
 def high_precision_outputs(
     model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
 ) -> QConfigMapping:
-    """The qconfig with a rule more for each layer with weights whose result the model returns, and nothing else reads: int32.
+    """Return the qconfig with an int32 rule for each layer with weights whose result is an output that nothing else reads.
 
-    Such an output is the layer's sum as it stands, with a scale for each channel, which no rounding to 8 bits follows and nothing
-    clips; it takes four bytes an element. A result whose scale is given keeps its grid, and so does one whose grid others share. Where
-    there is no such layer, a line is logged and the mapping is the qconfig's own.
+    Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
+    four bytes per element. A result whose scale is given keeps its grid, and so does one whose grid is shared. Without any such layer,
+    a line is logged, and the mapping is that of the qconfig.
 
-    The arguments are those of `prepare`, to which the result is given; raises what that raises.
+    The arguments are those of `prepare`, to which the result is passed; raises what `prepare` raises.
     """
     prepared = prepare(model, example_inputs, target, qconfig)
     mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
@@ -44,7 +44,7 @@ def high_precision_outputs(
 
 
 def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
-    """The mapping that a model was prepared with, and rules for 32-bit outputs; the names of the layers that they are for."""
+    """Return the mapping that a model was prepared with, with rules for 32-bit outputs, and the names of the layers of these rules."""
     choices = Choices(prepared, ())
     has = WIDE in prepared.meta["target"].activations
     wide = [name for name, choice in choices.items() if has and _is_summed(choice, choices.nodes[choice.operators[0].name])]

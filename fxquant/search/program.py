@@ -1,9 +1,11 @@
 """The best dtypes under a budget, exactly: an integer program.
 
-minimise    Σ loss[c, d] x[c, d]                        x[c, d] ∈ {0, 1}: choice c has dtype d
-such that   Σ_d x[c, d] = 1                             for each choice
-Σ cost z ≤ limit                            for each limit of the budget
-Σ_e z[c, d, c', e] = x[c, d],  and alike    for each pair of choices whose product costs: z = x x' is exact
+The variables x choose the dtypes, and z are their products:
+
+    minimise    Σ loss[c, d] x[c, d]                        x[c, d] ∈ {0, 1}: choice c has dtype d
+    such that   Σ_d x[c, d] = 1                             for each choice
+                Σ cost z ≤ limit                            for each limit of the budget
+                Σ_e z[c, d, c', e] = x[c, d],  and alike    for each pair of choices whose product costs: z = x x' is exact
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What `tune` tries, the cheapest first: a record each.
+"""The remedies that `tune` tries, the cheapest first; each is a record.
 
-A *recipe* is how a model is made from the float one: the mapping that it is prepared with, and the methods that tune it then, in order.
-A remedy proposes recipes, which `tune` builds, judges on held-out batches, and keeps or drops.
+A *recipe* describes how a model is made from the float model: the mapping that it is prepared with, and the methods that tune it then,
+in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out batches, and keeps or drops.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a remedy starts from.
+    """The state that a remedy starts from.
 
     work    the float model, calibrated as it was given, with the samples to learn from
     recipe  the best so far
-    budget  what the model is to keep, if anything
-    steps   of methods that learn
-    seed    of whatever is drawn at random
+    budget  the budget that the model has to keep, if any
+    steps   the number of steps of methods that learn
+    seed    the seed of all random numbers
     show    whether to show progress
     """
 
@@ -63,7 +63,7 @@ class State:
     show: bool | None
 
     def untuned(self) -> Work:
-        """The work from the best mapping so far on, before any method."""
+        """Return the work with the best mapping so far, before any method."""
         mapping, corrections = self.recipe.mapping, self.recipe.corrections
         seen = self.work.seen if corrections.equalize == self.work.corrections.equalize else self.work.seen_otherwise
         prepared = self.work.with_mapping(mapping, corrections)

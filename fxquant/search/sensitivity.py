@@ -51,16 +51,16 @@ METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")
 
 @dataclass(frozen=True)
 class TensorSensitivity:
-    """What one tensor, or one weight, costs at the outputs.
+    """The sensitivity of the outputs to the dtype of one tensor, or one weight.
 
-    name       the node whose result it is; of a weight its layer's with ".weight"
+    name       the node whose result it is; for a weight its layer's name with ".weight"
     kind       "activation" or "weight"
-    dtype      what it has now
+    dtype      its present dtype
     noise      by dtype: the noise to signal ratio of the outputs with this one alone rounded to it; empty if it was not measured
-    estimate   by dtype: the same by the second-order estimate
+    estimate   by dtype: the second-order estimate of that ratio
     drop       by dtype: by how much the metric falls; empty without one
-    macs       the multiply-accumulates that read it, of one item
-    elements   how many numbers it is, of one item
+    macs       the multiply-accumulates that read it, for one sample
+    elements   its number of elements, for one sample
     """
 
     name: str
@@ -74,7 +74,7 @@ class TensorSensitivity:
 
     @property
     def loss(self) -> Mapping[str, float]:
-        """By dtype what is known best: the measured noise, or else the estimate."""
+        """The measured noise by dtype, or else the estimate."""
         return self.noise or self.estimate
 
 
@@ -143,7 +143,7 @@ def _bytes(tensor: TensorSensitivity) -> float:
 
 
 def decibels(noise: float) -> float:
-    """The signal to noise ratio of a noise to signal ratio, in dB."""
+    """Return the signal to noise ratio in dB, given the noise to signal ratio."""
     return math.inf if noise <= 0 else -10 * math.log10(noise)
 
 
@@ -163,16 +163,16 @@ def sensitivity(
     checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> Sensitivity:
-    """What each quantized tensor, and each layer's weight, loses at the outputs if it alone has 4, 8 or 16 bits, as the target has them.
+    """Measure the loss at the outputs if each quantized tensor or weight alone has 4, 8 or 16 bits, where the target supports them.
 
-    `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared one, whose target and qconfig
-    count. Each dtype's scale is that of the tensor's observer, so one calibration serves all. The loss is measured, one tensor
-    and dtype after the other in a run over the batches each, and estimated to second order, all at once; `measured=False` leaves the
-    first out. `metric(model)` is a number of which more is better, evaluated for each tensor and dtype as well.
+    `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared model, whose own target and
+    qconfig are used. Each dtype's scale is that of the tensor's observer, so one calibration serves all dtypes. The loss is measured
+    in one run over the batches per tensor and dtype, and also estimated to second order for all of them at once. `measured=False` omits
+    the measurement. `metric(model)` returns a number of which more is better; it is also evaluated for each tensor and dtype.
 
     Tensors whose dtype an operator demands, whose scale was given or frozen, and modules with a QConfig of their own are left out.
-    The outputs of the float model are kept for all batches. `seed` is that of the estimate; no global generator is read. After a
-    kill the same call with the same `checkpoint` goes on, and ends with the same numbers. The model is left as it was.
+    The outputs of the float model are kept for all batches. `seed` is that of the estimate; no global generator is used. If the process
+    is killed, the same call with the same `checkpoint` continues, and ends with the same numbers. The model is left unchanged.
 
     Raises NotCalibrated for a prepared model without scales, and what `prepare` and `calibrate` raise.
     """
@@ -236,7 +236,7 @@ def find(
     show_progress: bool | None,
     kinds: Sequence[str] = (ACTIVATION, WEIGHT),
 ) -> Sensitivity:
-    """The sensitivities of the choices of these kinds."""
+    """Return the sensitivities of the choices of these kinds."""
     choices = Choices(prepared, widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
     journal = Journal(
@@ -285,7 +285,7 @@ def find(
 
 
 def score_of(metric: Metric, model: nn.Module) -> float:
-    """What a metric gives. Raises ConfigurationError if that is no finite number."""
+    """Return the value of a metric for a model. Raises ConfigurationError unless it is a finite number."""
     with torch.no_grad():
         found: Any = metric(model)
     try:
@@ -305,7 +305,7 @@ def score_of(metric: Metric, model: nn.Module) -> float:
 
 
 def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
-    """The second-order estimate of every choice in every dtype."""
+    """Return the second-order estimate of every choice in every dtype."""
     found: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in wanted}
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}  # with the arguments of the call
@@ -357,6 +357,6 @@ def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Gen
 
 
 def _error(choice: Choice, dtype: str, value: Tensor) -> Tensor:
-    """The squared rounding error of a tensor's elements."""
+    """Return the squared rounding error of a tensor's elements."""
     grid = grid_for(choice.operators[0].output, dtype)
     return (grid.dequantize(grid.quantize(value)) - value).double().square()

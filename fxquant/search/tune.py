@@ -67,16 +67,16 @@ class TuneStep:
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """What `tune` returns; prints as a table of what was tried.
+    """The result of `tune`; prints as a table of the steps that were tried.
 
     prepared   the best model, in state VALIDATE
     qconfig    the mapping that it was prepared with
-    methods    what tuned it then, in order
+    methods    the methods that tuned it then, in order
     corrections  what calibration corrected: the arguments of `fxq.calibrate` that are not the default
-    steps      what was tried, in order
+    steps      the steps that were tried, in order
     reference  the float model's score
     score      that of the best model
-    tolerance  the drop that was to do
+    tolerance  the largest acceptable drop
     """
 
     prepared: fx.GraphModule
@@ -90,7 +90,7 @@ class Tuned:
 
     @property
     def drop(self) -> float:
-        """By how much the score is below the float model's."""
+        """The difference of the float model's score and the score."""
         return self.reference - self.score
 
     @property

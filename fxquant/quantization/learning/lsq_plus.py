@@ -1,15 +1,15 @@
 """LSQ+: the scale and the offset of an affine grid are learned.
 
 Bhalgat, Lee, Nagel, Blankevoort, Kwak: LSQ+, improving low-bit quantization through learnable offsets and better initialization, CVPR
-Workshops 2020, section 3. The lowest integer stands for the real number β; with v/s inside of the grid, and q from 0 to `steps`:
+Workshops 2020, section 3. The lowest integer stands for the float value β; with v/s inside the grid, and q from 0 to `steps`:
 
     ∂v̂/∂s = round(v/s) - v/s inside, q elsewhere          ∂v̂/∂β = 0 inside, 1 elsewhere
 
-The zero point is round(-β / s), an integer of the dtype, so that 0 is exact, as the
-integer arithmetic needs it; there the paper's grid has any real number.
+The zero point is round(-β / s), an integer of the dtype, so that 0 is exact, which the
+integer arithmetic requires; the paper allows any β.
 
-What is trained is LSQ's `scale_change`, and `offset_change`, 0 at first, in parts of the interval that the grid covered then: β is what it
-was plus that. So neither has a unit.
+The trained parameters are LSQ's `scale_change` and `offset_change`. `offset_change` starts at 0, and is a fraction of the interval that
+the grid covered at the start: β is its value at the start plus that fraction. So both parameters are dimensionless.
 """
 
 from __future__ import annotations

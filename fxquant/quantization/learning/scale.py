@@ -44,12 +44,12 @@ class TrainableScale(nn.Module):
 
     @property
     def reach(self) -> float:
-        """The largest magnitude of an integer on it."""
+        """The largest magnitude of an integer on the scale."""
         return 1.0
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """What is trained, by name: the module's parameters, or what stands for them while FSDP has them; none where nothing is learned."""
+        """The trained parameters by name, or their substitutes while FSDP holds them; empty where nothing is learned."""
         return {} if self.method is None else {name: getattr(self, name) for name in self.method.parameters}
 
     @property
@@ -68,7 +68,7 @@ class TrainableScale(nn.Module):
         return self.method is not None and not self.frozen and any(parameter.requires_grad for parameter in self.trained.values())
 
     def current(self, base: Tensor | None = None) -> Tensor:
-        """The scale of this moment, detached: what training has made of `base`, in place of `base_scale` where it is given."""
+        """Return the current scale, detached: that which training has made of `base`, or of `base_scale` where it is not given."""
         base = self.base_scale if base is None else base
         return base if self.method is None or self.frozen else self.method.scale(base, self._values(), self.reach)
 
@@ -77,7 +77,7 @@ class TrainableScale(nn.Module):
 
     @torch.no_grad()
     def assign(self, scale: Tensor) -> None:
-        """Make this the scale that training starts from."""
+        """Set the scale that training starts from."""
         self.base_scale.copy_(scale)
         if self.method is not None:
             for parameter, value in zip(self.trained.values(), self.method.start(self.base_scale, self.reach), strict=True):
@@ -149,7 +149,7 @@ class _LearnedStep(torch.autograd.Function):
         value, exact, scale, base, factor = ctx.saved_tensors
         real = value / scale
         inside = (real >= ctx.low) & (real <= ctx.high)
-        of_real = gradient / scale  # of the real number that the integer stands for
+        of_real = gradient / scale  # of the dequantized value
         of_value = (of_real * inside).to(value.dtype) if ctx.needs_input_grad[0] else None
         of_exact = gradient if ctx.needs_input_grad[1] else None
         step = Step(of_real, real, exact, inside, scale, base, factor, ctx.low, ctx.high)
@@ -157,7 +157,7 @@ class _LearnedStep(torch.autograd.Function):
 
 
 class _TransformedLearnedStep(torch.autograd.Function):
-    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+    """`_LearnedStep` in the form that functorch's transforms require, whose calls take several times as long."""
 
     generate_vmap_rule = True
 

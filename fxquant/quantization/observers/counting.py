@@ -1,6 +1,6 @@
-"""What observers look at a whole tensor for: the ends of its items, and how many of its elements lie in each bin.
+"""The statistics that observers compute of a whole tensor: the minimum and the maximum of its items, and histograms.
 
-In PyTorch, here, on every device; and in one pass each, without copies, where a backend offers it for this processor (`OFFERS`).
+This module computes them in PyTorch, on every device. A backend may offer kernels that read the tensor once, without copies (`OFFERS`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from fxquant.support.offers import Offers
 
 
 class Counting(Protocol):
-    """The passes that a backend may have; each has the results of the function of that name here."""
+    """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether they are for this tensor."""
+        """Whether the kernels support this tensor."""
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ends`."""
+        """Compute `ends`."""
 
     def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
-        """See `magnitudes`: the counts of all, and of negative values. `places` are those of a sample."""
+        """Compute the counts of `magnitudes`, of all and of negative values. `places`, int64, are the indices of a sample, if any."""
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
-        """See `signed`."""
+        """Compute `signed`."""
 
 
 OFFERS = Offers[Counting]()
 
 
 def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element of each row; NaN where a row holds one."""
+    """Return the smallest and the largest element of each row, of shape (rows,); NaN where a row holds one."""
     offered = OFFERS.first(rows)
     if offered is not None:
         return offered.ends(rows)
@@ -44,9 +44,11 @@ def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def magnitudes(value: Tensor, count: int, bins: int, reach: float, negative: bool) -> tuple[Tensor, Tensor | None, float]:
-    """How many magnitudes lie in each bin of [0, reach], the same of negative values alone, and what of the tensor one stands for.
+    """Count the magnitudes in each bin of [0, reach].
 
-    Of twice `count` elements or more so many are counted (see `sampled`). Without `negative` there are no negative values.
+    Return the counts of all values and of the negative ones alone, each of shape (bins,), and how many elements of the tensor one counted
+    element represents. Of a tensor of twice `count` elements or more, `count` are counted (see `sampled`). Where `negative` is false, the
+    tensor holds no negative values, and their counts are None.
     """
     share = 1.0 if value.numel() < 2 * count else value.numel() / count
     offered = OFFERS.first(value)
@@ -59,7 +61,7 @@ def magnitudes(value: Tensor, count: int, bins: int, reach: float, negative: boo
 
 
 def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, top: float) -> Tensor:
-    """How many elements of the chosen rows, of which every so many count, lie in each bin of [-top, top]; None: of all rows."""
+    """Count every `apart`-th element of the chosen rows in the bins of [-top, top]; the result has shape (bins,). None: of all rows."""
     offered = OFFERS.first(rows)
     if offered is not None:
         return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)
@@ -68,12 +70,12 @@ def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, to
 
 
 def sampled(value: Tensor, count: int) -> Tensor:
-    """So many of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
+    """Return `count` of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
 
-    The tensor, read in the order of its dimensions, is cut into `count` stretches of one length, and one element is
-    taken at a random place of each: every element is as likely as any other, whatever lies how many elements apart.
-    The places follow from the two numbers alone: neither the layout in memory nor the generators of random numbers
-    take part, so the same values give the same sample on every thread and rank.
+    The tensor, read in the order of its dimensions, is cut into `count` sections of equal length, and one element is
+    taken at a random index of each. So every element is equally likely, whatever period the values have. The indices
+    depend on the two sizes alone, and neither on the memory layout nor on any generator of random numbers. So the
+    same values give the same sample on every thread and rank.
     """
     if value.numel() < 2 * count:
         return value.flatten()
@@ -82,12 +84,12 @@ def sampled(value: Tensor, count: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def places(size: int, count: int) -> Tensor:
-    """The places of the elements that are taken, int64."""
+    """Return the indices of the elements that `sampled` takes, int64 of shape (count,)."""
     stretches = torch.arange(count, dtype=torch.float64, device="cpu") + _within(count)
     return (stretches * (size / count)).long().clamp_max_(size - 1)
 
 
 @lru_cache(maxsize=4)
 def _within(count: int) -> Tensor:
-    """Where in its stretch each element is taken, in [0, 1), float64."""
+    """Return where in its section each element is taken, in [0, 1), float64 of shape (count,)."""
     return torch.rand(count, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))

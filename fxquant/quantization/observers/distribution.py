@@ -45,7 +45,7 @@ class PercentileObserver(ThresholdObserver):
 
 
 class ClipStdObserver(ThresholdObserver):
-    """Covers what lies up to `deviations` standard deviations from the mean, and no more than was seen."""
+    """Covers the values within `deviations` standard deviations of the mean, and no more than the observed range."""
 
     @checked()
     def __init__(self, deviations: float = 3.0, bins: int = 2048, sample: int = 2**18) -> None:
@@ -71,7 +71,7 @@ class ClipStdObserver(ThresholdObserver):
 
 
 class KLObserver(ThresholdObserver):
-    """Covers the range whose quantized distribution is nearest to what was seen: the smallest Kullback-Leibler divergence.
+    """Covers the range whose quantized distribution is nearest to the observed one, by the Kullback-Leibler divergence.
 
     The formula is that of S. Migacz, 8-bit Inference with TensorRT, GTC 2017: the counts up to a threshold, those beyond added to the
     last bin, against the same counts without those beyond, made equal within each step of the dtype. The first bin, zeros above all, counts
@@ -106,7 +106,7 @@ def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Ten
 
 
 def percentile_threshold(histogram: HistogramObserver, percentile: float) -> Tensor:
-    """The upper edge of the bin that a percentile of the magnitudes lies in."""
+    """Return the upper edge of the bin that a percentile of the magnitudes lies in."""
     reached = torch.cumsum(histogram.counts, 0) >= histogram.counts.sum() * (percentile / 100)
     upper_edge = (int(reached.to(torch.int8).argmax()) + 1) * (histogram.reach / histogram.bins)
     return torch.minimum(upper_edge, histogram.largest)
@@ -145,7 +145,7 @@ def _divergences(counts: Tensor, ends: Tensor, levels: int) -> Tensor:
 
 
 def _similarity(histogram: HistogramObserver, threshold: Tensor, dtype: IntType) -> float:
-    """The cosine of what was seen and the same quantized, up to a threshold."""
+    """Return the cosine similarity of the observed values and their quantized values, with a grid up to a threshold."""
     points, counts = histogram.points()
     if dtype.affine:
         scale, zero = (part.double() for part in grid_from_range(*within(histogram, threshold.float()), dtype))

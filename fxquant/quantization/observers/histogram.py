@@ -16,22 +16,22 @@ from fxquant.support.arguments import checked
 
 
 class HistogramObserver(Observer):
-    """Covers the range that loses least: the smallest mean squared error, of what was seen and of the same a tenth larger.
+    """Covers the range with the smallest mean squared error of the observed values and of the same values a tenth larger.
 
-    Calibration is a sample, and what comes later goes beyond it: the error that is least on the sample alone cuts off the largest of
-    what is to come, and this does more harm than a slightly wider step. So every value counts twice, as it is and `ahead` times as
-    large, and the range may reach that far beyond what was seen. Where a few values far from the others make the range wide, as in
-    few bits, they are cut off all the same. An end at which many values lie, as a clamp or an image leaves them, is taken for the
-    end of what there can be. `python -m benchmarks.observers` compares it with the others.
+    Calibration is a sample, and later values exceed it. The range with the least error on the sample alone clips the largest of the later
+    values, which does more harm than a slightly wider step. So every value counts twice, as it is and `ahead` times as large, and the
+    range may reach that far beyond the observed one. A few values far from all others are clipped nevertheless where they would make
+    the range wide, as with few bits. An end of the range at which many values lie, as after a clamp or in an image, is taken as the limit
+    of all values. `python -m benchmarks.observers` compares this observer with the others.
 
-    The squared error is that of the loudest items of a batch. Where these are 8 times as loud as the quietest, or more, and another range
-    halves the noise that an item has on average, in dB, that one is taken: it may cut off what a few loud items hold (`loudness`). An
-    output of the model is spared this.
+    The squared error is dominated by the samples of a batch with the largest norms. Where the largest magnitude of these outlier samples
+    is 8 times that of the smallest ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in
+    dB; it may clip values of a few outlier samples (`loudness`). An output of the model is exempt.
 
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
-    joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
-    twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
-    Those of negative values are counted a second time, on their own, for the dtypes that tell the signs apart.
+    merging neighbouring bins, so counts stay exact and memory constant for any number of batches. Of a tensor of
+    twice `sample` elements or more, that many are counted (see `sampled`); its largest magnitude is always that of all its elements.
+    Magnitudes of negative values are counted a second time, on their own, for dtypes whose grid depends on the sign.
     """
 
     largest: Tensor
@@ -39,8 +39,8 @@ class HistogramObserver(Observer):
     counts: Tensor
     negative: Tensor
     items: Tensor
-    ahead = 1.1  # how much larger later values are taken to be; 1 where what was seen counts alone
-    each = True  # whether every item of a batch has a say, however loud it is
+    ahead = 1.1  # how much larger later values are taken to be; 1 where the observed values count alone
+    each = True  # whether every sample of a batch counts alike, whatever its norm
     apart, worth = loudness.APART, loudness.WORTH  # octaves between items, and dB that another range gains, for it to be taken
 
     @checked()
@@ -76,7 +76,7 @@ class HistogramObserver(Observer):
         self.count.add_(1)
 
     def _grow(self, largest: float) -> None:
-        """Make the reach cover a magnitude; everything seen before was zero where it is still zero."""
+        """Make the reach cover a magnitude; a reach of 0 means that every value before was 0."""
         if float(self.reach) == 0:
             self.reach.fill_(largest)
         while float(self.reach) < largest:
@@ -88,11 +88,11 @@ class HistogramObserver(Observer):
             self.reach.mul_(2)
 
     def loss(self, error: Tensor) -> Tensor:
-        """What an error of this magnitude counts, float64."""
+        """Return the loss of errors of this magnitude, float64 of their shape."""
         return error.square()
 
     def threshold(self, dtype: IntType) -> Tensor:
-        """The magnitude that the dtype's largest value should stand for, float64: one of the 128ths of the largest one seen."""
+        """Return the magnitude for the dtype's largest value, float64: one of the 128ths of the largest observed one."""
         largest, ahead = self.largest.double(), self._ahead(self.counts)
         if not self.tells(dtype):
             return largest * ahead
@@ -117,9 +117,9 @@ class HistogramObserver(Observer):
         return (0.75 * steps[self._best(steps, dtype)]).float().clamp_min(SMALLEST_SCALE)
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
-        """The one that loses least: each end in turn is the best of so many 128ths of the range's, twice.
+        """Return the interval with the least loss: each end in turn is the best 128th of the range's end, twice.
 
-        Where items differ in loudness they are first cut off together, by the magnitude that is best for both.
+        Where the norms of samples differ, both ends are first clipped together, at the magnitude that is best for both.
         """
         ends = list(self.ends())
         if float(self.largest) == 0:
@@ -149,13 +149,13 @@ class HistogramObserver(Observer):
         return ends[0], ends[1]
 
     def of_output(self) -> HistogramObserver:
-        """The same counts, of which the items have no say: the error of an output is the user's own, and counts as it is."""
+        """Return a copy without the norms of samples: the error of an output of the model counts as it is."""
         found = copy.copy(self)
         found.each = False
         return found
 
     def per_sample(self) -> HistogramObserver:
-        """The same counts, of which the grid with the least noise of an item is taken, in dB and on average, however little it gains."""
+        """Return a copy that chooses the grid with the least average noise of a sample, in dB, however small the gain."""
         if not self.each or not bool(self.items.any()):
             return self
         found = copy.copy(self)
@@ -164,7 +164,7 @@ class HistogramObserver(Observer):
 
     @property
     def loud(self) -> bool:
-        """Whether some items are so much louder than others that they may be cut off."""
+        """Whether there are outlier samples, whose norms are so large that their values may be clipped."""
         items = self._items()
         return items is not None and items.differ
 
@@ -172,13 +172,13 @@ class HistogramObserver(Observer):
         return loudness.Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
 
     def _best(self, steps: Tensor, dtype: IntType) -> int:
-        """Which of these steps of a symmetric dtype to take."""
+        """Return the index of the best of these steps of a symmetric dtype."""
         pooled, items, ahead = self._lost(steps, dtype), self._items(), self._ahead(self.counts)
         limit = steps * dtype.high
         return int(pooled.argmin()) if items is None else items.better(pooled, steps, limit, limit, (ahead, ahead))
 
     def _lost(self, steps: Tensor, dtype: IntType) -> Tensor:
-        """What is lost with each of these steps, of a symmetric dtype."""
+        """Return the loss with each of these steps of a symmetric dtype, float64."""
         there = self.counts > 0
         centres, counts = self._middles()[there], self.counts[there]
         magnitudes, steps = torch.cat((centres, centres * self._ahead(self.counts))), steps.unsqueeze(1)
@@ -204,7 +204,7 @@ class HistogramObserver(Observer):
         return (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)
 
     def points(self) -> tuple[Tensor, Tensor]:
-        """The middles of the bins that hold something, with their signs, and how much they hold: float64."""
+        """Return the middles of the non-empty bins, with their signs, and their counts: float64."""
         points, counts = torch.cat((-self._middles(), self._middles())), torch.cat((self.negative, self._positive()))
         return points[counts > 0], counts[counts > 0]
 
@@ -237,7 +237,7 @@ class HistogramObserver(Observer):
 
 
 class LpObserver(HistogramObserver):
-    """Covers the range with the smallest mean |error|^p of what was seen. The larger p, the more large errors, those of clipping, count."""
+    """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
 
     ahead = 1.0
     each = False
@@ -255,7 +255,7 @@ class LpObserver(HistogramObserver):
 
 
 class MSEObserver(HistogramObserver):
-    """Covers the range with the smallest mean squared error of what was seen."""
+    """Covers the range with the smallest mean squared error of the observed values."""
 
     ahead = 1.0
     each = False

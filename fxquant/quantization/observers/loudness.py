@@ -1,13 +1,13 @@
-"""Items of a batch by how loud they are, so that a few loud ones do not take the precision of all others unnoticed.
+"""Samples of a batch by their norms, so that a few outlier samples do not silently reduce the precision of all others.
 
-An item's octave is how many times the reach of a histogram has to be halved to its largest magnitude. Of the items of each octave the
-magnitudes are counted in bins of their own, over [0, reach / 2^octave], those of positive values and of negative ones apart. So what a
-grid does to loud items and to quiet ones can be told without the items:
+The octave of a sample is how often the reach of a histogram has to be halved to its largest magnitude. The magnitudes of the samples of
+each octave are counted in separate bins over [0, reach / 2^octave], those of positive and of negative values separately. So the noise
+of a grid in samples of large and of small norms can be computed without the samples:
 
     noise    E_k = Σ n · min(x², Δ²/12) of what the grid covers, Σ n · (|x| - limit)² of what it cuts off
-    an item  10·log10(E_k / P_k + 10^-3.5) dB, on average over all items: what is 35 dB below an item harms it no more
+    a sample 10·log10(E_k / P_k + 10^-3.5) dB, on average over all samples: noise 35 dB below a sample does it no harm
 
-The squared error of everything together is that of the loud items; this is the error of the item that comes next.
+The pooled squared error is dominated by the outlier samples; this average is the expected error of the next sample.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fxquant.quantization.observers import counting
 
 OCTAVES, BINS = 8, 256
 SAMPLE = 2**15  # about so many elements of a batch are counted
-FEWEST = 32  # elements that an item has at least: the loudness of a few numbers is what they say
-APART = 3  # octaves between the loudest items and the quietest; where there are fewer, all are alike
-ENOUGH = 10**-3.5  # of an item's power: error that does no more harm
-WORTH = 3.0  # dB: the noise of an item has to be halved, on average
+FEWEST = 32  # elements that a sample has at least: the norm of fewer is part of what they mean
+APART = 3  # octaves between the outlier samples and those of the smallest norm; with fewer, all samples count alike
+ENOUGH = 10**-3.5  # of a sample's power: an error below it does no harm
+WORTH = 3.0  # dB: the noise of a sample has to be halved, on average
 
 
 def empty() -> Tensor:
-    """Counts of positive and of negative values, for each octave: float64 of shape (2, OCTAVES, BINS)."""
+    """Return empty counts of positive and of negative values for each octave: float64 of shape (2, OCTAVES, BINS)."""
     return torch.zeros(2, OCTAVES, BINS, dtype=torch.float64, device="cpu")
 
 
@@ -51,13 +51,13 @@ def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float
 
 
 def _octave(largest: float, reach: float) -> int:
-    """How many times the reach has to be halved to a magnitude."""
+    """Return how many times the reach has to be halved to a magnitude."""
     ratio = reach / max(largest, reach * 2.0**-OCTAVES)
     return min(max(math.frexp(ratio)[1] - 1, 0), OCTAVES - 1)
 
 
 def doubled(counts: Tensor) -> None:
-    """The reach has doubled: every octave is the next one."""
+    """Move the counts of every octave to the next one, after the reach was doubled."""
     last = counts[:, -1].view(2, -1, 2).sum(2)
     counts[:, 1:] = counts[:, :-1].clone()
     counts[:, 0] = 0
@@ -65,7 +65,7 @@ def doubled(counts: Tensor) -> None:
 
 
 def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> Tensor:
-    """The counts of several histograms, over the largest reach of them."""
+    """Return the counts of several histograms, over the largest of their reaches."""
     found = empty().to(reach.device)
     middles = torch.arange(BINS, device=reach.device, dtype=torch.float64) + 0.5
     for state in states:
@@ -81,10 +81,10 @@ def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> 
 
 
 class Items:
-    """What a histogram knows of the loudness of its items.
+    """The norms of the samples that a histogram has counted.
 
-    apart  octaves between the loudest items and the quietest, for them to differ
-    worth  dB that the noise of an item has to be lowered by, on average, for another grid to be taken
+    apart  octaves between the samples with the largest and the smallest norm, from which on they differ
+    worth  dB by which the average noise of a sample has to fall for another grid to be taken
     """
 
     def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH) -> None:
@@ -97,11 +97,11 @@ class Items:
         self.worth = worth
 
     def better(self, pooled: Tensor, steps: Tensor, low: Tensor, high: Tensor, beyond: tuple[float, float]) -> int:
-        """Which grid to take: the one with the least pooled error, unless another lowers the noise of an item by what that is worth.
+        """Return the index of the grid with the least pooled error, unless another lowers the noise of a sample by `worth`.
 
-        `pooled` is the error of everything together, for each grid; `steps`, `low` and `high` are the grids' scales and limits,
-        magnitudes, float64 of that shape. `beyond` says how much further negative and positive values reach than was seen; as many
-        count as seen and that much larger.
+        `pooled` is the error of all values together, float64 of shape (grids,). `steps`, `low` and `high` are the grids' scales and the
+        magnitudes of their limits, float64 of that shape. `beyond` holds the factors by which later negative and positive values may
+        exceed the observed ones; every value counts twice, as observed and multiplied by its factor.
         """
         usual = int(pooled.argmin())
         if not self.differ:
@@ -118,7 +118,7 @@ class Items:
         return best if float(mean[usual] - mean[best]) >= self.worth else usual
 
     def _noise(self, counts: Tensor, factor: float, steps: Tensor, limit: Tensor) -> Tensor:
-        """The squared error of each octave on each grid, (octaves, grids)."""
+        """Return the squared error of each octave on each grid, of shape (octaves, grids)."""
         values = (self.magnitudes * factor).unsqueeze(2)
         inside = torch.minimum(values.square(), steps.square() / 12)
         return (torch.where(values > limit, (values - limit).square(), inside) * counts.unsqueeze(2)).sum(1)

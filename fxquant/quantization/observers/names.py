@@ -24,7 +24,7 @@ NAMED: Mapping[str, type[Observer]] = {
 
 
 def observer_named(name: str) -> type[Observer]:
-    """The observer of this name, with its usual settings. Raises ValueError, with the list, if there is none."""
+    """Return the observer of this name, with its usual settings. Raises ValueError, with the list, if there is none."""
     if name not in NAMED:
         raise ValueError(f"the observers with a name are {', '.join(map(repr, NAMED))}")
     return NAMED[name]

@@ -1,7 +1,7 @@
-"""What every observer offers, and the observers of the smallest and largest value.
+"""The base class of observers, and the observers of the smallest and largest value.
 
-An observer streams: it holds a few numbers however many batches pass. Writing another is a class with
-`observe` and `scale`, and with `interval` if affine dtypes are to make use of their zero point.
+An observer streams: it stores a few numbers for any number of batches. Another observer is a class with
+`observe` and `scale`, and with `interval` if affine dtypes are to use their zero point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxquant.support.arguments import checked
 
 
 class Observer(nn.Module):
-    """What every observer offers. `observed` is False until the first batch."""
+    """The base class of observers. `observed` is False until the first batch."""
 
     count: Tensor
 
@@ -34,43 +34,43 @@ class Observer(nn.Module):
 
     @property
     def only_zeros(self) -> bool:
-        """Whether everything that was observed was 0. Here: whether the scale is the one that such tensors have."""
+        """Whether all observed values were 0. By default: whether the scale is the one that such tensors have."""
         return self.observed and bool(self.scale(INT8) == FLOAT32_EPSILON)
 
     def observe(self, value: Tensor) -> None:
-        """Take in one batch of real values. Raises ValueError, and changes nothing, if any is NaN or infinite."""
+        """Take in one batch, a float tensor of any shape. Raises ValueError, and changes nothing, if any value is NaN or infinite."""
         raise NotImplementedError
 
     def scale(self, dtype: IntType) -> Tensor:
-        """The float32 scale for what was observed."""
+        """Return the scale for the observed values, float32 of shape ()."""
         raise NotImplementedError
 
     def scale_before_rounding(self, dtype: IntType) -> Tensor:
-        """The scale for what was observed, where it is then rounded up to a power of two. Here: `scale`."""
+        """Return the scale for the observed values, where it is then rounded up to a power of two. By default: `scale`."""
         return self.scale(dtype)
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
-        """The interval of real numbers, float32, that the integers of an affine dtype should stand for.
+        """Return the interval of float values, float32, that the integers of an affine dtype should stand for.
 
-        Here: what int8 would stand for with this observer's scale; the zero point is then 128.
+        By default: the interval of int8 with this observer's scale; the zero point is then 128.
         """
         scale = self.scale(INT8)
         return scale * INT8.low, scale * INT8.high
 
     def range_observer(self) -> MinMaxObserver:
-        """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
+        """Return the observer of the range that this one's scale follows in state TRAIN. By default: a moving average."""
         return MovingAverageMinMaxObserver()
 
     def of_output(self) -> Observer:
-        """What chooses the scale where the tensor is an output of the model. Here: this observer."""
+        """Return the observer that chooses the scale where the tensor is an output of the model. By default: this observer."""
         return self
 
     def per_sample(self) -> Observer:
-        """What chooses the scale by the noise of each sample, in decibels, in place of one error of all. Here: this observer."""
+        """Return the observer that chooses the scale by the noise of each sample, in dB, not the pooled error. By default: this one."""
         return self
 
     def reset(self) -> None:
-        """Forget everything that was observed. Here: every buffer becomes zero."""
+        """Discard all observations. By default: every buffer becomes zero."""
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -84,7 +84,7 @@ class Observer(nn.Module):
 
 
 class MinMaxObserver(Observer):
-    """Covers every value seen: the scale comes from the smallest and the largest."""
+    """Covers every observed value: the scale comes from the smallest and the largest one."""
 
     low: Tensor
     high: Tensor
@@ -181,7 +181,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
 
 
 class ClipObserver(MinMaxObserver):
-    """Covers what was seen between two bounds, of which 0 lies between: what lies beyond counts as the bound."""
+    """Covers the observed range, clipped to two bounds around 0: values outside count as the bound."""
 
     @checked()
     def __init__(self, lowest: float, highest: float) -> None:
@@ -201,7 +201,7 @@ class ClipObserver(MinMaxObserver):
 
     @property
     def largest(self) -> Tensor:
-        """The largest magnitude of that range."""
+        """The largest magnitude of the clipped range."""
         return self.ends.abs().max()
 
     def scale(self, dtype: IntType) -> Tensor:
@@ -216,9 +216,9 @@ class ClipObserver(MinMaxObserver):
 
 
 class FixedScaleObserver(Observer):
-    """No observer, but a scale that is given, as `ActivationConfig(scale=…)` or `(threshold=…)` gives it, which it is turned into.
+    """A given scale in the form of an observer; it is converted to `ActivationConfig(scale=…)` or `(threshold=…)`.
 
-    It is here for the sake of configs that are written in this way.
+    It exists for configs that are written in this way.
     """
 
     @checked()
@@ -245,9 +245,9 @@ class FixedScaleObserver(Observer):
 
 
 def settings(observer: Observer) -> tuple[Any, ...]:
-    """What tells an observer that has seen nothing from others: its class, its attributes, and the same of observers inside of it.
+    """Return the settings of an observer: its class, its attributes, and the settings of observers inside it.
 
-    Buffers are what was observed, and no settings.
+    Buffers hold observations, and are left out.
     """
     own = {
         name: value.tolist() if isinstance(value, Tensor) else value
@@ -261,13 +261,13 @@ _EVERY_MODULES = frozenset(nn.Module().__dict__)
 
 
 def averaged(end: float, found: float, count: int, averaging_constant: float) -> float:
-    """What the end of an average of ranges is after its batch number `count`: each result rounded to float32, as a tensor's is."""
+    """Return the end of an average of ranges after batch number `count`; each result is rounded to float32, as in a tensor."""
     weight = max(float32(1 / count), float32(averaging_constant))
     return float32(end + float32(float32(found - end) * weight))
 
 
 def in_numbers(*scalars: Tensor) -> bool:
-    """Whether scalars may be computed with as Python numbers, which takes a tenth of the time and gives the same bits."""
+    """Whether scalars may be computed as Python numbers, which takes a tenth of the time and gives the same bits."""
     plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
     return plain and not torch._C._are_functorch_transforms_active()
 
@@ -276,7 +276,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and largest value, float32. Raises ValueError if any is NaN or infinite, or if there is none."""
+    """Return the smallest and the largest value, float32. Raises ValueError if any is NaN or infinite, or if there is none."""
     if value.numel() == 0:
         raise ValueError("the tensor is empty")
     return _finite(*torch.aminmax(value.detach()))

@@ -22,9 +22,9 @@ Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, an
 
 
 def observe_together(observers: Sequence[Observer], value: Tensor, items: bool = False) -> None:
-    """Let observers take in one batch of real values, whose range is computed once for all of fxquant's.
+    """Let observers take in one batch, a float tensor, whose range is computed once for all of fxquant's observers.
 
-    With `items`, dimension 0 is that of the items, whose loudness is told apart.
+    With `items`, dimension 0 is the batch dimension, and the norms of the samples are distinguished.
     Raises ValueError, and changes none of these, if any value is NaN or infinite.
     """
     apart = items and value.dim() > 1 and any(isinstance(observer, HistogramObserver) for observer in observers)
