@@ -34,11 +34,11 @@ from fxquant.ops.pooling.pool import mean
 
 
 class Mask:
-    """What several masks keep together, and what they add to it; each broadcasts against the scores.
+    """Several masks combined: what all of them keep, and what they add to it. Each broadcasts against the scores.
 
-    keep    truth values; None: everything is kept
+    keep    booleans; None: everything is kept
     bias    the sum of what they add; None: nothing
-    empty   what becomes of rows of which nothing is kept, as `masked_softmax` takes it
+    empty   how rows of which nothing is kept are treated, as `masked_softmax` takes it
     scores  what is computed by layers, as the scores are, and added to these
     rows    how many samples in a row have masks of their own, where all of these are constants that repeat then; else 1
     """
@@ -52,11 +52,11 @@ class Mask:
         self.rows = 1
 
     def hide(self, keep: fx.Node) -> None:
-        """Keep what these truth values keep, too."""
+        """Hide what these booleans do not keep, in addition."""
         self.keep = keep if self.keep is None else self.build.host(torch.logical_and, self.keep, keep)
 
     def add(self, mask: fx.Node, dim: int = -1) -> None:
-        """Add a mask of truth values, which keeps where it is true, or one of real numbers."""
+        """Add a boolean mask, which keeps where it is true, or a mask of float values."""
         if fact(mask).dtype == torch.bool:
             self.hide(mask)
             return
@@ -84,7 +84,7 @@ class Mask:
             self.bias = bias if self.bias is None else self.build.host(torch.add, self.bias, bias)
 
     def _chosen(self, mask: fx.Node, dim: int) -> bool:
-        """Add a tensor of which truth values keep some and a number far below replaces the others; whether the mask is one."""
+        """Add a `where` of booleans, a tensor, and a number far below that hides; return whether the mask is one."""
         record = operator_of(mask)
         if record is None or record.name != "where" or is_parameter(mask):
             return False

@@ -32,14 +32,14 @@ CONSTANT = "_constant_"  # how the names of constants begin, as those do that th
 
 
 class Builder:
-    """Writes the parts of one operator, as calls of other operators, in front of its node.
+    """Builder of the parts of one operator: calls of other operators, inserted before its node.
 
     name         the operator's
     node         its node, which has its meaning in float
     activations  the dtypes of activations that the target computes with
     made_by      the pass that writes
     parts        the nodes that were made, in order, without those that are computed from parameters alone
-    real         whether the parts compute on real numbers, where a change of grid is nothing, and other composites stay whole
+    real         whether the parts compute on float values, where a change of grid does nothing and other composites are not expanded
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
@@ -85,7 +85,7 @@ class Builder:
         return made
 
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """A call beside the integers, of real numbers or truth values, which is computed as it is; of parameters alone, a parameter."""
+        """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
         made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
         if all(map(is_parameter, made.all_input_nodes)):
@@ -120,7 +120,7 @@ class Builder:
         return made
 
     def discard(self, *kept: fx.Node) -> None:
-        """What was made and nobody reads is gone, but for what is kept."""
+        """Erase the nodes that were made and that nothing reads, except those in `kept`."""
         for made in reversed(self._made):
             if made in kept or made.users:
                 continue

@@ -1,4 +1,4 @@
-"""Tensors that a model makes anew, with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch."""
+"""Tensors that a model creates with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.ops.core.record import Operator, operand_nodes
 
-# The number of each, from the arguments; None where that is no number.
+# The fill value of each, from the arguments; None where that is not a number.
 _FILLS: dict[Any, Callable[..., Any]] = {
-    # What is not filled yet holds any number.
+    # An uninitialized tensor may hold any number.
     **dict.fromkeys(
         (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty", functional.zero), lambda *_, **__: 0.0
     ),
@@ -76,7 +76,7 @@ def made_anew(node: fx.Node) -> Tensor | None:
 
 
 def made_number(node: Any) -> float | None:
-    """The number that a constant holds everywhere which is made anew for the batch; None of anything else."""
+    """Return the number that a constant created for each batch holds everywhere; None for anything else."""
     while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
         node = node.args[0]
     if not isinstance(node, fx.Node):
@@ -95,9 +95,9 @@ def filled(node: fx.Node) -> fx.Node:
 
 
 def sizes_of(node: fx.Node) -> list[Any] | None:
-    """The sizes of what a node makes anew, as an `expand` takes them: numbers, and the nodes of those that depend on the batch.
+    """Return the sizes of the tensor that a node creates, as an `expand` takes them: numbers, or nodes where they depend on the batch.
 
-    None where no node gives such a size: a tensor that is made like another one has none, and needs `Tensor.size`.
+    None where no node gives such a size: a tensor that is created like another one has none, and needs `Tensor.size`.
     """
     node = filled(node)
     known = fact(node)

@@ -1,8 +1,8 @@
-"""Float operators that need real numbers, and what stays in float for their sake.
+"""Operators that run in float, and nodes that stay in float for them.
 
-A softmax ignores what a mask pushes far down, and a quotient is nothing without its divisor: a mask of -1e9 would take
-the whole range of an integer grid, and a small divisor would become 0 on it. Both operators are in float, so what leads
-to nothing else is computed there as well.
+A mask of -1e9 would take the whole range of an integer grid, although a softmax ignores what it hides. A small divisor
+would be rounded to 0 on it, and the quotient would have no value. Both operators run in float, so nodes that lead to
+nothing else are computed in float as well.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ Ends = Callable[[fx.Node, fx.Node], bool]
 
 
 def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Node, str]:
-    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads.
+    """Return the nodes that stay in float for a float operator that reads them, and why.
 
-    `offered` are the dtypes of activations that the target has.
+    The reason is "" where it depends on what the node itself reads. `offered` are the dtypes of activations that the target has.
     """
     leading = in_front_of_softmax(gm)
     masked = masks(gm, leading)
@@ -184,12 +184,12 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
 
 
 def _of_one_input(operands: list[fx.Node]) -> bool:
-    """Whether all are computed of the real numbers of one input, as x and its maximum: none of them hides elements of the others."""
+    """Return whether all are computed from float values of one input, as x and its maximum: none of them hides elements of the others."""
     return bool(set.intersection(*map(_real_inputs, operands)))
 
 
 def _real_inputs(node: fx.Node) -> set[fx.Node]:
-    """The inputs that a node is computed of, by real numbers alone: what a comparison tells of an input is a mask."""
+    """Return the inputs that a node is computed from through float values alone: a comparison of an input gives a mask."""
     seen, open_ = {node}, [node]
     while open_:
         real = [known for known in open_.pop().all_input_nodes if known not in seen and _is_real(known)]
@@ -273,9 +273,10 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
-    """What is computed from inputs and constants, and leads to masks of composites alone.
+    """Return the nodes that are computed from inputs and constants, and lead to masks of composites alone.
 
-    What is computed of truth values and whole numbers is none of it: that is exact on integers; nor is what tells the largest of a row.
+    Nodes that are computed from booleans and integers are left out: they are exact on integers.
+    Nodes that distinguish the largest of a row are left out, too.
     """
     plain, found, ranked = given(gm), set(), set[fx.Node]()
     for node in reversed(gm.graph.nodes):
@@ -288,9 +289,9 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
-    """What is computed from whole numbers that are given, and leads to whole numbers alone, as the buckets of positions are.
+    """Return the float nodes that are computed from integer inputs and lead to integers alone, as for the buckets of positions.
 
-    A logarithm of 0 that a `where` passes over is no defect of a batch there.
+    A logarithm of 0 that a `where` does not choose is not a defect of a batch there.
     """
     whole, found = set[fx.Node](), set[fx.Node]()
     for node in gm.graph.nodes:
@@ -318,7 +319,7 @@ def _of_plain_values(node: fx.Node) -> bool:
 
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether a node is an added mask, or truth values that a composite reads."""
+    """Return whether the reader takes a node as an added mask, or as booleans that a composite reads."""
     record, known = operator_of(reader), fact(node)
     if isinstance(known, TensorFact) and known.dtype == torch.int64:
         return False

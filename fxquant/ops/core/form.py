@@ -1,4 +1,4 @@
-"""What an operator's record says of ONNX: the operator as standard float operators, which style "qdq" puts between its quantized tensors.
+"""ONNX forms of operators: standard float operators, which style "qdq" puts between the quantized tensors of an operator.
 
     def _onnx_maximum(c: Call) -> str:
         return c.do("Max", c.operand("input"), c.operand("other"))
@@ -84,7 +84,7 @@ class Call:
         return self.e.constant(self.real(role)) if role in self.constants else self.number(self.arguments[role])
 
     def real(self, role: str) -> Tensor:
-        """A parameter's real numbers, float32; its scales must run along its dimension `axis`. A mask or an index as it is."""
+        """Return a parameter dequantized to float32; its scales must run along its dimension `axis`. Return a mask or an index as it is."""
         integers, scale, axis = self.constants[role]
         if scale.numel() == 0:
             return integers
@@ -92,7 +92,7 @@ class Call:
         return (integers.double() * shaped.double()).float()
 
     def weight(self, arrange: Callable[[Tensor], Tensor] = lambda weight: weight, role: str = "weight") -> str:
-        """A weight: integers behind DequantizeLinear, or their real numbers where the opset has no such operator.
+        """Write a weight: integers and a DequantizeLinear, or the dequantized weight where the opset has no such operator.
 
         `arrange` puts it, and the index of its channels, in another order of dimensions.
         """
@@ -108,7 +108,7 @@ class Call:
         return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
 
     def grouped(self, role: str) -> Tensor:
-        """The real numbers of a weight whose scales may run through groups along its first dimension."""
+        """Return a dequantized weight, whose scales may run through groups along its first dimension."""
         integers, scale, axis = self.constants[role]
         if axis is None or integers.shape[axis] == scale.numel():
             return self.real(role).contiguous()
@@ -121,7 +121,7 @@ class Call:
         return next((node for node in self.primitives if node.target is target), None)
 
     def epilogue(self, value: str) -> str:
-        """What is fused behind it: a residual, then a clamp."""
+        """Write what is fused after a value: a residual, then a clamp."""
         if self.arguments.get("residual") is not None:
             value = value if self.between is None else self.between(value)
             value = self.do("Add", value, self.arguments["residual"])

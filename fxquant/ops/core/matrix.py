@@ -1,4 +1,4 @@
-"""Sums along single dimensions by matrices of whole numbers: windows of unequal sizes, and interpolation by more than two neighbours."""
+"""Sums along single dimensions by integer matrices: windows of unequal sizes, and interpolation by more than two neighbours."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Row = tuple[tuple[int, Fraction], ...]  # the elements that an output is made of
 def weighted_sums(
     lowering: Lowering, input: Quantized, matrices: Sequence[Tensor | None], steps: Ratio, clamp: Clamp | None = None
 ) -> Quantized:
-    """The last dimensions multiplied by one matrix each, of whole numbers (None: as it is), and requantized.
+    """Multiply the last dimensions by one integer matrix each (None: as it is), and requantize.
 
-    `steps` is what one of the sum is worth.
+    `steps` is the value of one integer of the sum.
     """
     value, largest, rank = input.value, float(input.grid.magnitude), len(input.shape)
     for dim in range(-1, -len(matrices) - 1, -1):
@@ -51,9 +51,9 @@ def weighted_sums(
 
 
 def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[Tensor | None]) -> str:
-    """The same in real numbers, of a value of this shape: each matrix a product along its dimension, the last dimension first.
+    """Write `weighted_sums` in ONNX on float values: for each matrix a product along its dimension, the last dimension first.
 
-    There is no Transpose: onnxruntime cannot move QuantizeLinear of opset 21 in front of one by itself.
+    `shape` is the shape of `value`. A Transpose is avoided: onnxruntime cannot move QuantizeLinear of opset 21 before one by itself.
     """
     rank = len(shape)
     sizes = list(shape[rank - len(matrices) :])
@@ -190,6 +190,6 @@ def fixed_point(rows: Sequence[Row], length: int, bits: int) -> Tensor | None:
 
 
 def real_matrix(rows: Sequence[Row], length: int) -> Tensor | None:
-    """The weights as real numbers."""
+    """Return the weights as float values."""
     exact = fixed_point(rows, length, 40)
     return None if exact is None else exact * 2.0**-40

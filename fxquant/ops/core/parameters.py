@@ -1,4 +1,4 @@
-"""What remedies compute from a model's parameters: functions that a graph may call, and that a file may name."""
+"""Functions of a model's parameters that remedies compute: a graph may call them, and a file may name them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def index(input: Tensor, lists: list[Any]) -> Tensor:
-    """input[lists]: for every dimension None, which leaves it whole, or a list, which may be nested, of whole numbers."""
+    """Return input[lists]: for every dimension None, which leaves it whole, or a list of integers, which may be nested."""
     return input[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)]
 
 

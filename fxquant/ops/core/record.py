@@ -1,6 +1,6 @@
-"""What an operator is: one record.
+"""Operator records: each operator is one record.
 
-The record says how the operator is spelled in PyTorch, what it demands of its result's grid, and either how it lowers to
+The record says how the operator is called in PyTorch, what it demands of its result's grid, and either how it lowers to
 integer primitives or how it expands into calls of other records. Its shape function is its float function, run on tensors
 without data.
 """
@@ -23,9 +23,9 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives.arithmetic import Arithmetic
 
-# How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
+# How the arguments of one call form become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
-Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
+Shape = tuple[int | Fraction, ...]  # at one batch size; a size at half a batch need not be an integer
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Plain:
-    """No grid: the result is truth values or whole numbers ("bool", "int64"), which are read as they are. It has no gradient."""
+    """No grid: the result is booleans or integers ("bool", "int64"), which are read as they are. It has no gradient."""
 
     dtype: str
 
@@ -82,7 +82,7 @@ Demand = Own | Same | Fixed | Plain
 
 
 def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
-    """What is demanded on a target with activations of these dtypes: what is demanded otherwise, where it has not the first."""
+    """Return the demand that applies on a target with activations of these dtypes: its alternative, where the target lacks the first."""
     if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
         return demanded
     if isinstance(demanded, Own):
@@ -99,7 +99,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Instead:
-    """What an adaption returns where a call with these arguments is another operator's: its function, and its arguments by name."""
+    """Call of another operator, which an adaption returns in place of arguments: its function, and its arguments by name."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -116,24 +116,24 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
-    moves      whether its result is elements of its operands, in whatever place, or their places: it moves truth values and whole numbers
-               as well, and then demands no grid; `lower` has them as a `Quantized` without one
+    moves      whether its result is elements of its operands, in whatever place, or their places: it moves booleans and integers as well,
+               and then demands no grid; `lower` has them as a `Quantized` without one
     carries    the parameters whose elements its result holds as they are: tensors, constants, numbers. Its grid is there for what reads it,
-               and real numbers are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
-    reads      the parameters that take truth values or whole numbers as they are: a mask, an index
+               and float values are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
+    reads      the parameters that take booleans or integers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
-    keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
-               is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
-               matter of its result
+    keeps      which of its operand's values its result distinguishes, given which of its result's matter: a value outside the interval
+               gives the same result as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale,
+               those that matter of its result
     observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
                show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
-               every operator has it but a composite. An argument that is no operand, a mask or an index, comes as it is: a value of the
-               lowering, or, where it is a constant, a tensor (`Lowering.given`)
+               every operator has it but a composite. An argument that is not an operand, a mask or an index, comes as it is: a value of
+               the lowering, or, where it is a constant, a tensor (`Lowering.given`)
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
-    functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
+    functions  its functions in PyTorch, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
     read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
@@ -156,11 +156,11 @@ class Operator:
                its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
                operators with `channels`
     macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
-    dynamic    whether its operands and its result are real numbers, and it makes integers of an operand by what that is at run time:
-               it demands no grid, and nothing of it is calibrated
+    dynamic    whether its operands and its result are float values, and it quantizes an operand on a grid found at run time: it demands
+               no grid, and nothing of it is calibrated
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
-    traits     the criteria that it meets, by which passes and backends tell operators apart
+    traits     the criteria that it meets, by which passes and backends distinguish operators
     """
 
     name: str
@@ -202,7 +202,7 @@ class Operator:
         return (operator_named, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
+        """Return canonical arguments by name, with defaults filled in. Raise TypeError as a call would."""
         signature = _SIGNATURES[self.function]
         if len(args) > len(signature):
             raise TypeError(f"{self.name} takes {len(signature)} arguments, got {len(args)}")
@@ -224,11 +224,11 @@ class Operator:
         return tuple(_SIGNATURES[self.function])
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
-        """The arguments of a canonical node, by name; keywords that were not given are absent."""
+        """Return the arguments of a canonical node, by name; keywords that were not given are absent."""
         return self.bind_call(node.args, node.kwargs)
 
     def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for the arguments of a call to `function` that a canonical node makes."""
+        """Return by name the arguments of a call to `function` that a canonical node makes; keywords that were not given are absent."""
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
 
 
@@ -271,20 +271,20 @@ def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def operator_of(node: fx.Node) -> Operator | None:
-    """The record of a canonical node; None if the node is no known operator, or computes a parameter."""
+    """Return the record of a canonical node; None if the node is not a known operator, or computes a parameter."""
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
 def traits_of(node: fx.Node) -> frozenset[Trait]:
-    """The traits of a canonical node's operator; none of a node that is no known operator."""
+    """Return the traits of a canonical node's operator; none for a node that is not a known operator."""
     operator = operator_of(node)
     return frozenset() if operator is None else operator.traits
 
 
 def demand(node: fx.Node) -> Demand | None:
-    """What a canonical node demands of its result's grid; None if the node is no known operator.
+    """Return what a canonical node demands of its result's grid; None if the node is not a known operator.
 
-    A part of a composite has its demand from that, any other node from its operator.
+    A part of a composite takes its demand from the composite, any other node from its operator.
     """
     operator = operator_of(node)
     if operator is None:
@@ -322,7 +322,7 @@ def on_grid_of(node: fx.Node) -> list[fx.Node]:
 
 
 def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
-    """The dtypes, of those offered, that nodes should have for the sake of what reads them (`Operator.dtypes`), however far behind."""
+    """Return the dtypes, of those offered, that nodes should have for the operators that read them, directly or not (`Operator.dtypes`)."""
     found: dict[fx.Node, str] = {}
     for reader in reversed(graph.nodes):
         for operand in reader.all_input_nodes:
@@ -369,21 +369,21 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
 
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
+    """Return the nodes of the booleans and integers that an operator reads as they are, in order, without parameters."""
     found: list[fx.Node] = []
     fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
     return [*moved_plain(operator, arguments), *(value for value in found if not is_parameter(value))]
 
 
 def moved_plain(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of the truth values and whole numbers that an operator moves; parameters are none."""
+    """Return the nodes of the booleans and integers that an operator moves, without parameters."""
     found: list[fx.Node] = []
     fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], found.append)
     return [value for value in found if not is_parameter(value) and _is_plain(value)]
 
 
 def _is_plain(value: fx.Node) -> bool:
-    """Whether a node holds truth values or whole numbers that are no quantized tensor's."""
+    """Return whether a node holds booleans or integers that do not belong to a quantized tensor."""
     known = fact(value)
     return isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
 

@@ -138,7 +138,10 @@ def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, flo
 
 
 def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
-    """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
+    """Add the terms as integers in units of 2^-n of a step of the result, with 15-bit multipliers.
+
+    They are so small that float32 adds them and the zero point exactly, in any order.
+    """
 
     def total() -> tuple[Any, Tensor]:
         ratios = {role: _step(operand, factor).over(lowering.output.grid.scale) for role, (operand, factor) in terms.items()}

@@ -1,4 +1,4 @@
-"""What operators with weights have in common: their sums of products, and everything that is fused into them.
+"""Common parts of operators with weights: their sums of products, and everything that is fused into them.
 
 The integer meaning, per output channel c:
 
@@ -52,7 +52,7 @@ from fxquant.quantization.weights import QuantizedWeight
 from fxquant.training import fused_layers
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to an integer costs more than half a step of the largest residual
 
 IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
 
@@ -63,7 +63,7 @@ BeforeResidual = Callable[[Tensor], None]
 
 
 def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before_residual: BeforeResidual | None) -> Tensor:
-    """What is fused behind the sum: residual, then clamp. `before_residual` is shown the value before the residual."""
+    """Apply what is fused after the sum: residual, then clamp. `before_residual` is called with the value before the residual."""
     if residual is not None:
         if before_residual is not None:
             before_residual(value)
@@ -115,12 +115,12 @@ class _Layer:
 
     @property
     def kind(self) -> str:
-        """What its accumulator is to `Arithmetic.requantize`."""
+        """Kind of its accumulator for `Arithmetic.requantize`."""
         return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
 
     @property
     def whole(self) -> torch.dtype:
-        """What holds a number of steps: a bias, a multiplier."""
+        """Dtype that holds a number of steps: a bias, a multiplier."""
         return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
 
     def bound(self, bias: Tensor | None) -> Tensor:
@@ -151,7 +151,7 @@ class _Layer:
         return lowering.call(product.wide, *operands, *cut)
 
     def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The sums over parts of the input channels, joined in float64."""
+        """Compute the sums over parts of the input channels, and add them in float64."""
         lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
         pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
         terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
@@ -256,7 +256,7 @@ def lower_uniform(
 
 
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
-    """What the integers of the bias become larger by for the scale of an output; None where its accumulator is rounded otherwise."""
+    """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
     if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
         return None
@@ -274,7 +274,7 @@ def _limit(lowering: Lowering) -> int:
 
 
 def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
-    """What the weight's scales must not fall below, so that bias and residual, in steps of the sum, leave it room."""
+    """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
     found = []
     if bias is not None:
         found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
@@ -379,7 +379,7 @@ def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ..
 
 
 def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
-    """What a residual is multiplied by for it to be in steps of the sum, and how much it can add to an accumulator."""
+    """Return the factor that brings a residual to steps of the sum, and how much the residual can add to an accumulator."""
     bits, right_shift = layer.lowering.arithmetic.residual_bits, None
     if bits:
         mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
@@ -464,13 +464,13 @@ def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
 
 
 def sizes(value: Any, rank: int) -> list[int]:
-    """One whole number per dimension."""
+    """Return one integer per dimension."""
     values = [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)]
     return values * rank if len(values) == 1 else values
 
 
 def shape_of(value: Any) -> tuple[Size, ...] | None:
-    """The shape of an argument: a parameter's own, or what was traced; None if it is no tensor."""
+    """Return the shape of an argument: a parameter's own, or the traced one; None if it is not a tensor."""
     if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
         parameter = resolve(value.graph.owning_module, str(value.target))
         return tuple(parameter.shape) if isinstance(parameter, Tensor) else None

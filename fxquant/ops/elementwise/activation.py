@@ -23,7 +23,7 @@ from fxquant.primitives import elementwise
 
 
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
-    """The values, limited to [min, max]; None is no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
+    """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
     return clamped(input, min, max)
 
 
@@ -42,7 +42,7 @@ def _limited_number(x: float, min: float | None = None, max: float | None = None
     return builtins.min(builtins.max(x, low), high)
 
 
-UNARY["limited"] = clamp, _limited_number  # no operator has this name: a clamp is a table where it stands alone on some targets
+UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -55,7 +55,7 @@ def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The limits of the one clamp that does what two do, one after the other; None is no limit."""
+    """Return the limits of the one clamp that equals two, one after the other; None means no limit."""
     least, most = interval(*second)
     low, high = (min(max(bound, least), most) for bound in interval(*first))
     return None if low == -math.inf else low, None if high == math.inf else high

@@ -212,7 +212,7 @@ def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
-    """A product with truth values chooses: the tensor where they hold, else 0. One with 0 limits it to 0."""
+    """Turn a product with booleans into a choice: the tensor where they are true, else 0. A product with 0 is a clamp to 0."""
     for mask, tensor in ((input, other), (other, input)):
         known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
         if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):

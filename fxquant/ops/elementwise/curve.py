@@ -37,7 +37,7 @@ def written(value: Any) -> Steps:
 
 
 def curve(input: Tensor, steps: Steps) -> Tensor:
-    """What the nest says of a tensor. Raises ValueError at what is no operator that may be a part of it."""
+    """Compute the function that the nest describes. Raise ValueError for an entry that is not an operator that it may contain."""
     found: Tensor = _value(steps, input)
     return found if found.is_floating_point() else found.to(input.dtype)
 

@@ -52,7 +52,7 @@ unary("sinc", torch.sinc, by_torch(torch.sinc))
 unary("deg2rad", torch.deg2rad, math.radians)
 unary("rad2deg", torch.rad2deg, math.degrees)
 
-# ---- whole numbers ---------------------------------------------------------------------------------------------------
+# ---- rounding to integers --------------------------------------------------------------------------------------------
 
 
 def _round(x: float, decimals: int = 0) -> float:
@@ -183,7 +183,7 @@ def remainder(input: Tensor, other: float = 1.0) -> Tensor:
 
 
 def fmod(input: Tensor, other: float = 1.0) -> Tensor:
-    """What is left of input divided by other, with the sign of input."""
+    """Compute the remainder of input divided by other, with the sign of input."""
     return torch.fmod(input, other)
 
 
@@ -211,7 +211,7 @@ def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
 
 
 def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
-    """What is left of input divided by a tensor, with the sign of input."""
+    """Compute the remainder of input divided by a tensor, with the sign of input."""
     return torch.fmod(input, other)
 
 

@@ -1,14 +1,16 @@
-"""Losses, element by element: composites of a difference, or of a product, and one table. Their mean and sum run over the batch.
+"""Losses, element by element: composites of a difference, or of a product, and one table.
 
-mse              d²                               d = input - target
-l1               |d|
-smooth_l1        d² / (2·beta) where |d| < beta, else |d| - beta/2
-huber            d² / 2 where |d| < delta, else delta · (|d| - delta/2)
-soft_margin      log(1 + exp(-target · input))
-bce              -(target · log(input) + (1 - target) · log(1 - input)), its logarithms limited to -100
-bce with logits  log(1 + exp(x)) - target · x
-kl_div           target · (log(target) - input)
-poisson_nll      exp(input) - target · input
+    mse              d²                               d = input - target
+    l1               |d|
+    smooth_l1        d² / (2·beta) where |d| < beta, else |d| - beta/2
+    huber            d² / 2 where |d| < delta, else delta · (|d| - delta/2)
+    soft_margin      log(1 + exp(-target · input))
+    bce              -(target · log(input) + (1 - target) · log(1 - input)), its logarithms limited to -100
+    bce with logits  log(1 + exp(x)) - target · x
+    kl_div           target · (log(target) - input)
+    poisson_nll      exp(input) - target · input
+
+Their mean and sum run over the batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Functions of two tensors, element by element: composites, 16 bits wide inside.
 
     x ** y = exp(y · log x)                 for x > 0; a constant exponent of few values is a table for each
-    x ** n = ± exp(n · log |x|)             for whole numbers n, negative where x is and n is odd
-    ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near a whole number it may fall on the other side
+    x ** n = ± exp(n · log |x|)             for integers n, negative where x is and n is odd
+    ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near an integer it may fall on the other side
 
-A power of a negative number has a value for whole exponents alone, which real numbers on a grid do not tell: calibration refuses it.
+A power of a negative number has a value for integer exponents alone. Values on a grid do not show which these are: calibration refuses it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxquant.ops.elementwise.unary import power, spelled, unary
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
 from fxquant.ops.reduction.extremum import maximum
 
-SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is no number
+SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def _expand_ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
 
 
-# ---- quotients that are rounded, and what is left of them ----------------------------------------------------------
+# ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
 
 
 def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> fx.Node:

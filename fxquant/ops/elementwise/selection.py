@@ -1,4 +1,4 @@
-"""Choosing between two tensors, element by element, by truth values."""
+"""Selection between two tensors, element by element, by a boolean mask."""
 
 from __future__ import annotations
 

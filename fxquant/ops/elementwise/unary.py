@@ -45,11 +45,12 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
 
 
 def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
-    """function(x) without gradients where it has no finite slope; where it is infinite, the most extreme of its other values; else 0.
+    """Compute function(x) without gradients where it has no finite slope.
 
-    A grid holds 0 where a real tensor rarely does: what is small is rounded to it. There the root, the logarithm and the quotient have
-    poles, whose gradient would be that of the whole layer; and the table has its last integer. A grid may reach a step beyond where
-    the function has values, as that of a tanh reaches beyond 1; there the table has 0.
+    Infinite values become the most extreme of the other values, undefined ones become 0.
+    A grid holds 0 where a float tensor rarely does: small values are rounded to it. There the root, the logarithm and the quotient have
+    poles, whose gradient would dominate that of the whole layer; and the table has its last integer. A grid may reach a step beyond
+    where the function has values, as that of a tanh reaches beyond 1; there the table has 0.
     """
     if name not in SINGULAR:
         return function(x)
@@ -80,9 +81,9 @@ def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
 Settings = tuple[tuple[str, Any], ...]
 
 
-@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
+@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales do not change, the same ones are requested at every step
 def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool) -> Tensor:
-    """The table of a unary function of factor · x + offset; nobody writes into it."""
+    """Return the table of a unary function of factor · x + offset from a cache; callers must not write into it."""
     return _made(name, factor, offset, settings, input, output, in_float32)
 
 
@@ -96,7 +97,7 @@ def _made(
     in_float32: bool,
     points: Tensor | None = None,
 ) -> Tensor:
-    """The same, anew; or its entries at these points alone."""
+    """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
     function, exact = UNARY[name]
     chosen = dict(settings)
 
@@ -208,7 +209,7 @@ def steep(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] | None:
-    """What the operator of this name, with these arguments, makes of one real number; None unless it is a unary function without poles."""
+    """Return the function of one float that this operator computes with these arguments; None unless it is unary and without poles."""
     if name == "shifted":
         inner = exact(arguments["function"], arguments["settings"])
         return None if inner is None else lambda x: inner(_moved(x, arguments["factor"], arguments["offset"]))

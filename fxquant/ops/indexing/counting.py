@@ -1,4 +1,4 @@
-"""Whole numbers that are counted: one-hot vectors, how many truth values hold, in which of several intervals a number lies."""
+"""Integers from counting: one-hot vectors, how many booleans are true, in which of several intervals a number lies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxquant.primitives import comparison, scatter, selection, shape
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """For each whole number a vector of zeros with a 1 at its place, along a new last dimension: int64."""
+    """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64."""
     return F.one_hot(input, num_classes)
 
 
@@ -53,7 +53,7 @@ register(
 
 
 def count_nonzero(input: Tensor, dim: list[int]) -> Tensor:
-    """How many of the truth values along dimensions hold: int64."""
+    """Count how many of the booleans along dimensions are true: int64."""
     return torch.count_nonzero(input, dim)
 
 
@@ -161,7 +161,7 @@ register(
 
 
 def isin(input: Tensor, elements: Tensor) -> Tensor:
-    """Whether each whole number is one of those of a constant."""
+    """Return whether each integer is one of those of a constant."""
     return torch.isin(input, elements)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a table, chosen by whole numbers."""
+"""Rows of a table, chosen by integers."""
 
 from __future__ import annotations
 

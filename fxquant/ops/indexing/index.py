@@ -411,7 +411,7 @@ def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
 
 
 def _lower_roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
-    """The two parts of each dimension, joined in the other order."""
+    """Crop the two parts of each dimension, and concatenate them in the other order."""
     value = input.value
     for shift, dim in zip(shifts, dims, strict=True):
         size = input.shape[dim]

@@ -1,4 +1,4 @@
-"""What is made of an order: both extremes, running extremes, quantiles."""
+"""Operators on the order of elements: both extremes, running extremes, quantiles."""
 
 from __future__ import annotations
 

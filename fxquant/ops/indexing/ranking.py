@@ -1,6 +1,6 @@
 """Where the largest and smallest elements are, in what order elements are, and the elements that indices pick.
 
-Indices are whole numbers without a scale (`Plain`). Of equal elements the first counts.
+Indices are integers without a scale (`Plain`). Of equal elements the first counts.
 """
 
 from __future__ import annotations

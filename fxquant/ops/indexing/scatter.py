@@ -1,4 +1,4 @@
-"""What is written, or added, at places that whole numbers say: scatter, scatter_add, index_add.
+"""Elements written, or added, at places that integers give: scatter, scatter_add, index_add.
 
     x.scatter_add(1, index, source)   →   x + Σ of the source at each place, an accumulator of at most as many terms as the source is long
 

@@ -1,4 +1,4 @@
-"""The mean, the largest and the smallest of what has a place that whole numbers say: scatter_reduce.
+"""The mean, the largest and the smallest of the elements at each place, where integers give the places: scatter_reduce.
 
 x.scatter_reduce(1, index, source, "mean")   →   (x + Σ of the source at each place) / (1 + how many have it)
 """
@@ -49,7 +49,7 @@ def scatter_mean(input: Tensor, dim: int, index: Tensor, src: Tensor, include_se
 
 
 def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
-    """How many elements have each place, as real numbers, which are steps of a grid of whole numbers."""
+    """Count how many elements have each place, as float values on a grid of scale 1."""
     ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
     many: fx.Node = build(sum_at, ones, dim, index, size, demand=COUNTS)
     return many

@@ -254,7 +254,7 @@ def _added(equation: str) -> Any:
 
 
 def _named(adapt: Any, *names: str) -> Any:
-    """The same with PyTorch's names of the two operands."""
+    """Return an adapter that takes the two operands by PyTorch's names, too."""
 
     def renamed(input: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs.pop(name) for name in names[len(args) :])]

@@ -37,7 +37,7 @@ from fxquant.quantization.batch_norm import BatchNorm, fold
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one kind of convolution from the other.
+    """Properties in which the kinds of convolution differ.
 
     kernels     the float functions by rank
     attributes  what follows weight and bias, with defaults, in PyTorch's order

@@ -1,7 +1,7 @@
-"""A linear layer between real numbers, whose operand is quantized at run time: dynamic quantization.
+"""Dynamic quantization: a linear layer between float tensors, whose operand is quantized at run time.
 
-For the rest of the compiler it is an operator in float: nothing of it is calibrated, and no grid stands at its ends. The QConfig asks for
-it (`QConfig(dynamic=True)`), and the pass `dynamic.choose` makes it of layers and of products with a parameter.
+For the rest of the compiler it is an operator in float: nothing of it is calibrated, and its input and output have no grid.
+The QConfig asks for it (`QConfig(dynamic=True)`). The pass `dynamic.choose` replaces layers and products with a parameter by it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dynamic_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    """The primitive on real numbers; the weight's integers and scales are constants, and its bias stays a real number."""
+    """Call the primitive on float values; the weight's integers and scales are constants, and its bias stays in float."""
     lowering.parameters.update(named_parameters(weight, bias, None))
     bias = lowering.weight.corrected(bias)
     made = lowering.weight.integers(weight, keep=lowering.keeps_start)

@@ -60,7 +60,7 @@ def _lower_linear(
 
 
 def _onnx_linear(c: Call) -> str:
-    if "weight" not in c.constants:  # a product of two activations, or with a constant that is no matrix
+    if "weight" not in c.constants:  # a product of two activations, or with a constant that is not a matrix
         return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
     if c.as_convolution():
         return _onnx_convolution(c)

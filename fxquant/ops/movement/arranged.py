@@ -1,4 +1,4 @@
-"""What moves and multiplies whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices. Composites."""
+"""Composites that move and multiply whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices."""
 
 from __future__ import annotations
 

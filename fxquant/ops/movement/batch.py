@@ -1,4 +1,4 @@
-"""Pieces of the batch and repetitions of its items: what several images of one sample, stacked along the batch, are split and joined by."""
+"""Pieces of the batch and repetitions of its items: how several images of one sample, stacked along the batch, are split and combined."""
 
 from __future__ import annotations
 

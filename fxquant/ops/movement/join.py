@@ -27,7 +27,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
-    """Truth values or whole numbers as they are."""
+    """Return booleans or integers as they are."""
     return [
         tensor.value if isinstance(tensor, Quantized) else lowering.given(f"operand{index}", tensor, tensor.dtype)  # type: ignore[union-attr]
         for index, tensor in enumerate(tensors)
@@ -39,7 +39,7 @@ def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
 
 
 def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Each operand requantized to the output's scale, a parameter rounded to it, then joined."""
+    """Requantize each operand to the output's scale, round a parameter to it, and concatenate them."""
     if lowering.plain:
         return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
 
@@ -81,7 +81,7 @@ def _onnx_cat(c: Call) -> str:
 
 
 def _joined(c: Call) -> list[str]:
-    """The real values of what is joined; a parameter has none among the arguments."""
+    """Return the float values of what is concatenated; a parameter has none among the arguments."""
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 
@@ -113,7 +113,7 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Each operand requantized to the output's scale, given the new dimension, then joined."""
+    """Requantize each operand to the output's scale, insert the new dimension, and concatenate them."""
     first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
     position = dim % (len(first.shape) + 1)
     sizes = numbers(first.shape)

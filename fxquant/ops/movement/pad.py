@@ -137,7 +137,7 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def pad_before(node: fx.Node, operand: fx.Node, padding: list[int], mode: str) -> fx.Node:
-    """A canonical pad of the operand, in front of the node whose part it was, which it takes source, module and spelling from."""
+    """Insert a canonical pad of the operand before the node that it was part of, and give it that node's source, module and call form."""
     shape = shape_of(operand)
     margins = margins_of(padding, len(shape))
     with node.graph.inserting_before(node):

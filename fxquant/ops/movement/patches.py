@@ -65,7 +65,7 @@ def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilati
 
 
 def _onnx_unfold(c: Call) -> str:
-    """The same in real numbers."""
+    """Write the unfold in ONNX on float values."""
     windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
     margins = [0, 0, windows[0][2], windows[1][2]]
     value = c.do("Pad", c.input, c.integers(margins * 2), c.number(0)) if any(margins) else c.input

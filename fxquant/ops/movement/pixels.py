@@ -20,9 +20,9 @@ from fxquant.primitives import shape
 
 
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
-    """The last `trailing` dimensions split into `split`, these put in another order, and joined again.
+    """Split the last `trailing` dimensions into `split`, permute these by `order`, and merge them to the sizes `joined`.
 
-    The dimensions before them are one, so that no more than one size depends on the batch.
+    The dimensions before them are flattened into one, so that no more than one size depends on the batch.
     """
     value = lowering.call(shape.reshape, input.value, [-1, *split])
     value = lowering.call(shape.permute, value, [0, *(position + 1 for position in order)])

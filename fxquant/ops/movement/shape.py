@@ -50,7 +50,7 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def reshape(input: Tensor, shape: Any) -> Tensor:
-    """The same elements in another shape."""
+    """Return the elements in another shape."""
     return input.reshape(shape)
 
 
@@ -135,17 +135,17 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node, as the user wrote it, only gives a tensor another dtype."""
+    """Return whether a node, as the user wrote it, only gives a tensor another dtype."""
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def is_power(node: fx.Node) -> bool:
-    """Whether a node is a power that PyTorch computes in float64."""
+    """Return whether a node is a power that PyTorch computes in float64."""
     return node.target in (torch.float_power, "float_power")
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:
-    """The same for a method that names its dtype."""
+    """Return the adapter of a method that names its dtype, as `Tensor.half` does."""
     return lambda input, **_: _cast(input, dtype)
 
 
@@ -182,7 +182,7 @@ register(
 
 
 def permute(input: Tensor, dims: list[int]) -> Tensor:
-    """The same elements with dimensions in another order."""
+    """Return the elements with dimensions in another order."""
     return input.permute(dims)
 
 
@@ -299,7 +299,7 @@ def _onnx_expand(c: Call) -> str:
 
 
 def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
-    """A repeated activation is on its own grid, a repeated parameter on a new one; one of truth values or whole numbers has none."""
+    """Return the demand of a repeated tensor: an activation keeps its grid, a parameter gets a new one, booleans and integers have none."""
     if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
         return Same()
     known = fact(node)
@@ -328,7 +328,7 @@ def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
 
 
 def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
-    """What is copied into a tensor: broadcast to its shape."""
+    """Turn a copy into a tensor into its source, broadcast to the tensor's shape."""
     known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
     if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
         return "it changes the dtype"

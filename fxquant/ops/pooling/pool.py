@@ -291,9 +291,9 @@ def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
 def window_divisor(
     shape: Sequence[Size], arguments: Mapping[str, Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int]
 ) -> Tensor:
-    """What each window's sum is divided by: a scalar if all agree, else one number per output position.
+    """Return the divisor of each window's sum: a scalar if all agree, else one number per output position.
 
-    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` behind it.
+    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` after it.
     """
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")

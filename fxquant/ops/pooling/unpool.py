@@ -222,7 +222,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
 
 
 def _onnx_unpool(c: Call) -> str:
-    """The primitive's form on real numbers, flattened first on the result's grid, which is the operand's."""
+    """Write the primitive's form on float values, flattened first on the result's grid, which is the operand's."""
     size = c["size"]
     flat = c.integers([0, 0, -1])
     value = c.rounded(c.do("Reshape", c.input, flat))

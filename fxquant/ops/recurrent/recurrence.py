@@ -55,11 +55,11 @@ class _Layer:
         return node
 
     def recurrent(self, hidden: fx.Node | None) -> fx.Node | None:
-        """U h + b'; the bias alone where there is no state yet, and that may be None, too."""
+        """Compute U h + b'; without a hidden state, before the first step, return the bias alone, which may be None, too."""
         return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=INNER)
 
     def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
-        """What the two give together."""
+        """Add the parts of the input and of the hidden state."""
         if recurrent is None:
             return self.made("sum", requantize, given, demand=demand)
         return self.made("sum", add, given, recurrent, demand=demand)
@@ -178,7 +178,7 @@ class _Sequence:
         bidirectional: bool,
         chance: float,
     ) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
-        """What the last layer shows at all steps, and the states of every layer and direction after the last one."""
+        """Return the last layer's output at all steps, and the states of every layer and direction after the last step."""
         build, directions = self.build, 2 if bidirectional else 1
         count = len(parameters) // (num_layers * directions)
         last: list[tuple[fx.Node, ...]] = []

@@ -51,7 +51,7 @@ def std_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool
 
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """What is left of a tensor without its mean."""
+    """Subtract a tensor's mean from it."""
     centred: fx.Node = build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
     return centred
 
@@ -117,7 +117,7 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def refuses_reduction(input: Any, dims: list[int]) -> str | None:
-    """Why there is no integer sum over these dimensions; None if there is one."""
+    """Return why a sum over these dimensions cannot be computed on integers; None if it can."""
     known = fact(input)
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"

@@ -51,7 +51,7 @@ unary("inverse_root", inverse_root, _inverse_root, root=2.0)
 
 
 def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
-    """What the norm is a root of, and which; `last` says how its grid is found where it is the norm itself."""
+    """Return the tensor that the norm is a root of, and the degree; `last` says how its grid is found where it is the norm itself."""
     if p == 2:
         return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
     if p == 0:

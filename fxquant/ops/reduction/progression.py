@@ -114,7 +114,7 @@ def _running(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str
 
 
 def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
-    """What each element has more than the one before it along a dimension, n times over."""
+    """Subtract from each element the one before it along a dimension, n times over."""
     return torch.diff(input, n, dim, prepend, append)
 
 

@@ -33,7 +33,7 @@ def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
 
 
 def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
-    """What a slice with this norm is multiplied by, so that its norm is at most `most`."""
+    """Return the factor for a slice with this norm that makes its norm at most `most`."""
     return torch.where(input > most, most / (input + SMALL), 1.0)
 
 

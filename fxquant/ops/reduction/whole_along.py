@@ -1,4 +1,4 @@
-"""Whole numbers chosen, joined, and along dimensions: sums, extremes and their places."""
+"""Integers chosen, concatenated, and reduced along dimensions: sums, extremes and their places."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ for _function, _value, _where in ((whole_largest_along, whole_amax, whole_argmax
 
 
 def whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Whole numbers, or truth values, one after another."""
+    """Concatenate integers or booleans."""
     return torch.cat(tensors, dim)
 
 

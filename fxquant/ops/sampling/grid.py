@@ -116,12 +116,12 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
 def grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tensor:
-    """The image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
+    """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
 def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False) -> Tensor:
-    """The same by cubic interpolation, of images alone."""
+    """Sample the image at the positions of a grid by cubic interpolation, of images alone."""
     return F.grid_sample(input, grid, "bicubic", padding_mode, align_corners)
 
 

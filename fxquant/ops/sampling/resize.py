@@ -92,7 +92,7 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     """For every output the first of its two neighbours, and the weight of the second in steps of 2^-bits; both weights sum to 2^bits.
 
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
-    its two neighbours have the weights of linear interpolation, rounded half up. At the end there is no second, and it has no weight.
+    its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
     """
     count = math.floor(length * factor) if size is None and factor is not None else size
     assert count is not None
@@ -261,7 +261,7 @@ def _interpolate_module(module: Any) -> dict[str, Any]:
 
 
 def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """A factor for every spatial dimension, or the sizes, read off the result, where there are no factors."""
+    """Return the arguments with a factor for every spatial dimension, or with the result's sizes where no factors are given."""
     result, factors = shape_of(node)[2:], arguments["scale_factor"]
     if factors is not None:
         factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
