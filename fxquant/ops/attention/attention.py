@@ -98,12 +98,12 @@ class Mask:
         return True
 
     def causal(self, rows: int, columns: int) -> None:
-        """Keep of every row what is not behind its own position."""
+        """Keep in every row what is not after its own position."""
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
 
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
-    """The attention of tensors whose last dimensions are positions and features; and the shares of every position."""
+    """Return the attention of tensors whose last dimensions are positions and features; and the shares of every position."""
     scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
     shape = numbers(fact(scores).shape)
     if mask.rows > 1:

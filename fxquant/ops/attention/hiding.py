@@ -25,13 +25,13 @@ from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.whole import COMPARISONS
 from fxquant.ops.reduction.extremum import amax, amin
 
-HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
-ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
-MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # that move elements, and change none
+HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
+ABSORBING = -1e7  # scores are lost next to it in float32, so that all of a row that is hidden is equal
+MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # operators that move elements, and change none
 
 
 def far_below(value: Any) -> bool:
-    """Whether a number, or every element of a constant, is nothing beside scores."""
+    """Return whether a number, or every element of a constant, is so far below the scores that it hides them."""
     number = _everywhere(value)
     if number is None and isinstance(value, fx.Node) and is_parameter(value):
         model = value.graph.owning_module
@@ -212,7 +212,7 @@ class Hiding:
 
 
 def _numbers(value: Any) -> set[float]:
-    """The numbers that a number or a constant holds."""
+    """Return the numbers that a number or a constant holds."""
     number = _everywhere(value)
     if number is not None:
         return {number}
@@ -227,7 +227,7 @@ def level_of(constant: fx.Node) -> float | None:
 
 
 def _dim_before(node: fx.Node, dim: int | None) -> int | None:
-    """The dimension of what a node moves that is the result's; None where it is not known."""
+    """Return the dimension of a node's operand that becomes this dimension of its result; None where it is not known."""
     before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
     if record is None or dim != -1 or not before or before[-1] != after[-1]:
         return None

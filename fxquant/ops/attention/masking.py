@@ -55,7 +55,7 @@ def added(mask: Tensor, dim: int) -> Tensor:
 
 
 def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
-    """Whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
+    """Return whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
     model = mask.graph.owning_module
     if is_parameter(mask) and model is not None:
         value = parameter_value(model, mask)
@@ -64,7 +64,7 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
 
 
 def may_hide(mask: fx.Node) -> bool:
-    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
+    """Return whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
 
     Nor does such a constant in another shape, or repeated for the batch.
     """
@@ -80,7 +80,7 @@ def may_hide(mask: fx.Node) -> bool:
 
 
 def is_scores(mask: fx.Node) -> bool:
-    """Whether what is added to scores is computed by layers, as scores are, rather than a constant or the user's: it hides nothing."""
+    """Return whether what is added to scores is computed by layers, not a constant or an input: then it hides nothing."""
     seen, open_ = {mask}, [mask]
     while open_:
         node = open_.pop()
@@ -119,7 +119,7 @@ def repeated(mask: fx.Node) -> Tensor | None:
 
 
 def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
-    """The value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    """Return the value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
     if node in known:
         return known[node]
     size, model = fact(node), node.graph.owning_module
@@ -194,7 +194,7 @@ def shares(
     empty: str = "zeros",
     otherwise: fx.Node | None = None,
 ) -> fx.Node:
-    """The softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
+    """Return the softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
     counted = keep
     if keep is not None:
         counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)

@@ -47,7 +47,7 @@ def logsumexp(input: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """The largest elements, the differences from these, their exponentials, and the sums of these."""
+    """Return the largest elements, the differences from these, their exponentials, and the sums of these."""
     largest = build(amax, input, dims, True)
     difference = build(sub, input, largest, demand=WIDE)
     exponential = build(torch.exp, difference, demand=AT_MOST_ONE)

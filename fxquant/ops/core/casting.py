@@ -132,7 +132,7 @@ def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | I
 
 
 def asked_dtype(asked: Any) -> torch.dtype | None:
-    """The dtype that an argument of a cast asks for; None of a device."""
+    """Return the dtype that an argument of a cast asks for; None of a device."""
     known = fact(asked) if isinstance(asked, fx.Node) else asked
     if isinstance(known, TensorFact | torch.dtype):
         return known if isinstance(known, torch.dtype) else known.dtype

@@ -92,7 +92,7 @@ def box(length: int, count: int) -> Tensor | None:
 
 
 def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """How many elements each window has, in all dimensions together: float32, one number if all agree."""
+    """Return how many elements each window has, in all dimensions together: float32, one number if all agree."""
     sizes = torch.ones((), device="cpu", dtype=torch.float32)
     for length, count in zip(lengths, counts, strict=True):
         along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
@@ -104,7 +104,7 @@ def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def fraction_bits(arithmetic_bits: int, operand_bits: int, axes: int, doublings: int) -> int:
-    """The fraction bits of a weight: as many as the target has, and as a sum over all axes leaves room for that grows by 2^doublings."""
+    """Return the fraction bits of a weight, limited by the target and by the room in a sum over all axes that grows by 2^doublings."""
     return min(arithmetic_bits, (ACCUMULATOR_BITS - (operand_bits - 1) - doublings) // max(axes, 1))
 
 
@@ -115,7 +115,7 @@ def _step(length: int, count: int, factor: float | None, align_corners: bool) ->
 
 
 def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
-    """The weight of an element at a distance, of a cubic interpolation with this coefficient."""
+    """Return the weight of an element at a distance, of a cubic interpolation with this coefficient."""
     x = abs(distance)
     if x <= 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -168,7 +168,7 @@ def antialiased_rows(length: int, count: int, factor: float | None, align_corner
 
 
 def is_unchanged(rows: Sequence[Row], length: int) -> bool:
-    """Whether every output is its own element."""
+    """Return whether every output is its own element."""
     weights = [[(place, weight) for place, weight in row if weight] for row in rows]
     return weights == [[(index, Fraction(1))] for index in range(length)]
 

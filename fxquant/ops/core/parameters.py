@@ -9,23 +9,23 @@ from fxquant.quantization.batch_norm import BatchNorm, fold
 
 
 def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
-    """The weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
+    """Return the weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
     moved = weight.transpose(0, axis)
     return fold(moved, bias, batch_norm, 0)[0].transpose(0, axis)
 
 
 def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
-    """The bias beside that weight."""
+    """Return the bias beside that weight."""
     return fold(weight.transpose(0, axis), bias, batch_norm, 0)[1]
 
 
 def multiplied_weight(weight: Tensor, factors: Tensor) -> Tensor:
-    """The weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
+    """Return the weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
     return weight * factors.reshape(-1, *[1] * (weight.dim() - 1))
 
 
 def multiplied_bias(bias: Tensor, factors: Tensor) -> Tensor:
-    """The bias beside that weight."""
+    """Return the bias beside that weight."""
     return bias * factors.reshape(-1)
 
 

@@ -53,7 +53,7 @@ def pick_each(input: Tensor, dim: int, places: Tensor) -> Tensor:
 
 
 def constant_value(entry: Any) -> Tensor | None:
-    """The value of a parameter's node; None of anything else."""
+    """Return the value of a parameter's node; None of anything else."""
     if not isinstance(entry, fx.Node) or not is_parameter(entry) or entry.graph.owning_module is None:
         return None
     value = parameter_value(entry.graph.owning_module, entry)
@@ -61,7 +61,7 @@ def constant_value(entry: Any) -> Tensor | None:
 
 
 def plain_entries(entries: list[Any]) -> list[Any]:
-    """The entries of an index with constant tensors as lists where several of them, a mask or more than one dimension need that.
+    """Return the entries of an index with constant tensors as lists where several of them, a mask or more than one dimension need that.
 
     A mask is the lists of the places where it holds.
     """
@@ -83,12 +83,12 @@ def plain_entries(entries: list[Any]) -> list[Any]:
 
 
 def is_list(entry: Any) -> bool:
-    """Whether an entry of an index is a list."""
+    """Return whether an entry of an index is a list."""
     return isinstance(entry, list | tuple)
 
 
 def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
-    """Whether an entry of an index is `torch.arange` of the size of the batch of `input`, as one number for each item of `places`."""
+    """Return whether an entry of an index is `torch.arange` of the batch size of `input`, one number for each item of `places`."""
     known, other, batch = fact(entry), fact(places), shape_of(input)[0]
     if not isinstance(known, TensorFact) or not isinstance(other, TensorFact) or not other.shape:
         return False
@@ -112,5 +112,5 @@ def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
 
 
 def is_arange(node: fx.Node) -> bool:
-    """Whether a node counts."""
+    """Return whether a node counts."""
     return node.op == "call_function" and node.target is torch.arange

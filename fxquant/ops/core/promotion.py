@@ -70,7 +70,7 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
 
 
 def truth(value: Any, build: Builder) -> Any:
-    """Whether the numbers of a tensor are not 0."""
+    """Return whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
         return build.constant(torch.tensor(bool(value), device="cpu", dtype=torch.bool))
     if fact(value).dtype == torch.bool:
@@ -219,7 +219,7 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
 
 
 def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
-    """The extreme ones along a dimension, and their places."""
+    """Return the extreme ones along a dimension, and their places."""
     function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
     return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
 

@@ -35,8 +35,8 @@ class Own:
     A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
     shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
     otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
-    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen are still told apart;
-                   only for that dtype
+    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
+                   that dtype
     """
 
     dtype: str | None = None
@@ -45,7 +45,7 @@ class Own:
     headroom: float = 1.0
 
 
-# Of an inner tensor of a composite: what its result is worth nothing without, and what it is better with.
+# For an inner tensor of a composite: what its result needs, and what its result is better with.
 WIDE = Own("int16", headroom=2.0)
 INNER = Own("int16", otherwise="int8")
 
@@ -220,7 +220,7 @@ class Operator:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The canonical parameters, in order; keywords of `function` that say what is fused are none of them."""
+        """The canonical parameters, in order, without the keywords of `function` that say what is fused."""
         return tuple(_SIGNATURES[self.function])
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Operator:
 
 
 def operator_named(name: str) -> Operator:
-    """The operator of this name, which there is."""
+    """Return the operator of this name, which there is."""
     return BY_NAME[name]
 
 
@@ -247,7 +247,7 @@ MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Inste
 
 
 def register(operator: Operator) -> Operator:
-    """Add an operator to the table. Raises ValueError if one of its spellings is taken."""
+    """Add an operator to the table. Raise ValueError if one of its call forms is taken."""
     if operator.parameters:
         _SIGNATURES[operator.function] = dict(operator.parameters)
     else:
@@ -298,12 +298,12 @@ def demand(node: fx.Node) -> Demand | None:
 
 
 def shares(node: fx.Node) -> bool:
-    """Whether a canonical node demands its operands' grid."""
+    """Return whether a canonical node demands its operands' grid."""
     return isinstance(demand(node), Same)
 
 
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
-    """The operands with which a node has one grid on a target of this arithmetic."""
+    """Return the operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
     where = demanded.shared_where if isinstance(demanded, Own) else None
     if operator is not None and where is not None and getattr(arithmetic, where):
@@ -312,7 +312,7 @@ def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
 
 
 def on_grid_of(node: fx.Node) -> list[fx.Node]:
-    """The operands whose grid a canonical node demands, on any target."""
+    """Return the operands whose grid a canonical node demands, on any target."""
     operator, demanded = operator_of(node), demand(node)
     if operator is None or not isinstance(demanded, Same):
         return []
@@ -333,7 +333,7 @@ def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node,
 
 
 def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
-    """The dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+    """Return the dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
 
     Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
     """
@@ -351,7 +351,7 @@ def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, 
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
-    """Which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
+    """Return which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
     operator = operator_of(node)
     if operator is not None and operator.keeps is not None:
         return operator.keeps(operator.arguments(node), after)
@@ -359,7 +359,7 @@ def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of all activations among the arguments, the residual included, in order; parameters are none."""
+    """Return the nodes of all activations among the arguments, the residual included, in order; parameters are none."""
     found: list[fx.Node] = []
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
@@ -389,7 +389,7 @@ def _is_plain(value: fx.Node) -> bool:
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """The arguments with `function(parameter, value)` in place of every activation."""
+    """Return the arguments with `function(parameter, value)` in place of every activation."""
     mapped = dict(arguments)
     for name in (*operator.operands, "residual"):
         value = mapped.get(name)

@@ -17,7 +17,7 @@ SIZED = frozenset((
 
 
 def settle(node: fx.Node) -> None:
-    """Bounds of slices, and sizes beside the operand, that are computed from constants alone stand in the node as numbers."""
+    """Replace bounds of slices, and sizes next to the operand, that are computed from constants alone by numbers."""
     if node.op not in ("call_function", "call_method"):
         return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

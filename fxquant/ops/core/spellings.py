@@ -1,4 +1,4 @@
-"""Which spellings mean one function: torch.softmax, F.softmax, x.softmax() and nn.Softmax; torch.add, +, += and x.add()."""
+"""Call forms that mean one function: torch.softmax, F.softmax, x.softmax() and nn.Softmax; torch.add, +, += and x.add()."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _bare(name: str) -> str:
 
 
 def _names(operator: Operator) -> frozenset[str]:
-    """One name for each of the functions that spell an operator: of those whose arguments the same code reads, the first."""
+    """Return one name for each function that is a call form of an operator: of those whose arguments the same code reads, the first."""
     first: dict[Any, str] = {}
     for function, (owner, adapt) in FUNCTIONS.items():
         if owner is operator and function is not operator.function:

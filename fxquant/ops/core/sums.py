@@ -1,4 +1,4 @@
-"""The integer meaning of sums of two operands, of which one may be a constant."""
+"""Lowering of sums of two operands, of which one may be a constant."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2
 
 
 def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """The integer meaning of input + alpha · other."""
+    """Lower input + alpha · other."""
     return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
 
 
 def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """The integer meaning of input - alpha · other."""
+    """Lower input - alpha · other."""
     return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
 
 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
-    """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
+    """Return the terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
     if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
         return _lower_narrow_sum(lowering, tensors, clamp)
@@ -128,7 +128,7 @@ def _lower_shifted_sum(
 
 
 def _counts(operand: Quantized | float, factor: float) -> bool:
-    """Whether a term is an activation, or a number other than 0."""
+    """Return whether a term is an activation, or a number other than 0."""
     return isinstance(operand, Quantized) or operand * factor != 0
 
 
@@ -199,9 +199,9 @@ def _factor(value: float, like: Ratio) -> Tensor:
 
 
 def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> int:
-    """The n for which the common scale is 2^-n of the larger step: the largest, up to `most`, for which a constant has few enough steps.
+    """Return the n for which the common scale is 2^-n of the larger step: the largest, up to `most`, at which a constant has few steps.
 
-    It is negative where a constant dwarfs the terms: the output's scale covers the constant, so it is coarser still.
+    It is negative where a constant is much larger than the terms: the output's scale covers the constant, so it is coarser still.
     """
     if not magnitude:
         return most

@@ -124,12 +124,12 @@ class _Layer:
         return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
 
     def bound(self, bias: Tensor | None) -> Tensor:
-        """The largest |accumulator| that any input can cause, per output channel."""
+        """Return the largest |accumulator| that any input can cause, per output channel."""
         bound = self.weight.total * self.magnitude
         return bound if bias is None else bound + bias.detach().double().abs()
 
     def form(self, largest: float, bias: Tensor | None) -> Any:
-        """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
+        """Return the sum, which can reach `largest`: narrow where float32 is exact, else wide."""
         lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
         operands = (
             self.input.value,
@@ -285,7 +285,7 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
 
 
 def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
-    """The operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
+    """Return the operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
     bits = input.dtype.bits
     if bits <= 8:
         return input, input.grid.magnitude
@@ -311,7 +311,7 @@ class _Live(NamedTuple):
 
 
 def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
-    """The sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
+    """Return the sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
 
     `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
     """
@@ -338,7 +338,7 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
 
 
 def _narrow(sums: Tensor) -> Tensor:
-    """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
+    """Convert sums to float32 where it represents each of them exactly: half the memory, and faster kernels."""
     if sums.dtype != torch.float64:
         return sums
     low, high = ends_of(sums)
@@ -356,7 +356,7 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
 
 
 def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """The nearest integers to b / (s_x · s), float64, gradients straight through."""
+    """Return the nearest integers to b / (s_x · s), float64, gradients straight through."""
     exact = lowering.arithmetic.bias(bias.detach(), input_scale, scale)
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
@@ -395,7 +395,7 @@ def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tu
 
 
 def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
-    """Why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
+    """Return why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
     if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
@@ -406,7 +406,7 @@ def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, larg
 
 
 def _requantizes(lowering: Lowering) -> bool:
-    """Whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    """Return whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
     return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
 
 
@@ -447,7 +447,7 @@ def _broadcast(channels: Tensor, trailing: int) -> Tensor:
 
 
 def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
-    """The fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
+    """Return the fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
     bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
     for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
@@ -481,7 +481,7 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
 def rescaled(
     arguments: dict[str, Any], inputs: Tensor, outputs: Tensor, arrange: Callable[[Tensor, int], Tensor] = lambda weight, groups: weight
 ) -> dict[str, Any]:
-    """The parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
+    """Return the parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
 
     `arrange` makes its weight (out, in/groups, …), and undoes itself. Where a batch norm is fused, it takes the factors of the result.
     """
@@ -498,7 +498,7 @@ def rescaled(
 
 
 def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why a layer cannot be integer: its weight or bias is computed; None if neither is."""
+    """Return why a layer cannot be integer: its weight or bias is computed; None if neither is."""
     for name in ("weight", "bias"):
         value = arguments[name]
         if isinstance(value, fx.Node) and not is_parameter(value):

@@ -62,12 +62,12 @@ def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple
 
 
 def interval(low: Any, high: Any) -> Interval:
-    """The limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
+    """Return the limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
     return float(low) if isinstance(low, int | float) else -math.inf, float(high) if isinstance(high, int | float) else math.inf
 
 
 def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether the limits leave out 0: values then become larger than they were, and need not lie on the operand's scale."""
+    """Return whether the limits leave out 0: values then become larger than they were, and need not lie on the operand's scale."""
     low, high = interval(arguments["min"], arguments["max"])
     return low > 0 or high < 0
 
@@ -77,7 +77,7 @@ def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
 
 
 def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
-    """The values, limited to bounds of which one or both are tensors."""
+    """Return the values, limited to bounds of which one or both are tensors."""
     return torch.clamp(input, min, max)  # type: ignore[arg-type]
 
 

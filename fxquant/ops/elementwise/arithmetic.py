@@ -1,7 +1,7 @@
 """Addition, subtraction and multiplication: of activations, of constants, of numbers.
 
 Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; a number or a constant tensor
-is added in whole steps of that scale, which is coarser where it dwarfs the terms. Products are formed as they are: a
+is added in whole steps of that scale, which is coarser where it is much larger than the terms. Products are formed as they are: a
 constant tensor is quantized like a weight, a number is an exact factor.
 """
 
@@ -39,7 +39,7 @@ def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
 
 
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
+    """Return why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
     operands = [arguments["input"], arguments["other"]]
     if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
         return "none of its operands is an activation"
@@ -80,7 +80,7 @@ def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 
 
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
-    """Whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
+    """Return whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
     arithmetic = lowering.arithmetic
     if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
         return False
@@ -189,7 +189,7 @@ def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
 
 
 def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
-    """The product of the integers; a number only changes the step and, if negative, the sign."""
+    """Return the product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
         largest = lowering.prove(

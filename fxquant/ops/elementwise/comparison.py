@@ -43,7 +43,7 @@ def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
 
 
 def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any, Any]:
-    """The integers of two tensors on one scale: their own, or 2^-14 of the larger one, as in a sum."""
+    """Return the integers of two tensors on one scale: their own, or 2^-14 of the larger one, as in a sum."""
     if input.grid.equals(other.grid):
         return input.value, other.value
     larger = input.scale if bool(input.scale >= other.scale) else other.scale
@@ -250,7 +250,7 @@ for _function, _every in ((any, False), (all, True)):
 
 
 def nan_to_num(input: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Tensor:
-    """The tensor with numbers in place of what is none."""
+    """Replace NaN and infinite elements of a tensor by numbers."""
     return torch.nan_to_num(input, nan, posinf, neginf)
 
 

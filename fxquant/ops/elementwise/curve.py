@@ -25,7 +25,7 @@ Steps = Any  # a nest as above
 
 
 def is_pointwise(name: str) -> bool:
-    """Whether the operator of this name may be a part of such a function, should its operands be of one size."""
+    """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
     return name in UNARY or name in COMPARED or name in COMBINED or name in LOGICAL
 
 

@@ -216,7 +216,7 @@ def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether an argument is a node with a tensor, an activation or a parameter."""
+    """Return whether an argument is a node with a tensor, an activation or a parameter."""
     return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
 
 

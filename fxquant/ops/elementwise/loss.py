@@ -66,12 +66,12 @@ def _weighed(value: Tensor, reduction: str, weight: Tensor | None) -> Tensor:
 
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Tensor:
-    """The squared difference."""
+    """Return the squared difference."""
     return _weighed(F.mse_loss(input, target, reduction="none"), reduction, weight)
 
 
 def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Tensor:
-    """The magnitude of the difference."""
+    """Return the magnitude of the difference."""
     return _weighed(F.l1_loss(input, target, reduction="none"), reduction, weight)
 
 
@@ -206,7 +206,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _adapted(names: tuple[str, ...]) -> Callable[..., dict[str, Any] | str]:
-    """The arguments by position, of which two that PyTorch no longer reads say nothing where they are not given."""
+    """Return the arguments by position, of which two that PyTorch no longer reads say nothing where they are not given."""
 
     def adapt(*given: Any, **named: Any) -> dict[str, Any] | str:
         found = {**dict(zip(names, given, strict=False)), **named}

@@ -59,7 +59,7 @@ def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 
 
 def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
-    """The values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
+    """Return the values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
     model = exponent.graph.owning_module
     if exponent.op != "get_attr" or model is None:
         return None
@@ -132,7 +132,7 @@ for _name, _function, _expand in _ROUNDED:
 
 
 def copysign(input: Tensor, other: Tensor | float) -> Tensor:
-    """The magnitude of input with the sign of other."""
+    """Return the magnitude of input with the sign of other."""
     return torch.copysign(input, other)
 
 

@@ -31,7 +31,7 @@ POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; 
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
-    """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
+    """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid."""
     in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
 
     def entries(points: Tensor | None = None) -> Tensor:
@@ -191,7 +191,7 @@ def unary(
 
 
 def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
-    """Whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
+    """Return whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
     x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
     given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
     with torch.enable_grad():
@@ -201,7 +201,7 @@ def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> 
 
 
 def steep(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
+    """Return whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
     if name == "shifted":
         return steep(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
@@ -220,7 +220,7 @@ def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] |
 
 
 def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
+    """Return whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
     if name == "shifted":
         return has_pole(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
@@ -228,7 +228,7 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def spelled(*names: str) -> list[Any]:
-    """The functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
+    """Return the functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
     found: list[Any] = []
     for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
         places = [getattr(place, name) for place in (torch, torch.special, F) if hasattr(place, name)]
@@ -303,7 +303,7 @@ _FOR_POSITIVE: list[Callable[[float], float]] = []
 
 # ---- as operators of ONNX --------------------------------------------------------------------------------------------
 
-LARGEST_SOFTPLUS = 20.0  # beyond it, float32 does not tell softplus from its argument
+LARGEST_SOFTPLUS = 20.0  # beyond it, softplus equals its argument in float32
 
 
 def _onnx_hardsigmoid(c: Call) -> str:
@@ -432,7 +432,7 @@ unary("power_of", power_of, _power_of, "__rpow__", base=math.e)
 
 
 def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
-    """The unary function of this name of factor · input + offset."""
+    """Return the unary function of this name of factor · input + offset."""
     return UNARY[function][0](_moved(input, factor, offset), **settings)
 
 
@@ -464,7 +464,7 @@ def of_inverse(input: Any) -> dict[str, Any] | Instead:
 
 
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
-    """The arguments of `shifted` for a unary function of a number and a tensor's sum or difference; None if it is of something else."""
+    """Return the arguments of `shifted` for a unary function of the sum or difference of a number and a tensor; else None."""
     operator = operator_of(addition)
     if operator is None or operator.name not in ("add", "sub") or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
         return None

@@ -38,7 +38,7 @@ class Steps:
         return self._lowering.call(primitives.joined, self.held(input), self.held(other), operation)
 
     def compare(self, input: Value, other: Value, relation: str) -> Any:
-        """Whether they are in the relation."""
+        """Return whether they are in the relation."""
         return self._lowering.call(comparison.compare, self.held(input), self.held(other), relation)
 
     def held(self, value: Value) -> Any:
@@ -161,17 +161,17 @@ def whole_minimum(input: Tensor, other: Tensor) -> Tensor:
 
 
 def whole_and(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that both have, in two's complement."""
+    """Return the bits that both have, in two's complement."""
     return torch.bitwise_and(as_whole(input), as_whole(other))
 
 
 def whole_or(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that one has or the other, in two's complement."""
+    """Return the bits that one has or the other, in two's complement."""
     return torch.bitwise_or(as_whole(input), as_whole(other))
 
 
 def whole_xor(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that only one of the two has, in two's complement."""
+    """Return the bits that only one of the two has, in two's complement."""
     return torch.bitwise_xor(as_whole(input), as_whole(other))
 
 

@@ -177,7 +177,7 @@ register(
 
 
 def take(input: Tensor, index: Any) -> Tensor:
-    """The elements at these places, a list that may be nested, of all elements row by row."""
+    """Return the elements at these places, a list that may be nested, of all elements row by row."""
     return torch.take(input, torch.as_tensor(index, device=input.device))
 
 

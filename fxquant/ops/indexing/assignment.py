@@ -30,7 +30,7 @@ def setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
 
 
 def _positions(entry: Any, size: Size) -> list[int] | None:
-    """Where an entry writes along a dimension; None: everywhere."""
+    """Return where an entry writes along a dimension; None: everywhere."""
     if isinstance(entry, builtins.slice) and entry == WHOLE:
         return None
     assert isinstance(size, int)
@@ -57,7 +57,7 @@ def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: B
     sizes = _aligned(index, _sizes(value))
 
     def source(dim: int) -> Tensor:
-        """Which of the value's elements each position takes; one that is not written to takes any."""
+        """Return which of the value's elements each position takes; one that is not written to takes any."""
         found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found
@@ -87,7 +87,7 @@ def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
 
 
 def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
-    """The shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
+    """Return the shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
     left = list(sizes)
     found: list[Size] = []
     for entry in reversed(index):

@@ -54,7 +54,7 @@ def embedding_bag(
 
 
 def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
-    """Which places of a row of numbers each bag has; none where the bags are rows themselves."""
+    """Return which places of a row of numbers each bag has; none where the bags are rows themselves."""
     value = None if offsets is None else constant_value(offsets)
     if value is None:
         return []
@@ -115,7 +115,7 @@ def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
 
 
 def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
-    """The table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
+    """Return the table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
     rows, features = numbers(build.fact(weight).shape)
     if padding is None and not another:
         return weight

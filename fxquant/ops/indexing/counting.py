@@ -58,7 +58,7 @@ def count_nonzero(input: Tensor, dim: list[int]) -> Tensor:
 
 
 def count_of(input: Tensor, dim: list[int]) -> Tensor:
-    """How many of the numbers along dimensions are not 0: int64."""
+    """Return how many of the numbers along dimensions are not 0: int64."""
     return torch.count_nonzero(input, dim)
 
 
@@ -103,7 +103,7 @@ register(Operator("count_of", count_of, ("input",), demand=Plain("int64"), expan
 
 
 def bucketize(input: Tensor, boundaries: Tensor, right: bool = False) -> Tensor:
-    """How many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
+    """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
     return torch.bucketize(input, boundaries, right=right)
 
 

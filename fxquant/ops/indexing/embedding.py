@@ -53,7 +53,7 @@ def _module(module: Any) -> dict[str, Any] | str:
 
 
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why rows of its table cannot be taken as integers."""
+    """Return why rows of its table cannot be taken as integers."""
     weight, known = arguments["weight"], fact(arguments["input"])
     if not isinstance(weight, fx.Node) or not is_parameter(weight):
         return "its table is an activation, where an integer form takes a constant"

@@ -66,7 +66,7 @@ def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
 
 
 def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
-    """The shape of the result, with -1 for a size that depends on the batch."""
+    """Return the shape of the result, with -1 for a size that depends on the batch."""
     remaining = iter(sizes)
     result = []
     for entry in index:
@@ -81,7 +81,7 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
 
 
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
     places: tuple[Any, ...] = (*[WHOLE] * dim, index)
     return input[places]
 
@@ -163,7 +163,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
 
 
 def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
-    """The piece of the batch that a slice with computed bounds picks and nothing else: x[:n] of 2n items; None of any other index."""
+    """Return the piece of the batch that a slice with computed bounds picks alone: x[:n] of 2n items; None for any other index."""
     sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
     if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
         return None
@@ -179,7 +179,7 @@ def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int]
 
 
 def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
-    """Whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
+    """Return whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
     others = sum(entry == WHOLE for entry in entries if not isinstance(entry, fx.Node))
     if not computed or computed[-1] == 0 or others != len(entries) - 2 or not isinstance(entries[0], fx.Node):
         return False
@@ -231,7 +231,7 @@ def _keeps_everything(arguments: dict[str, Any]) -> bool:
 
 
 def _refuses_entry(entry: Any, size: Size) -> str | None:
-    """Why an index of a dimension of this size has no integer form."""
+    """Return why an index of a dimension of this size has no integer form."""
     if isinstance(entry, builtins.slice):
         plain = all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step))
         return None if plain else "the bounds of its index are computed"
@@ -362,7 +362,7 @@ register(
 
 
 def flip(input: Tensor, dims: list[int]) -> Tensor:
-    """The elements in reverse order along `dims`."""
+    """Return the elements in reverse order along `dims`."""
     return input.flip(dims)
 
 
@@ -406,7 +406,7 @@ register(
 
 
 def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
-    """The elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
+    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
     return input.roll(shifts, dims)
 
 

@@ -138,7 +138,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
 
 
 def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
-    """The function's, with the attributes by name."""
+    """Return the function's, with the attributes by name."""
     own = inspect.signature(function)
     named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
     before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -209,7 +209,7 @@ def _transposed_module(module: Any) -> dict[str, Any]:
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The padding that gives the output size a module was called with: it is read off the result."""
+    """Return the padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)
     given = len(node.args) > 1 or "output_size" in node.kwargs
     if node.op != "call_module" or not given or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):

@@ -164,7 +164,7 @@ register(
 
 
 def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
-    """The factor of every tap, in the taps' shape."""
+    """Return the factor of every tap, in the taps' shape."""
     (rows, columns), (height, width) = kernel, mask.shape[2:]
     groups, channels = mask.shape[1] // (rows * columns), taps.shape[1]
     spread = mask.reshape(-1, groups, rows, columns, height, width).permute(0, 1, 4, 2, 5, 3)

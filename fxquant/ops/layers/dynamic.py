@@ -72,13 +72,13 @@ DYNAMIC_LINEAR = register(
 
 
 def may_be_dynamic(node: fx.Node) -> bool:
-    """Whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
+    """Return whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
     operator = operator_of(node)
     return operator is not None and (operator.function in (linear, matmul) or operator.name in COMPOSITES)
 
 
 def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
-    """Why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
+    """Return why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
     for name, value in (("matrix", weight), ("bias", bias)):
         if isinstance(value, fx.Node) and not is_parameter(value):
             return f"dynamic quantization makes constants of the matrix and the bias, and its {name}, %{value.name}, is computed"

@@ -29,7 +29,7 @@ def _lower_piece(lowering: Lowering, input: Quantized, dim: int, count: int, num
 
 
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
-    """How many pieces of this size a dimension has at every batch size, and which of them begins there; None where they do not fit."""
+    """Return the number of pieces of this size at every batch size, and which of them begins there; None where they do not fit."""
     if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:
         return None
     begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0), Fraction(start))

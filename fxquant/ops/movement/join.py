@@ -22,7 +22,7 @@ from fxquant.primitives import shape
 
 
 def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after another along `dim`."""
+    """Return the tensors one after another along `dim`."""
     return torch.cat(tensors, dim)
 
 
@@ -59,7 +59,7 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
-    """A join along `dim` of tensors that have `rank` dimensions at least; those with fewer get new ones first."""
+    """Concatenate along `dim` tensors that have `rank` dimensions at least; those with fewer get new ones first."""
 
     def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
         shapes = [shape_of(tensor) for tensor in tensors]
@@ -108,7 +108,7 @@ register(
 
 
 def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after another along a new dimension."""
+    """Return the tensors one after another along a new dimension."""
     return torch.stack(tensors, dim)
 
 

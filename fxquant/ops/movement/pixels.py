@@ -30,7 +30,7 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
 
 
 def _last(input: Quantized, count: int) -> list[int]:
-    """The last `count` sizes, which do not depend on the batch."""
+    """Return the last `count` sizes, which do not depend on the batch."""
     sizes = [size for size in input.shape[len(input.shape) - count :] if isinstance(size, int)]
     assert len(sizes) == count
     return sizes
@@ -63,7 +63,7 @@ def _lower_pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_facto
 
 
 def channel_shuffle(input: Tensor, groups: int) -> Tensor:
-    """The channels of `groups` groups in turn."""
+    """Return the channels of `groups` groups in turn."""
     return F.channel_shuffle(input, groups)
 
 

@@ -41,7 +41,7 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
 
 
 def many_sizes(node: fx.Node) -> bool:
-    """Whether a reshape could not infer the sizes of the result."""
+    """Return whether a reshape could not infer the sizes of the result."""
     result = fact(node)
     return isinstance(result, TensorFact) and sum(not isinstance(size, int) for size in result.shape) > 1
 
@@ -66,7 +66,7 @@ def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str
 
 
 def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """The shape as numbers, read off the result."""
+    """Return the shape as numbers, read off the result."""
     return MANY_SIZES if many_sizes(node) else {**arguments, "shape": numbers(shape_of(node))}
 
 
@@ -99,7 +99,7 @@ register(
 
 
 def identity(input: Tensor) -> Tensor:
-    """The input itself."""
+    """Return the input itself."""
     return input
 
 
@@ -191,12 +191,12 @@ def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Qua
 
 
 def rank_of(input: Any) -> int:
-    """The number of dimensions of a node's tensor."""
+    """Return the number of dimensions of a node's tensor."""
     return len(shape_of(input))
 
 
 def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
-    """The canonical arguments of a permutation: its dimensions as a list, counted from the front."""
+    """Return the canonical arguments of a permutation: its dimensions as a list, counted from the front."""
     order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
     return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
 
@@ -289,7 +289,7 @@ def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], A
 
 
 def _repeats_of(c: Call, role: str) -> str:
-    """How often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    """Return how often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
     parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
     return c.do("Concat", *parts, axis=0)
 
@@ -317,7 +317,7 @@ def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
-    """The wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
+    """Return the wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
     wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
         wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
@@ -372,7 +372,7 @@ register(
 
 
 def repeat(input: Tensor, repeats: list[int]) -> Tensor:
-    """The whole tensor this many times along each dimension, new ones in front."""
+    """Return the whole tensor this many times along each dimension, new ones in front."""
     return input.repeat(repeats)
 
 
@@ -448,7 +448,7 @@ def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
 
 
 def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:
-    """Why tensors of these shapes cannot be repeated to a common one."""
+    """Return why tensors of these shapes cannot be repeated to a common one."""
     for sizes in shapes:
         present = [*[1] * (len(common) - len(sizes)), *sizes]
         if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):

@@ -48,7 +48,7 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 
 
 def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None:
-    """The first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
+    """Return the first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]

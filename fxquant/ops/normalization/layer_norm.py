@@ -25,7 +25,7 @@ from fxquant.ops.pooling.pool import mean
 def layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """The last dimensions with mean 0 and variance 1, times weight, plus bias."""
+    """Return the last dimensions with mean 0 and variance 1, times weight, plus bias."""
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 

@@ -237,7 +237,7 @@ def _onnx_unpool(c: Call) -> str:
 
 
 def _disjoint(kernel_size: Any, stride: Any, rank: int) -> bool:
-    """Whether windows do not overlap."""
+    """Return whether windows do not overlap."""
     steps = sizes(kernel_size if stride in (None, [], ()) else stride, rank)
     return all(step >= taps for step, taps in zip(steps, sizes(kernel_size, rank), strict=True))
 

@@ -196,7 +196,7 @@ class _Sequence:
         return input, last
 
     def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
-        """The state before the first step of one direction of one layer."""
+        """Return the state before the first step of one direction of one layer."""
         return _filled([self.build(getitem, held, [number, WHOLE, WHOLE]) for held in state] if state else [None], self.kind)
 
 
@@ -228,7 +228,7 @@ def expand_layers(
     batch_first: bool,
     dropout: float,
 ) -> list[fx.Node]:
-    """The results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
+    """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
     known = build.fact(input).shape
     state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
     axis = 1 if batch_first else 0
@@ -262,7 +262,7 @@ MOVING = ("identity", "reshape", "expand", "getitem", "permute", "repeat")
 
 
 def _is_zero(value: Any) -> bool:
-    """Whether it is made as zeros, so that the first step needs no state."""
+    """Return whether it is made as zeros, so that the first step needs no state."""
     while isinstance(value, fx.Node) and (operator := operator_of(value)) is not None and operator.name in MOVING:
         value = value.args[0]
     if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method"):
@@ -273,7 +273,7 @@ def _is_zero(value: Any) -> bool:
 def expand_cell(
     build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, weights: Sequence[fx.Node | None]
 ) -> list[fx.Node]:
-    """The states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
+    """Return the states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
     state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
     sizes = build.fact(input).shape
     if len(sizes) == 1:

@@ -31,22 +31,22 @@ from fxquant.ops.pooling.pool import mean, sum
 
 
 def var(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """The variance over dimensions, of whose n elements n - correction are free."""
+    """Return the variance over dimensions, of whose n elements n - correction are free."""
     return torch.var(input, dim, correction=correction, keepdim=keepdim)
 
 
 def std(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """The root of the variance."""
+    """Return the root of the variance."""
     return torch.std(input, dim, correction=correction, keepdim=keepdim)
 
 
 def var_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The variance and the mean."""
+    """Return the variance and the mean."""
     return torch.var_mean(input, dim, correction=correction, keepdim=keepdim)
 
 
 def std_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The deviation and the mean."""
+    """Return the deviation and the mean."""
     return torch.std_mean(input, dim, correction=correction, keepdim=keepdim)
 
 
@@ -57,7 +57,7 @@ def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
 
 
 def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> tuple[fx.Node, float]:
-    """The sum of the squares of what is left without the mean, and of how many elements."""
+    """Return the sum of the squares of what is left without the mean, and of how many elements."""
     centred = centre(build, input, dims)
     count = math.prod(_sizes(input, dims))
     return build(sum, build(mul, centred, centred, demand=WIDE), dims, keepdim, demand=WIDE), count
@@ -98,7 +98,7 @@ def _statistics(
 
 
 def reduced(input: Any, dim: Any) -> list[int] | str:
-    """The dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
+    """Return the dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
     known = fact(input) if isinstance(input, fx.Node) else None
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"
@@ -283,7 +283,7 @@ register(
 
 
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The last dimensions over the root of their mean square, times weight."""
+    """Return the last dimensions over the root of their mean square, times weight."""
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 

@@ -27,13 +27,16 @@ from fxquant.ops.reduction.moments import reduced, refuses_reduction
 
 
 def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
-    """The p-norm over dimensions: (Σ |x|^p)^(1/p); for p = inf the largest magnitude, for -inf the smallest, for 0 how many are not 0."""
+    """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
+
+    For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
+    """
     value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
     return value
 
 
 def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    """The elements over the p-norm of theirs along dimensions."""
+    """Return the elements over the p-norm of theirs along dimensions."""
     value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
     return value
 
@@ -121,7 +124,7 @@ def _linalg_norm(
 
 
 def sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
-    """The largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
+    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
     sums = input.abs().sum(summed, keepdim=True)
     return (sums.amax if largest else sums.amin)((summed, other), keepdim)
 

@@ -60,7 +60,7 @@ def bits_of_positions(spatial: Sequence[int]) -> int:
 
 
 def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions, mode: str, padding: str) -> Any:
-    """The integers of the image at these positions, on its own grid."""
+    """Return the integers of the image at these positions, on its own grid."""
     spatial = [size for size in input.shape[2:] if isinstance(size, int)]
     bits, coordinates = bits_of_positions(spatial), coordinates_of(lowering, input, where, positions)
     largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
@@ -68,7 +68,7 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
 
 
 def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions) -> Any:
-    """The positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
+    """Return the positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
     bits = bits_of_positions([size for size in input.shape[2:] if isinstance(size, int)])
     device = input.scale.device
     offset = torch.round(positions.offset.to(device) * 2.0**bits)
@@ -88,7 +88,7 @@ def _held(lowering: Lowering, offset: Tensor) -> Any:
 
 
 def spatial_of(c: Call) -> list[int]:
-    """The size of the image that an operator reads."""
+    """Return the size of the image that an operator reads."""
     node = c.primitive(sample)
     assert node is not None
     found: Any = node.args[2]
@@ -96,7 +96,7 @@ def spatial_of(c: Call) -> list[int]:
 
 
 def refuses_image(input: Any, mode: str, padding: str) -> str | None:
-    """Why an image cannot be read between its pixels."""
+    """Return why an image cannot be read between its pixels."""
     known = fact(input)
     if mode not in MODES:
         return f"mode={mode!r} has no integer form"
@@ -182,7 +182,7 @@ register(
 
 
 def warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
-    """The image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
+    """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
     if has_torch_function((input, flow)):
         result: Tensor = handle_torch_function(warp, (input, flow), input, flow, mode, padding_mode)
         return result
@@ -248,7 +248,7 @@ register(
 
 
 def affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    """The grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
+    """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
     return F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners))
 
 

@@ -56,7 +56,7 @@ def interpolate(
     align_corners: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """The tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
     return F.interpolate(input, size, scale_factor, mode, align_corners, antialias=antialias)
 
 
@@ -69,7 +69,7 @@ def interpolate(
 
 @functools.cache
 def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> tuple[int, ...]:
-    """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
+    """Return which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
     positions = torch.arange(length, dtype=torch.float32, device="cpu").reshape(1, 1, length)
     return tuple(F.interpolate(positions, size, factor, mode).flatten().int().tolist())
 
@@ -125,7 +125,7 @@ def _stepped_neighbours(length: int, size: int | None, factor: float | None, ali
 
 
 def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
-    """The weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
+    """Return the weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
     first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     weights = torch.zeros(len(neighbours), length, dtype=torch.float32, device=device)
     weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
@@ -133,7 +133,7 @@ def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, de
 
 
 def _second_weight(share: Fraction, bits: int) -> int:
-    """The second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
+    """Return the second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
     if share <= HALF:
         return int((share * 2**bits + HALF) // 1)
     return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
@@ -175,7 +175,7 @@ Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or th
 
 
 def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
-    """The weights of interpolation along one dimension."""
+    """Return the weights of interpolation along one dimension."""
     length, size, factor = axis
     count = math.floor(length * factor) if size is None and factor is not None else size
     assert count is not None
@@ -232,7 +232,7 @@ def _lower_interpolate(
 
 
 def _stays(arguments: dict[str, Any]) -> bool:
-    """Whether the result is on its operand's grid."""
+    """Return whether the result is on its operand's grid."""
     return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
 
 
@@ -303,7 +303,7 @@ def _onnx_interpolate(c: Call) -> str:
 
 
 def _factor(old: Any, new: Any) -> float:
-    """The least float32 factor, from new/old upwards, that gives the new size."""
+    """Return the least float32 factor, from new/old upwards, that gives the new size."""
     factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
     while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
         factor = torch.nextafter(factor, torch.full_like(factor, math.inf))
