@@ -103,7 +103,7 @@ class Mask:
 
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
-    """Return the attention of tensors whose last dimensions are positions and features; and the shares of every position."""
+    """Compute the attention of tensors whose last dimensions are positions and features, and the weights of every position."""
     scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
     shape = numbers(fact(scores).shape)
     if mask.rows > 1:
@@ -165,7 +165,7 @@ def _expand_attention(
 
 
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
-    """Each head as often as there are queries for it."""
+    """Repeat each head as often as there are query heads for it."""
     shape = fact(operand).shape
     times = heads // shape[-3]
     index: list[Any] = [WHOLE] * len(shape)
@@ -287,7 +287,7 @@ def _expand_heads(
         return part
 
     def heads(operand: fx.Node, number: int) -> fx.Node:
-        """The operand projected, as samples, heads, positions, features."""
+        """Project an operand, and return it as samples, heads, positions, features."""
         weight = separate[number] if joint is None else third(joint, number)
         projected = build(linear, operand, weight, third(bias, number))
         shape = numbers(fact(projected).shape)
@@ -297,7 +297,7 @@ def _expand_heads(
         return turned
 
     query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
-    more = (bias_k is not None) + add_zero_attn  # positions behind those of the keys, which no mask hides
+    more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides
     mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
     key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
     attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
@@ -310,7 +310,7 @@ def _expand_heads(
 
 
 def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros: bool) -> fx.Node:
-    """Keys or values by heads, [..., positions, features], with a position that the layer itself has, and one of zeros, behind them."""
+    """Append to keys or values by heads, [..., positions, features], a position that the layer itself has, and one of zeros."""
     if own is not None:
         operand = build(pad, operand, [0, 0, 0, 1], "constant", 0.0)
         heads, positions, features = fact(operand).shape[-3:]
@@ -322,7 +322,7 @@ def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros
 def _masks(
     build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool, more: int
 ) -> Mask:
-    """PyTorch's masks hide where they are true; none of them is about the last `more` positions."""
+    """Combine PyTorch's masks, which hide where they are true; none of them covers the last `more` positions."""
     mask = Mask(build)
     if more:
         attn_mask, key_padding_mask = (
@@ -344,7 +344,7 @@ def _masks(
 
 
 def _never_hiding(build: Builder, mask: fx.Node, more: int) -> fx.Node:
-    """A mask that hides where it is true, or adds something, with `more` columns that hide nothing, and to which it adds nothing."""
+    """Append to a mask, which hides where it is true or adds something, `more` columns that hide nothing and add nothing."""
     shape = fact(mask).shape
     if is_parameter(mask) or fact(mask).dtype != torch.bool or not shape[-1]:
         return build.host(F.pad, mask, (0, more))

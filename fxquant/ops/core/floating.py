@@ -84,7 +84,7 @@ REASONS: Mapping[str, str] = {
 
 
 def reason_of(name: str) -> str | None:
-    """Return why a function of PyTorch that the table does not have has no integer form; None where there is no particular reason."""
+    """Return why a function of PyTorch that the table does not have has no integer form; None where the reason is not known."""
     plain = name.removeprefix("linalg_")
     return _SPECTRUM if name.startswith("fft_") else REASONS.get(plain)
 

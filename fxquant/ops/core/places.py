@@ -1,7 +1,7 @@
 """Indexing several dimensions at once: its float functions, and how its entries are read off a model.
 
 PyTorch takes entries that are numbers, slices and None first; the lists that are left are broadcast with each other, and what they
-pick stands in the place of the first of them, or, where something is between them, in front of everything.
+pick takes the place of the first of them, or, where something is between them, comes before everything.
 """
 
 from __future__ import annotations

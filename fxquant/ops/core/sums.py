@@ -32,7 +32,7 @@ def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float =
 
 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
-    """Return the terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
+    """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
     if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
         return _lower_narrow_sum(lowering, tensors, clamp)
@@ -75,7 +75,7 @@ LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that 
 def _lower_shifted_sum(
     lowering: Lowering, terms: dict[str, tuple[Quantized | float, float]], how: ShiftedSums, clamp: Clamp | None
 ) -> Quantized:
-    """x · 2^n + e · E, of which x has the larger scale, requantized once; a number is ±127 on its own scale."""
+    """Compute x · 2^n + e · E, where x has the larger scale, and requantize once; a number is ±127 on its own scale."""
     device = next(operand.scale.device for operand, _ in terms.values() if isinstance(operand, Quantized))
     steps: dict[str, Ratio] = {}
     for role, (operand, factor) in terms.items():
@@ -86,7 +86,7 @@ def _lower_shifted_sum(
     (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
     ratio = e.over(*x.numerators)
     wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
-    # A bit is spared, or a sum of 16-bit integers would saturate behind the largest first shift of its requantization to 8 bits.
+    # A bit is spared, or a sum of 16-bit integers would saturate after the largest first shift of its requantization to 8 bits.
     spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
     largest = how.largest_wide if wide_x else how.largest
     exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
@@ -174,7 +174,7 @@ def _magnitude(constant: Tensor | float) -> float:
 def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
     """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
 
-    The gradient of a tensor passes straight through.
+    The gradient of a tensor is that of the identity (straight-through).
     """
     value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
     whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(

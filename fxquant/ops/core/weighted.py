@@ -302,7 +302,7 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
 
 
 class _Live(NamedTuple):
-    """Sums without a bias, and what gives them the statistics of their batch."""
+    """Sums without a bias, with the correction and bias that follow from the statistics of their batch."""
 
     sums: Tensor
     correction: Tensor
@@ -311,9 +311,9 @@ class _Live(NamedTuple):
 
 
 def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
-    """Return the sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
+    """Return the sums without a bias, and what applies the statistics of this batch: another factor of their step, and the bias.
 
-    `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
+    `bias` is the layer's own. A channel without weights, or whose scale was raised, does not depend on the statistics.
     """
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
@@ -422,7 +422,7 @@ def _finished(
     statistics: fused_layers.Collected | None = None,
     lift: Lift | None = None,
 ) -> Quantized:
-    """With bias, unless the sum has it, and residual, in the accumulator if it has a factor; requantized to the clamp."""
+    """Add the bias, unless the sum has it, and the residual, in the accumulator if it has a factor; requantize and clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and factor is None:
@@ -442,7 +442,7 @@ def _finished(
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:
-    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
+    """Reshape per-channel values to broadcast to an output with `trailing` dimensions after the channel; a single one stays a scalar."""
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 

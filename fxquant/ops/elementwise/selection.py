@@ -25,7 +25,7 @@ def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Te
 
 
 def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
-    """Each branch on the output's scale, then chosen."""
+    """Bring each branch to the output's scale, then choose."""
     chosen = lowering.given("condition", condition, torch.bool)
     return lowering.result(
         lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),

@@ -42,7 +42,7 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
 
 
 def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
-    """The value spread out to where it is written, and chosen there."""
+    """Spread the value out to where it is written, and choose it there."""
     whole = _sizes(input)
     written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
     device = lowering.device
@@ -177,7 +177,7 @@ def _index_filled(input: Any, dim: int, index: Any, value: Any) -> dict[str, Any
 
 
 def _onnx_setitem(c: Call) -> str:
-    """The value spread out as the integer graph does it, chosen where it is written."""
+    """Spread the value out as the integer graph does, and choose it where it is written."""
     value = c.operand("value")
     for node in c.primitives:
         if node.target is shape.reshape:

@@ -115,7 +115,7 @@ def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
 
 
 def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
-    """Return the table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
+    """Return the table with a neutral row in place of the padding's, and, with `another`, a further such row at its end."""
     rows, features = numbers(build.fact(weight).shape)
     if padding is None and not another:
         return weight

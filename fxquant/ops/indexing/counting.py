@@ -108,7 +108,7 @@ def bucketize(input: Tensor, boundaries: Tensor, right: bool = False) -> Tensor:
 
 
 def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool) -> Any:
-    """Compared with each of them, and counted."""
+    """Compare with each of the boundaries, and count."""
     relation = "ge" if right else "gt"
     lowering.describe("boundaries", input.scale)
     limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
@@ -117,7 +117,7 @@ def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, r
 
 
 def _onnx_bucketize(c: Call) -> str:
-    """The boundaries are in front, since onnxruntime cannot move QuantizeLinear of opset 21 behind a new dimension by itself."""
+    """Put the boundaries in the first dimension: onnxruntime cannot move QuantizeLinear of opset 21 after a new dimension by itself."""
     limits = c.e.constant(c.real("boundaries").reshape(-1, *[1] * len(c.operand_shape)))
     below = c.do("Not", c.do("Less", c.input, limits)) if c["right"] else c.do("Greater", c.input, limits)
     return c.reduced("ReduceSum", c.do("Cast", below, to=torch.int64), [0], False)
@@ -166,7 +166,7 @@ def isin(input: Tensor, elements: Tensor) -> Tensor:
 
 
 def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
-    """Compared with each of them."""
+    """Compare with each of the elements."""
     value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
     each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
     known = lowering.given("elements", elements.flatten(), torch.int64)

@@ -23,7 +23,7 @@ def embedding(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _lower_embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
-    """The table on the output's grid, of which rows are taken."""
+    """Take rows of the table, which is on the output's grid."""
     indices = lowering.given("input", input, torch.int64)
     return lowering.result(
         lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
@@ -39,7 +39,7 @@ def _function(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> dict[str, Any] | str:
-    """F.embedding: what is about gradients alone does not change its result."""
+    """Adapt F.embedding; arguments for gradients alone do not change its result."""
     return "it changes its weight while it runs (max_norm)" if max_norm is not None else {"input": input, "weight": weight}
 
 

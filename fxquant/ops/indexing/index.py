@@ -36,7 +36,7 @@ def getitem(input: Tensor, index: list[Any]) -> Tensor:
 
 
 def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
-    """A crop, a selection, and a reshape that drops and makes dimensions; each only where something is left to do."""
+    """Lower to a crop, a selection, and a reshape that drops and adds dimensions; each only where it is needed."""
     value = input.value
     entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
     crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
@@ -195,7 +195,7 @@ def dimensions(entry: Any) -> int:
 
 
 def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Instead:
-    """Numbers, slices and new dimensions first, then the lists."""
+    """Index by numbers, slices and new dimensions first, then by the lists."""
     if not all(entry is None or is_list(entry) or isinstance(entry, int | builtins.slice) for entry in entries):
         return "its index is computed"
     if any(isinstance(entry, bool) for entry in entries):
@@ -222,7 +222,7 @@ def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _keeps_everything(arguments: dict[str, Any]) -> bool:
-    """For an index whose result has its operand's shape: whether it has it at every batch size; `[:20]` has not."""
+    """Return whether an index whose result has its operand's shape has it at every batch size; `[:20]` has not."""
     known = fact(arguments["input"])
     return isinstance(known, TensorFact) and all(
         isinstance(entry, builtins.slice) and (isinstance(size, int) or (not entry.start and entry.stop is None))

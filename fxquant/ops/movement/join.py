@@ -71,7 +71,7 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tensors without elements are left out where others have any; of one dimension, as a cache begins with, PyTorch passes them over."""
+    """Leave out tensors without elements where others have any; PyTorch ignores those of one dimension, as a cache begins with."""
     kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 

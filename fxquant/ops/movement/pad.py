@@ -41,7 +41,7 @@ def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
 
 
 def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
-    """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
+    """Pad with a constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of the tensor's elements."""
     margins = margins_of(padding, len(input.shape))
     if mode == "constant":
         return _lower_constant_pad(lowering, input, margins, value)

@@ -45,7 +45,7 @@ def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0,
 
 
 def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Quantized:
-    """Rows and columns are put in the order of taps and windows, zeros around them first, and both kinds of taps before the windows."""
+    """Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows."""
     windows = _windows(kernel_size, dilation, padding, stride)
     value, parts = input.value, []
     if any(window[2] for window in windows):

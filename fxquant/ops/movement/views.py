@@ -1,4 +1,4 @@
-"""Writing into a view of a tensor: what was written, spread out to where the view has its elements, and chosen there."""
+"""Writing into a view of a tensor: the written value is spread out to where the view has its elements, and chosen there."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def lstm(
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Inside, PyTorch's LSTM gives the same bits with gradients and without: oneDNN, which it uses only without, is off."""
+    """Turn off oneDNN, which PyTorch's LSTM uses only without gradients: inside, it gives the same bits with gradients and without."""
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     try:

@@ -28,7 +28,7 @@ def _extremum(
     float_function: Callable[[Tensor, Tensor], Tensor], primitive: Callable[..., Tensor]
 ) -> Callable[[Lowering, Quantized | Tensor, Quantized | Tensor], Quantized]:
     def lower(lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor) -> Quantized:
-        """Each operand on the output's scale, then compared."""
+        """Bring each operand to the output's scale, then compare."""
         to = lowering.output
         for role, operand in (("input", input), ("other", other)):
             if isinstance(operand, Tensor) and bool(torch.isnan(operand).any()):  # an infinite one saturates
@@ -57,7 +57,7 @@ def _extremum(
 
 
 def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input: Quantized, other: Quantized) -> Any:
-    """Return the operand of the smaller scale on the larger one, then compared, and the result brought to the output's scale."""
+    """Bring the operand of the smaller scale to the larger one, compare, and bring the result to the output's scale."""
     grid = max(input.grid, other.grid, key=lambda each: float(each.scale))
 
     def brought(operand: Quantized, role: str) -> Any:

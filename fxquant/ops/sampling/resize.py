@@ -63,8 +63,8 @@ def interpolate(
 # ---- nearest --------------------------------------------------------------------------------------------------------
 
 
-# What is kept from one call to the next are plain numbers: a tensor would belong to the mode, the dtype and the device that
-# the first call was made with, and one of inference mode could never be trained with.
+# Plain numbers are cached from one call to the next: a tensor would belong to the mode, the dtype and the device of the first
+# call, and a tensor of inference mode could not be used in training.
 
 
 @functools.cache
