@@ -146,7 +146,7 @@ class Hiding:
         return self._build.host(torch.eq if largest else torch.ne, wide, self._build.host(amax if largest else amin, wide, [dim], True))
 
     def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
-        """(mask - 1) · 1e9."""
+        """Compute (mask - 1) · 1e9."""
         record = operator_of(value) if isinstance(value, fx.Node) else None
         if record is None or record.name not in ("sub", "add"):
             return None

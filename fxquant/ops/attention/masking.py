@@ -119,7 +119,7 @@ def repeated(mask: fx.Node) -> Tensor | None:
 
 
 def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
-    """Return the value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    """Return the value of a node at a batch size. Raise LookupError where it is not the same for all inputs of that size."""
     if node in known:
         return known[node]
     size, model = fact(node), node.graph.owning_module
@@ -149,7 +149,7 @@ HOST = tuple(
 
 
 def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
-    """exp(factor · x) of numbers that are not positive."""
+    """Compute exp(factor · x) of numbers that are not positive."""
     return torch.exp(input * factor)
 
 
@@ -173,7 +173,7 @@ register(
 
 
 def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
-    """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+    """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
 
     `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
     softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of

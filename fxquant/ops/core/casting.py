@@ -71,7 +71,7 @@ def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
 
 
 def _lower_to_real(lowering: Lowering, input: Any) -> Any:
-    """On a grid, or, where the result has none, as they are."""
+    """Put the integers on a grid, or, where the result has none, return them as they are."""
     if lowering.plain:
         return lowering.call(primitives.converted, input, torch.float32)
     return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
@@ -115,7 +115,7 @@ def _has_no_fraction(node: fx.Node) -> bool:
 
 
 def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
-    """A cast to another dtype, as the operator that it is."""
+    """Return the operator that a cast to another dtype is."""
     if wanted == torch.bool:
         return Instead(torch.ne, {"input": input, "other": 0})
     if before == torch.bool and wanted == torch.float32:

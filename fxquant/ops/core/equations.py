@@ -20,7 +20,7 @@ def einsum(equation: str, operands: Sequence[Tensor]) -> Tensor:
 
 
 def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
+    """Compute beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
     product = alpha * torch.einsum(equation, one, other)
     return product if beta == 0 else beta * input + product
 

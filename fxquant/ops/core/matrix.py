@@ -77,12 +77,12 @@ def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[
 
 
 def uneven_windows(length: int, count: int) -> list[tuple[int, int]]:
-    """(start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
+    """Return (start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
     return [(index * length // count, -(-(index + 1) * length // count)) for index in range(count)]
 
 
 def box(length: int, count: int) -> Tensor | None:
-    """1 where an element belongs to a window; None where each is a window of its own."""
+    """Return 1 where an element belongs to a window; None where each is a window of its own."""
     if length == count:
         return None
     matrix = torch.zeros(count, length, device="cpu", dtype=torch.float32)

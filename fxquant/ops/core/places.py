@@ -25,19 +25,19 @@ def index(input: Tensor, lists: list[Any]) -> Tensor:
 
 
 def index_parts(input: Tensor, index: list[Any], lists: list[Any]) -> Tensor:
-    """input[index], an index without lists, and of that result [lists]."""
+    """Return input[index], an index without lists, and of that result [lists]."""
     return _index(input[tuple(index)], lists)
 
 
 def index_put(input: Tensor, lists: list[Any], value: Tensor | float) -> Tensor:
-    """A copy of `input` in which input[lists] is one number."""
+    """Return a copy of `input` in which input[lists] is one number."""
     result = input.clone()
     result[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)] = value
     return result
 
 
 def pick_parts(input: Tensor, index: list[Any], dim: int, places: Tensor) -> Tensor:
-    """input[index], an index without lists, and of that result the slices along a dimension at the places."""
+    """Return input[index], an index without lists, and of that result the slices along a dimension at the places."""
     where: tuple[Any, ...] = (*[builtins.slice(None)] * dim, places)
     return input[tuple(index)][where]
 

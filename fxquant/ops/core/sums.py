@@ -172,7 +172,7 @@ def _magnitude(constant: Tensor | float) -> float:
 
 
 def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
-    """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
+    """Compute round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
 
     The gradient of a tensor is that of the identity (straight-through).
     """

@@ -169,7 +169,7 @@ def lower_weighted(
     clamp: Clamp | None = None,
     batch_norm: BatchNorm | None = None,
 ) -> Quantized:
-    """A sum of products, and what is fused into it; output channels are the weight's dimension 0.
+    """Lower a sum of products, and what is fused into it; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
@@ -227,7 +227,7 @@ def lower_uniform(
     bias: float = 0.0,
     residual: Quantized | None = None,
 ) -> Quantized:
-    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias.
+    """Lower a layer whose weight, of this shape, is one number: its integers are ±127 on the number's own scale, with one bias.
 
     What is added to it is added in the accumulator, which it has to fit.
     """
@@ -362,7 +362,7 @@ def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale:
 
 
 def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
-    """(factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     lowering = layer.lowering
     if _requantizes(lowering):
         lowering.note("residual", "added after a requantization, as this target does")

@@ -82,7 +82,7 @@ def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor 
 
 
 def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | Instead:
-    """A clamp by numbers is one operator, and by tensors a composite. Where the limits cross, every value becomes the upper one."""
+    """Adapt a clamp: by numbers it is one operator, by tensors a composite. Where the limits cross, every value becomes the upper one."""
     if isinstance(min, fx.Node) or isinstance(max, fx.Node):
         return Instead(clamp_between, {"input": input, "min": min, "max": max})
     return {"input": input, "min": max if min is not None and max is not None and min > max else min, "max": max}

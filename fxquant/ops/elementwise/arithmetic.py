@@ -50,7 +50,7 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
-    """A constant tensor as integers with one scale; activations and numbers as they are."""
+    """Return a constant tensor as integers with one scale; activations and numbers as they are."""
     return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
 
 
@@ -63,7 +63,7 @@ def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None =
 
 
 def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    """input - alpha · other, and a fused clamp."""
+    """Compute input - alpha · other, and a fused clamp."""
     return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
 
 
@@ -184,7 +184,7 @@ for _name, _function, _lower, _spellings, _methods in (
 
 
 def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """input · other, and a fused clamp."""
+    """Compute input · other, and a fused clamp."""
     return _clamped(input * other, clamp)
 
 

@@ -30,7 +30,7 @@ def is_pointwise(name: str) -> bool:
 
 
 def written(value: Any) -> Steps:
-    """Another argument of a call, as a nest holds it: hashable."""
+    """Return an argument of a call that is not a tensor as a nest holds it: hashable."""
     if isinstance(value, dict):
         return (_MAPPING, tuple((name, written(item)) for name, item in value.items()))
     return tuple(written(item) for item in value) if isinstance(value, list | tuple) else value

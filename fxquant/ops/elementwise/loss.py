@@ -39,12 +39,12 @@ LOWEST_LOGARITHM = -100.0  # PyTorch's, of a probability
 
 
 def smooth_magnitude(input: Tensor, beta: float = 1.0) -> Tensor:
-    """x² / (2·beta) where |x| < beta, else |x| - beta/2."""
+    """Compute x² / (2·beta) where |x| < beta, else |x| - beta/2."""
     return F.smooth_l1_loss(input, torch.zeros_like(input), reduction="none", beta=beta)
 
 
 def huber_magnitude(input: Tensor, delta: float = 1.0) -> Tensor:
-    """x² / 2 where |x| < delta, else delta · (|x| - delta/2)."""
+    """Compute x² / 2 where |x| < delta, else delta · (|x| - delta/2)."""
     return F.huber_loss(input, torch.zeros_like(input), reduction="none", delta=delta)
 
 
@@ -56,7 +56,7 @@ unary("huber_magnitude", huber_magnitude, lambda x, delta=1.0: x * x / 2 if abs(
 
 
 def _weighed(value: Tensor, reduction: str, weight: Tensor | None) -> Tensor:
-    """A loss times its weight, whose mean is that of the weighed elements over the weights."""
+    """Return a loss times its weight, whose mean is that of the weighed elements over the weights."""
     value = value if weight is None else value * weight
     if reduction == "none":
         return value
@@ -76,7 +76,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tens
 
 
 def smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """A square of what is small, a magnitude of what is large."""
+    """Compute a square of small values, a magnitude of large ones."""
     return F.smooth_l1_loss(input, target, reduction=reduction, beta=beta)
 
 
@@ -86,7 +86,7 @@ def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: fl
 
 
 def soft_margin_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """log(1 + exp(-target · input))."""
+    """Compute log(1 + exp(-target · input))."""
     return F.soft_margin_loss(input, target, reduction=reduction)
 
 
@@ -137,7 +137,7 @@ def _soft_margin(build: Builder, input: fx.Node, target: fx.Node, last: Last) ->
 
 
 def _entropy(build: Builder, input: fx.Node, target: fx.Node, last: Last) -> Any:
-    """log(1 - p) + target · (log p - log(1 - p)), negated."""
+    """Compute log(1 - p) + target · (log p - log(1 - p)), negated."""
     yes = build(clamp, build(torch.log, input, demand=WIDE), LOWEST_LOGARITHM, None)
     no = build(clamp, build(torch.log, build(sub, 1.0, input, demand=WIDE), demand=WIDE), LOWEST_LOGARITHM, None)
     difference = build(sub, yes, no, demand=WIDE)

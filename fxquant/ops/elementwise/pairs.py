@@ -78,7 +78,7 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def log_of_base(input: Tensor) -> Tensor:
-    """log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
+    """Compute log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
     return torch.log(torch.where(input == 0, SMALLEST, input))
 
 
@@ -87,7 +87,7 @@ register(Operator("power", power, ("input", "exponent"), expand=_expand_power, r
 
 
 def ldexp(input: Tensor, other: Tensor) -> Tensor:
-    """input · 2 ** other."""
+    """Compute input · 2 ** other."""
     return torch.ldexp(input, other)
 
 
@@ -137,7 +137,7 @@ def copysign(input: Tensor, other: Tensor | float) -> Tensor:
 
 
 def heaviside(input: Tensor, values: Tensor) -> Tensor:
-    """0 of what is negative, 1 of what is positive, and `values` of 0."""
+    """Compute 0 of what is negative, 1 of what is positive, and `values` of 0."""
     return torch.heaviside(input, values)
 
 
@@ -159,17 +159,17 @@ def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
 
 
 def xlog1py(input: Tensor, other: Tensor) -> Tensor:
-    """input · log(1 + other)."""
+    """Compute input · log(1 + other)."""
     return torch.special.xlog1py(input, other)  # type: ignore[no-any-return]
 
 
 def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
-    """log2(2 ** input + 2 ** other)."""
+    """Compute log2(2 ** input + 2 ** other)."""
     return torch.logaddexp2(input, other)
 
 
 def log2_of_one_and_power(input: Tensor) -> Tensor:
-    """log2(1 + 2 ** -|input|)."""
+    """Compute log2(1 + 2 ** -|input|)."""
     return torch.log2(1 + torch.exp2(-input.abs()))
 
 

@@ -289,7 +289,7 @@ def _power(x: float, exponent: float) -> float:
 
 
 def _for_positive(function: Callable[[float], float], at_zero: float) -> Callable[[float], float]:
-    """A function of positive numbers with its limit at 0, NaN below."""
+    """Return a function of positive numbers with its limit at 0, NaN below."""
 
     def on_numbers(x: float) -> float:
         return function(x) if x > 0 else at_zero if x == 0 else math.nan
@@ -335,7 +335,7 @@ def _onnx_logsigmoid(c: Call) -> str:
 
 
 def _onnx_softplus(c: Call) -> str:
-    """log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
+    """Compute log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
     x, beta, threshold = c.input, c["beta"], c["threshold"]
     inner = x if beta == 1 else c.do("Mul", x, c.number(beta))
     value = c.do("Softplus", inner)
@@ -403,7 +403,7 @@ unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)
 
 
 def power_of(input: Tensor, base: float = math.e) -> Tensor:
-    """base ** input."""
+    """Compute base ** input."""
     return torch.pow(base, input)
 
 
@@ -412,7 +412,7 @@ def _power_of(x: float, base: float = math.e) -> float:
 
 
 def power(input: Tensor, exponent: Tensor) -> Tensor:
-    """input ** exponent for two tensors."""
+    """Compute input ** exponent for two tensors."""
     return torch.pow(input, exponent)
 
 
@@ -439,7 +439,7 @@ def shifted(input: Tensor, function: str, factor: float, offset: float, settings
 def _lower_shifted(
     lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
 ) -> Quantized:
-    """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
+    """Lower to one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
     return by_table(lowering, input, function, factor, offset, **settings)
 
 

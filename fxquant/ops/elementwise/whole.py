@@ -42,7 +42,7 @@ class Steps:
         return self._lowering.call(comparison.compare, self.held(input), self.held(other), relation)
 
     def held(self, value: Value) -> Any:
-        """A value as primitives take it."""
+        """Return a value as primitives take it."""
         if not isinstance(value, int):
             self._constants += isinstance(value, Tensor)
             return self._lowering.given(f"constant_{self._constants}", value, torch.int64)
@@ -121,27 +121,27 @@ def whole_add(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
 
 
 def whole_sub(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
-    """input - alpha · other."""
+    """Compute input - alpha · other."""
     return as_whole(input - alpha * other)
 
 
 def whole_mul(input: Tensor, other: Tensor) -> Tensor:
-    """input · other."""
+    """Compute input · other."""
     return as_whole(input * other)
 
 
 def whole_floor_divide(input: Tensor, other: Tensor) -> Tensor:
-    """⌊input / other⌋."""
+    """Compute ⌊input / other⌋."""
     return torch.div(as_whole(input), as_whole(other), rounding_mode="floor")
 
 
 def whole_trunc_divide(input: Tensor, other: Tensor) -> Tensor:
-    """input / other, rounded towards 0."""
+    """Compute input / other, rounded towards 0."""
     return torch.div(as_whole(input), as_whole(other), rounding_mode="trunc")
 
 
 def whole_remainder(input: Tensor, other: Tensor) -> Tensor:
-    """input - other · ⌊input / other⌋."""
+    """Compute input - other · ⌊input / other⌋."""
     return torch.remainder(as_whole(input), as_whole(other))
 
 
@@ -223,7 +223,7 @@ def whole_abs(input: Tensor) -> Tensor:
 
 
 def whole_sign(input: Tensor) -> Tensor:
-    """-1, 0 or 1."""
+    """Return -1, 0 or 1."""
     return torch.sign(input)
 
 
@@ -234,7 +234,7 @@ def whole_clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
 
 
 def whole_pow(input: Tensor, exponent: int) -> Tensor:
-    """input · input · …, as many factors as the exponent says."""
+    """Compute input · input · …, as many factors as the exponent says."""
     return torch.pow(input, exponent)
 
 
@@ -269,12 +269,12 @@ _register(whole_pow, _power, ("input",), refuses=_refuses_power)
 
 
 def whole_lshift(input: Tensor, other: int) -> Tensor:
-    """input · 2^other."""
+    """Compute input · 2^other."""
     return as_whole(torch.bitwise_left_shift(input, other))
 
 
 def whole_rshift(input: Tensor, other: int) -> Tensor:
-    """⌊input / 2^other⌋."""
+    """Compute ⌊input / 2^other⌋."""
     return as_whole(torch.bitwise_right_shift(input, other))
 
 

@@ -25,7 +25,7 @@ from fxquant.primitives import comparison, shape
 
 
 def setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
-    """A copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
+    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
     return functional.setitem(input, tuple(index), value)
 
 

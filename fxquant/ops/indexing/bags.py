@@ -109,7 +109,7 @@ def _expand(
 
 
 def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
-    """A row of numbers as bags, [bags, size]."""
+    """Return a row of numbers as bags, [bags, size]."""
     taken: fx.Node = build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
     return taken
 
@@ -136,7 +136,7 @@ def _counted(build: Builder, input: fx.Node, padding: int) -> fx.Node:
 
 
 def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> fx.Node:
-    """One over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
+    """Return one over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
     if padding is None:
         assert count is not None
         return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))

@@ -27,7 +27,7 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
 
 
 def _lower_one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
-    """Rows of the unit matrix."""
+    """Take rows of the unit matrix."""
     unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
     return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
 

@@ -44,7 +44,7 @@ def _function(
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
-    """torch.embedding, and that of an exported program, which take the weight first."""
+    """Adapt torch.embedding, and that of an exported program, which take the weight first."""
     return {"input": indices, "weight": weight}
 
 

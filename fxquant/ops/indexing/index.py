@@ -55,7 +55,7 @@ def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Qu
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
-    """(start, stop, step) of an entry; counted from the start where the size is known."""
+    """Return (start, stop, step) of an entry; counted from the start where the size is known."""
     if isinstance(entry, int):
         entry = builtins.slice(entry, None if entry == -1 else entry + 1)
     if isinstance(size, int):
@@ -131,7 +131,7 @@ register(
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
-    """input[index] for a tensor, and for the pieces of a split one."""
+    """Return input[index] for a tensor, and for the pieces of a split one."""
     known = fact(input)
     if isinstance(known, list | tuple):
         return _piece(input, index)
@@ -308,7 +308,7 @@ _UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
 
 
 def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
-    """One piece of a split tensor, as an index of the whole."""
+    """Return one piece of a split tensor, as an index of the whole."""
     position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):

@@ -62,7 +62,7 @@ def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Of a source that is larger than the index its first elements count."""
+    """Crop a source that is larger than the index to its first elements."""
     known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
     if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
         return arguments
@@ -117,7 +117,7 @@ register(
 
 
 def sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
+    """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.scatter_add(dim, index, src)
 
@@ -152,7 +152,7 @@ register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), r
 
 
 def index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
+    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.index_add(dim, index, src)
 
@@ -173,7 +173,7 @@ def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor
 
 
 def _onnx_index_sum(c: Call) -> str:
-    """No transposition, behind which onnxruntime cannot move QuantizeLinear of opset 21 by itself, where there is another form."""
+    """Avoid a Transpose where there is another form: onnxruntime cannot move QuantizeLinear of opset 21 after one by itself."""
     order = [d for d in range(len(fact(c.node).shape)) if d != c["dim"]] + [c["dim"]]
     matrix = c.real("places")
     if c.e.opset >= SUMMING_OPSET:

@@ -45,7 +45,7 @@ COMPUTED: dict[int, Callable[..., Tensor]] = {1: computed_conv1d, 2: computed_co
 
 
 def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
-    """How a call of a convolution is adapted: one whose weight the model computes is an operator of its own."""
+    """Return the adapter of a convolution: one whose weight the model computes is an operator of its own."""
 
     def adapt(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1

@@ -53,7 +53,7 @@ def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
 
 
 def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[str, fx.Node]:
-    """An operand with one dimension for each letter: two of one letter are their diagonal."""
+    """Return an operand with one dimension for each letter: two of one letter are their diagonal."""
     while (repeated := next((letter for letter in letters if letters.count(letter) > 1), None)) is not None:
         one, other = [position for position, letter in enumerate(letters) if letter == repeated][:2]
         value = build(diagonal, value, 0, one, other)
@@ -292,7 +292,7 @@ register(
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · W_o · y + b_o for each output channel o."""
+    """Compute x · W_o · y + b_o for each output channel o."""
     return F.bilinear(input1, input2, weight, bias)
 
 

@@ -173,7 +173,7 @@ def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros"
 
 
 def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
+    """Return padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
 
     %y = conv2d(%x, %w, padding="same")     →       %y_pad = pad(%x, [0, 1, 0, 1])
                                                     %y = conv2d(%y_pad, %w)

@@ -61,7 +61,7 @@ def deform_conv2d(
 
 
 def _base(height: int, width: int, geometry: Geometry) -> Tensor:
-    """(x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
+    """Return (x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
     axes = []
     for count, taps, stride, padding, dilation in zip((height, width), *(sizes(value, 2) for value in geometry), strict=True):
         starts = torch.arange(count, dtype=torch.float64, device="cpu") * stride - padding

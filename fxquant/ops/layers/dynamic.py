@@ -37,7 +37,7 @@ COMPOSITES = (
 
 
 def dynamic_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
+    """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
     return F.linear(input, weight, bias)
 
 

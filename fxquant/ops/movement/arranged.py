@@ -75,7 +75,7 @@ def broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
-    """Each line along a dimension of its own, repeated along the others."""
+    """Return each line along a dimension of its own, repeated along the others."""
     return tuple(torch.meshgrid(*tensors, indexing=indexing))
 
 
@@ -167,7 +167,7 @@ register(
 
 
 def as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    """Elements of an input by their places in memory, where the first sample's elements stand one after the other."""
+    """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
     return torch.as_strided(input.contiguous(), size, stride, storage_offset)
 
 
@@ -216,7 +216,7 @@ register(
 
 
 def kron(input: Tensor, other: Tensor) -> Tensor:
-    """Every element of one tensor times the whole of another, block by block."""
+    """Return every element of one tensor times the whole of another, block by block."""
     return torch.kron(input, other)
 
 
@@ -226,7 +226,7 @@ def cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
 
 
 def matrix_power(input: Tensor, n: int) -> Tensor:
-    """A square matrix times itself, n factors."""
+    """Return a square matrix times itself, n factors."""
     return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
 
 
@@ -267,7 +267,7 @@ def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _expand_matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
-    """By squares: of the bits of n."""
+    """Expand to repeated squares, by the bits of n."""
     square, result = input, None
     for bit in range(n.bit_length()):
         if bit:

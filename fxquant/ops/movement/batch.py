@@ -17,7 +17,7 @@ from fxquant.primitives import shape
 
 
 def piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """One of `count` pieces of equal size along a dimension."""
+    """Return one of `count` pieces of equal size along a dimension."""
     return torch.unflatten(input, dim, (count, -1)).select(dim, number)
 
 
@@ -39,7 +39,7 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
 
 
 def interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
-    """Each item along a dimension this many times, one behind the other."""
+    """Repeat each item along a dimension this many times, one after another."""
     return input.repeat_interleave(repeats, dim)
 
 

@@ -35,7 +35,7 @@ OUTSIDE: dict[str, Callable[[int, int], int]] = {
 
 
 def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
-    """(before, behind) of every dimension, first to last."""
+    """Return (before, behind) of every dimension, first to last."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 

@@ -224,7 +224,7 @@ register(
 
 
 def unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
+    """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
     return input.unfold(dimension, size, step)
 
 

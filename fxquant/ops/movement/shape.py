@@ -33,7 +33,7 @@ class ManySizes(Exception):
 
 
 def numbers(sizes: Sequence[Size]) -> list[int]:
-    """A shape as numbers, with -1 for the one size that depends on the batch. Raises ManySizes where there are more."""
+    """Return a shape as numbers, with -1 for the one size that depends on the batch. Raise ManySizes where there are more."""
     plain = [size if isinstance(size, int) else -1 for size in sizes]
     if plain.count(-1) > 1:
         raise ManySizes
@@ -111,10 +111,9 @@ _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
 def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Instead:
-    """x.to(…), x.type(…), x.float(): nothing at all where the tensor has the dtype that is asked for.
+    """Adapt x.to(…), x.type(…), x.float(): the identity where the tensor has the requested dtype.
 
-    A device is none of a graph's business, which runs where its tensors are. What was float32 and is float32 again, with float64 in
-    between, is what it was.
+    A device is ignored: a graph runs where its tensors are. A cast from float32 to float64 and back is the identity.
     """
     asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
     wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
@@ -284,7 +283,7 @@ def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any
 
 
 def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
-    """A parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+    """Return a parameter, such as a class token, on a grid of its own, once for each item of the batch."""
     return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
 
 
@@ -336,7 +335,7 @@ def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
 
 
 def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
-    """A node of a size that depends on the batch."""
+    """Return a node of a size that depends on the batch."""
     with tensor.graph.inserting_after(tensor):
         made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
     set_fact(made, shape_of(tensor)[dim])
@@ -437,7 +436,7 @@ register(
 
 
 def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
-    """A tensor repeated to these sizes; one that has them is itself."""
+    """Return a tensor repeated to these sizes; one that has them is itself."""
     present = build.fact(input).shape
     old = [*[1] * (len(sizes) - len(present)), *present]
     if old == list(sizes) and len(present) == len(sizes):

@@ -21,13 +21,13 @@ from fxquant.ops.movement.shape import reshape
 
 
 def put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
-    """A copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
+    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
     index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
     return functional.setitem(input, index, value)
 
 
 def write(input: Tensor, value: Tensor, way: Any) -> Tensor:
-    """A copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
+    """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
     return functional.write(input, value, way)
 
 

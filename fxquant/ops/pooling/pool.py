@@ -36,7 +36,7 @@ def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
-    """(number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
+    """Return (number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
     extent = dilation * (kernel - 1) + 1
     free = size + 2 * padding - extent
     count = (-(-free // stride) if ceil_mode else free // stride) + 1
@@ -63,7 +63,7 @@ def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
 def window_padding(
     lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
+    """Return kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
     rank = len(lengths)
     kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)

@@ -141,7 +141,7 @@ def lstm_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM: the state and the cell."""
+    """Compute one step of an LSTM: the state and the cell."""
     rows, state = _row(input, hx)
     if state is None:
         state = [rows.new_zeros(rows.shape[0], weight_hh.shape[1])] * 2
@@ -152,7 +152,7 @@ def lstm_cell(
 def gru_cell(
     input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Any = None, bias_hh: Any = None
 ) -> Tensor:
-    """One step of a GRU: the state."""
+    """Compute one step of a GRU: the state."""
     return _simple_cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
@@ -165,7 +165,7 @@ def rnn_cell(
     bias_hh: Tensor | None = None,
     nonlinearity: str = "tanh",
 ) -> Tensor:
-    """One step of an RNN: the state."""
+    """Compute one step of an RNN: the state."""
     function = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
     return _simple_cell(function, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
 

@@ -49,7 +49,7 @@ class _Layer:
     tied: dict[str, list[fx.Node]] = field(default_factory=dict)
 
     def made(self, tie: str, function: Callable[..., Any], *args: Any, demand: Demand) -> fx.Node:
-        """A part that is on one grid at all steps with all others of this name."""
+        """Add a part that has one grid at all steps with all others of this name."""
         node: fx.Node = self.build(function, *args, demand=demand)
         self.tied.setdefault(tie, []).append(node)
         return node
@@ -149,7 +149,7 @@ class _Sequence:
     def direction(
         self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool
     ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """One direction of one layer: what it shows at all steps, in the order of the input, and its state after the last one."""
+        """Return one direction of one layer: its outputs at all steps, in the order of the input, and its state after the last step."""
         build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
@@ -246,7 +246,7 @@ def expand_layers(
 
 
 def _numbers(build: Builder, value: fx.Node) -> list[int]:
-    """A shape for `reshape`, with -1 for the batch."""
+    """Return a shape for `reshape`, with -1 for the batch."""
     return numbers(build.fact(value).shape)
 
 

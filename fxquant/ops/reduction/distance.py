@@ -77,7 +77,7 @@ for _name, _function, _operands, _expand in _FUSED:
 
 
 def hypot(input: Tensor, other: Tensor) -> Tensor:
-    """√(input² + other²)."""
+    """Compute √(input² + other²)."""
     return torch.hypot(input, other)
 
 
@@ -87,12 +87,12 @@ def _expand_hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    """log(exp(input) + exp(other))."""
+    """Compute log(exp(input) + exp(other))."""
     return torch.logaddexp(input, other)
 
 
 def log_of_one_and_exponential(input: Tensor) -> Tensor:
-    """log(1 + exp(-|input|))."""
+    """Compute log(1 + exp(-|input|))."""
     return torch.log1p(torch.exp(-input.abs()))
 
 
@@ -124,7 +124,7 @@ def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def xlogy(input: Tensor | float, other: Tensor | float) -> Tensor:
-    """input · log(other); one of them may be a number."""
+    """Compute input · log(other); one of them may be a number."""
     value: Tensor = torch.xlogy(input, other)  # type: ignore[arg-type]
     return value
 
@@ -170,12 +170,12 @@ for _name, _function, _expand, _more in (
 
 
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    """‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
+    """Compute ‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
     return F.pairwise_distance(x1, x2, p, eps, keepdim)
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
+    """Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
     return F.cosine_similarity(x1, x2, dim, eps)
 
 
@@ -267,7 +267,7 @@ register(
 
 
 def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
-    """input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
+    """Compute input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
     return F.local_response_norm(input, size, alpha, beta, k)
 
 

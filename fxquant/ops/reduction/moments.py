@@ -149,7 +149,7 @@ for _name, _function, _expand, _spelling in (
 
 
 def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Each group of channels with mean 0 and variance 1, then times weight, plus bias, per channel."""
+    """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -165,7 +165,7 @@ def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: 
 
 
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
-    """A tensor times weight, plus bias, of its channels."""
+    """Return a tensor times weight, plus bias, of its channels."""
     if weight is None and bias is not None:
         weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
     result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
@@ -219,7 +219,7 @@ def instance_norm(
     use_input_stats: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Each channel of each sample with mean 0 and variance 1, then times weight, plus bias; or with running statistics."""
+    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
 
 

@@ -46,7 +46,7 @@ def _inverse_root(x: float, root: float = 2.0) -> float:
 
 
 def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
-    """x^(-1/root) of positive numbers, and 0 of 0."""
+    """Return x^(-1/root) of positive numbers, and 0 of 0."""
     return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
 
 

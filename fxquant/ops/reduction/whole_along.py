@@ -22,7 +22,7 @@ from fxquant.primitives import whole as primitives
 
 
 def whole_where(condition: Tensor, input: Tensor, other: Tensor) -> Tensor:
-    """`input` where the condition holds, else `other`."""
+    """Return `input` where the condition holds, else `other`."""
     device = condition.device
     return torch.where(condition, as_whole(input).to(device), as_whole(other).to(device))
 

@@ -48,7 +48,7 @@ class Positions:
 
 
 def normalized(spatial: Sequence[int], align_corners: bool) -> Positions:
-    """Of a grid whose -1 and 1 are the ends of the image."""
+    """Return the positions of a grid whose -1 and 1 are the ends of the image."""
     reversed_sizes = list(reversed(spatial))
     factor = [(size - 1) / 2 if align_corners else size / 2 for size in reversed_sizes]
     return Positions(factor, torch.tensor([(size - 1) / 2 for size in reversed_sizes], dtype=torch.float64, device="cpu"), align_corners)
@@ -128,13 +128,13 @@ def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align
 def _sampled(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> dict[str, Any] | Instead:
-    """Cubic interpolation is an operator of its own."""
+    """Adapt grid_sample: cubic interpolation is an operator of its own."""
     arguments = {"input": input, "grid": grid, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
     return Instead(cubic_sample, arguments) if mode == "bicubic" else {**arguments, "mode": mode, "align_corners": align_corners}
 
 
 def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> dict[str, Any] | Instead:
-    """torch.grid_sampler: the modes by their places in a list."""
+    """Adapt torch.grid_sampler, which takes the modes by their places in a list."""
     return _sampled(input, grid, (*MODES, "bicubic")[interpolation_mode], PADDINGS[padding_mode], align_corners)
 
 
@@ -193,7 +193,7 @@ def warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str 
 
 
 def _pixels(height: int, width: int) -> Tensor:
-    """(x, y) of every pixel: float64 (height, width, 2)."""
+    """Return (x, y) of every pixel: float64 (height, width, 2)."""
     rows, columns = torch.arange(height, dtype=torch.float64, device="cpu"), torch.arange(width, dtype=torch.float64, device="cpu")
     return torch.stack((columns.expand(height, width), rows.unsqueeze(1).expand(height, width)), -1)
 
@@ -211,7 +211,7 @@ def _lower_warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, 
 
 
 def _onnx_warp(c: Call) -> str:
-    """GridSample of the positions on a grid from -1 to 1."""
+    """Write GridSample of the positions on a grid from -1 to 1."""
     if c.e.opset < GRID_SAMPLE_OPSET:
         return c.exported()
     height, width = spatial_of(c)
@@ -253,7 +253,7 @@ def affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = Non
 
 
 def _base(size: Sequence[int], align_corners: bool) -> Tensor:
-    """(x, y, …, 1) of every place in steps of 2^-14: float64 (places, rank + 1)."""
+    """Return (x, y, …, 1) of every place in steps of 2^-14: float64 (places, rank + 1)."""
     axes = []
     for count in size:
         places = torch.arange(count, dtype=torch.float64, device="cpu")
@@ -264,7 +264,7 @@ def _base(size: Sequence[int], align_corners: bool) -> Tensor:
 
 
 def _lower_affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None) -> Quantized:
-    """A product of the places, held as 16 bits, with every matrix."""
+    """Multiply the places, held as 16 bits, by every matrix."""
     base = lowering.constant("base", _base(size, bool(align_corners)).float().to(theta.scale.device), torch.int16)
     turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
     largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)

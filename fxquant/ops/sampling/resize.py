@@ -185,7 +185,7 @@ def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[
 
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
-    """Weights along every dimension, and one requantization. Cubic ones sum to less than 2 in magnitude."""
+    """Apply weights along every dimension, and requantize once. Cubic weights sum to less than 2 in magnitude."""
     rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
     changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
     bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
@@ -284,7 +284,7 @@ def _onnx_interpolate(c: Call) -> str:
     before, after = c.operand_shape, fact(c.node).shape
     nearest = c["mode"].startswith("nearest")
     if nearest and any(new % old for old, new in zip(before[2:], after[2:], strict=True)):
-        return c.selected()  # where a pixel comes from may depend on how the runtime rounds
+        return c.selected()  # the source of a pixel may depend on the runtime's rounding
     if c["mode"] == "area":
         return onnx_means(c, list(after[2:]))
     if c["antialias"]:
