@@ -34,11 +34,11 @@ from fxquant.ops.pooling.pool import mean
 
 
 class Mask:
-    """What several masks keep together, and what they add to it; each broadcasts against the scores.
+    """Several masks combined: what all of them keep, and what they add to it. Each broadcasts against the scores.
 
-    keep    truth values; None: everything is kept
+    keep    booleans; None: everything is kept
     bias    the sum of what they add; None: nothing
-    empty   what becomes of rows of which nothing is kept, as `masked_softmax` takes it
+    empty   how rows of which nothing is kept are treated, as `masked_softmax` takes it
     scores  what is computed by layers, as the scores are, and added to these
     rows    how many samples in a row have masks of their own, where all of these are constants that repeat then; else 1
     """
@@ -52,11 +52,11 @@ class Mask:
         self.rows = 1
 
     def hide(self, keep: fx.Node) -> None:
-        """Keep what these truth values keep, too."""
+        """Hide what these booleans do not keep, in addition."""
         self.keep = keep if self.keep is None else self.build.host(torch.logical_and, self.keep, keep)
 
     def add(self, mask: fx.Node, dim: int = -1) -> None:
-        """Add a mask of truth values, which keeps where it is true, or one of real numbers."""
+        """Add a boolean mask, which keeps where it is true, or a mask of float values."""
         if fact(mask).dtype == torch.bool:
             self.hide(mask)
             return
@@ -84,7 +84,7 @@ class Mask:
             self.bias = bias if self.bias is None else self.build.host(torch.add, self.bias, bias)
 
     def _chosen(self, mask: fx.Node, dim: int) -> bool:
-        """Add a tensor of which truth values keep some and a number far below replaces the others; whether the mask is one."""
+        """Add a `where` of booleans, a tensor, and a number far below that hides; return whether the mask is one."""
         record = operator_of(mask)
         if record is None or record.name != "where" or is_parameter(mask):
             return False
@@ -98,12 +98,12 @@ class Mask:
         return True
 
     def causal(self, rows: int, columns: int) -> None:
-        """Keep of every row what is not behind its own position."""
+        """Keep in every row what is not after its own position."""
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
 
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
-    """The attention of tensors whose last dimensions are positions and features; and the shares of every position."""
+    """Compute the attention of tensors whose last dimensions are positions and features, and the weights of every position."""
     scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
     shape = numbers(fact(scores).shape)
     if mask.rows > 1:
@@ -165,7 +165,7 @@ def _expand_attention(
 
 
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
-    """Each head as often as there are queries for it."""
+    """Repeat each head as often as there are query heads for it."""
     shape = fact(operand).shape
     times = heads // shape[-3]
     index: list[Any] = [WHOLE] * len(shape)
@@ -287,7 +287,7 @@ def _expand_heads(
         return part
 
     def heads(operand: fx.Node, number: int) -> fx.Node:
-        """The operand projected, as samples, heads, positions, features."""
+        """Project an operand, and return it as samples, heads, positions, features."""
         weight = separate[number] if joint is None else third(joint, number)
         projected = build(linear, operand, weight, third(bias, number))
         shape = numbers(fact(projected).shape)
@@ -297,7 +297,7 @@ def _expand_heads(
         return turned
 
     query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
-    more = (bias_k is not None) + add_zero_attn  # positions behind those of the keys, which no mask hides
+    more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides
     mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
     key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
     attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
@@ -310,7 +310,7 @@ def _expand_heads(
 
 
 def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros: bool) -> fx.Node:
-    """Keys or values by heads, [..., positions, features], with a position that the layer itself has, and one of zeros, behind them."""
+    """Append to keys or values by heads, [..., positions, features], a position that the layer itself has, and one of zeros."""
     if own is not None:
         operand = build(pad, operand, [0, 0, 0, 1], "constant", 0.0)
         heads, positions, features = fact(operand).shape[-3:]
@@ -322,7 +322,7 @@ def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros
 def _masks(
     build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool, more: int
 ) -> Mask:
-    """PyTorch's masks hide where they are true; none of them is about the last `more` positions."""
+    """Combine PyTorch's masks, which hide where they are true; none of them covers the last `more` positions."""
     mask = Mask(build)
     if more:
         attn_mask, key_padding_mask = (
@@ -344,7 +344,7 @@ def _masks(
 
 
 def _never_hiding(build: Builder, mask: fx.Node, more: int) -> fx.Node:
-    """A mask that hides where it is true, or adds something, with `more` columns that hide nothing, and to which it adds nothing."""
+    """Append to a mask, which hides where it is true or adds something, `more` columns that hide nothing and add nothing."""
     shape = fact(mask).shape
     if is_parameter(mask) or fact(mask).dtype != torch.bool or not shape[-1]:
         return build.host(F.pad, mask, (0, more))

@@ -1,11 +1,11 @@
-"""The truth values that an added mask is made of: which elements it adds nothing to, and what it adds to the others.
+"""Booleans that an added mask is computed from: which elements it adds nothing to, and what it adds to the others.
 
-    (1 - mask) * -1e9              mask                   of truth values, or of 0 and 1, whole or real
+    (1 - mask) * -1e9              mask                   of booleans, or of 0 and 1, as integers or floats
     where(mask, 0, -inf)           mask
     mask.float() * -1e9            not mask
     causal + padding               both of them
 
-Found in the graph, and not in the values: such a mask is computed from truth values in integers, and never becomes real numbers.
+They are found in the graph, not in the values: such a mask is computed from booleans, and is never dequantized.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.whole import COMPARISONS
 from fxquant.ops.reduction.extremum import amax, amin
 
-HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
-ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
-MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # that move elements, and change none
+HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
+ABSORBING = -1e7  # scores are lost next to it in float32, so that all of a row that is hidden is equal
+MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # operators that move elements, and change none
 
 
 def far_below(value: Any) -> bool:
-    """Whether a number, or every element of a constant, is nothing beside scores."""
+    """Return whether a number, or every element of a constant, is so far below the scores that it hides them."""
     number = _everywhere(value)
     if number is None and isinstance(value, fx.Node) and is_parameter(value):
         model = value.graph.owning_module
@@ -41,10 +41,10 @@ def far_below(value: Any) -> bool:
 
 
 class Hiding:
-    """What an added mask hides.
+    """Elements that an added mask hides.
 
     adds       what it adds to the elements that it hides; None where that is several numbers
-    otherwise  what counts in rows of which nothing is kept, which are equal: of a sum of two masks what one of them keeps; None: all
+    otherwise  the elements with equal weights in rows of which nothing is kept: of a sum of two masks, what one of them keeps; None: all
     """
 
     def __init__(self, build: Builder, mask: fx.Node) -> None:
@@ -59,15 +59,15 @@ class Hiding:
 
     @property
     def empty(self) -> str:
-        """What becomes of a row of which nothing is kept, as `masked_softmax` takes it."""
+        """Treatment of a row of which nothing is kept, as `masked_softmax` takes it."""
         if self.adds is None or self.adds == -math.inf:
             return "zeros"
         return "equal" if self.adds <= ABSORBING else "whole"
 
     def kept(self, mask: Any, dim: int | None) -> fx.Node | None:
-        """The elements that a mask adds nothing to, as truth values; None where it is not made of truth values alone.
+        """Return the elements that a mask adds nothing to, as booleans; None where it is not computed from booleans alone.
 
-        `dim`, counted from the end, is what the rows run along; None where that is not known.
+        `dim`, counted from the end, is the dimension that the rows run along; None where that is not known.
         """
         if not isinstance(mask, fx.Node):
             return None
@@ -94,7 +94,7 @@ class Hiding:
         return self._multiple(**arguments, dim=dim) if record.name == "mul" else None
 
     def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
-        """Of truth values as 0 and 1, or of these less 1."""
+        """Return what a multiple of booleans, as 0 and 1, keeps, or a multiple of these less 1."""
         for factor, value in ((other, input), (input, other)):
             number = _everywhere(factor)
             number = None if number is None else sign * number
@@ -105,9 +105,9 @@ class Hiding:
         return None
 
     def holds(self, value: Any, dim: int | None, largest: bool) -> fx.Node | None:
-        """Where a tensor of nothing but 0 and 1 is 1.
+        """Return where a tensor of only 0 and 1 is 1.
 
-        Of real numbers that are given: where they are the largest of their row, or, without `largest`, where they are not the smallest.
+        For float inputs: where they are the largest of their row, or, without `largest`, where they are not the smallest.
         """
         if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
             return None
@@ -146,7 +146,7 @@ class Hiding:
         return self._build.host(torch.eq if largest else torch.ne, wide, self._build.host(amax if largest else amin, wide, [dim], True))
 
     def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
-        """(mask - 1) · 1e9."""
+        """Compute (mask - 1) · 1e9."""
         record = operator_of(value) if isinstance(value, fx.Node) else None
         if record is None or record.name not in ("sub", "add"):
             return None
@@ -166,7 +166,10 @@ class Hiding:
         return None
 
     def _sum(self, left: fx.Node | None, right: fx.Node | None, dim: int | None, node: fx.Node) -> fx.Node | None:
-        """What both keep; in a row of which they keep nothing together, what one of them does: the other adds as much to all of it."""
+        """Return what both masks keep.
+
+        In a row of which they keep nothing together, return what one of them keeps: the other adds as much to all of it.
+        """
         if left is None or right is None or dim is None or self.adds is None:
             return None
         both, one = self._build.host(torch.logical_and, left, right), self._build.host(torch.logical_or, left, right)
@@ -200,7 +203,7 @@ class Hiding:
         return None if left is None or right is None else self._build.host(torch.logical_and, left, right)
 
     def _moved(self, node: fx.Node, found: fx.Node | None) -> fx.Node | None:
-        """Truth values moved as the node moves numbers."""
+        """Move booleans as the node moves numbers."""
         record = operator_of(node)
         assert record is not None
         if found is None or record.name in ("identity", "in_dtype"):
@@ -209,7 +212,7 @@ class Hiding:
 
 
 def _numbers(value: Any) -> set[float]:
-    """The numbers that a number or a constant holds."""
+    """Return the numbers that a number or a constant holds."""
     number = _everywhere(value)
     if number is not None:
         return {number}
@@ -218,13 +221,13 @@ def _numbers(value: Any) -> set[float]:
 
 
 def level_of(constant: fx.Node) -> float | None:
-    """What a constant mask adds where it hides; None where that is several numbers."""
+    """Return what a constant mask adds where it hides; None where that is several numbers."""
     found = {number for number in _numbers(constant) if number != 0}
     return next(iter(found)) if len(found) == 1 else None
 
 
 def _dim_before(node: fx.Node, dim: int | None) -> int | None:
-    """The dimension of what a node moves that is the result's; None where it is not known."""
+    """Return the dimension of a node's operand that becomes this dimension of its result; None where it is not known."""
     before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
     if record is None or dim != -1 or not before or before[-1] != after[-1]:
         return None
@@ -232,12 +235,15 @@ def _dim_before(node: fx.Node, dim: int | None) -> int | None:
 
 
 def finely(input: Tensor) -> Tensor:
-    """A mask that is given in real numbers, in as many bits as the target has: the largest of a row is told from the others."""
+    """Return a mask that is given in float values.
+
+    Its grid has as many bits as the target has, so that the largest of a row is distinguished from the others.
+    """
     return input
 
 
 def _everywhere(value: Any) -> float | None:
-    """The one number that a number, or a tensor that is made anew, holds everywhere."""
+    """Return the one number that a number, a constant, or a tensor that the model creates holds everywhere; None where there is none."""
     if isinstance(value, int | float):
         return float(value)
     if not isinstance(value, fx.Node):

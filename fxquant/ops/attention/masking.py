@@ -1,10 +1,10 @@
-"""Softmax under a mask, which hides elements by truth values: a composite, 16 bits wide inside.
+"""Softmax under a mask, which hides elements by booleans: a composite, 16 bits wide inside.
 
     y = e / max(Σ e, 1),   e = exp(factor · (x - max x)) of the elements that are kept, and 0 of the others
 
-The largest element of a row is one that is kept, so that Σ e is 1 at least, but in a row of which nothing is kept: that becomes zeros.
-An added mask (of -10000, -inf, …) is truth values and what it adds to the elements that it keeps. One that is made of truth values is
-found in the graph (`fxquant.ops.attention.hiding`). Of any other both are found beside the integers, in real numbers, of a constant once.
+The largest element of a row is one that is kept, so that Σ e is 1 at least. A row of which nothing is kept becomes zeros.
+An added mask (of -10000, -inf, …) is split into booleans and what it adds to the elements that it keeps. Where it is computed from
+booleans, these are found in the graph (`fxquant.ops.attention.hiding`). Otherwise both are computed in float; for a constant, once.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 
 
-# ---- an added mask, in real numbers ---------------------------------------------------------------------------------
+# ---- an added mask, in float values ---------------------------------------------------------------------------------
 
 
 def kept(mask: Tensor, dim: int) -> Tensor:
-    """Which elements an added mask keeps, as truth values: those not far below the largest of their row, which runs along `dim`."""
+    """Return the elements that an added mask keeps, as booleans: those not far below the largest of their row, which runs along `dim`."""
     value = mask.float()
     return value > value.amax(dim, keepdim=True) + HIDDEN
 
 
 def added(mask: Tensor, dim: int) -> Tensor:
-    """What a mask adds to the elements that it keeps, less the largest of each row, which makes no difference; 0 to the others."""
+    """Return what a mask adds to the elements that it keeps, less the largest of each row; 0 for the others.
+
+    A softmax does not change when the largest is subtracted.
+    """
     value = mask.float()
     largest = value.amax(dim, keepdim=True)
     return torch.where(kept(mask, dim), value - largest, 0.0)
 
 
 def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
-    """Whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
+    """Return whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
     model = mask.graph.owning_module
     if is_parameter(mask) and model is not None:
         value = parameter_value(model, mask)
@@ -61,7 +64,7 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
 
 
 def may_hide(mask: fx.Node) -> bool:
-    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
+    """Return whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
 
     Nor does such a constant in another shape, or repeated for the batch.
     """
@@ -77,7 +80,7 @@ def may_hide(mask: fx.Node) -> bool:
 
 
 def is_scores(mask: fx.Node) -> bool:
-    """Whether what is added to scores is computed by layers, as scores are, rather than a constant or the user's: it hides nothing."""
+    """Return whether what is added to scores is computed by layers, not a constant or an input: then it hides nothing."""
     seen, open_ = {mask}, [mask]
     while open_:
         node = open_.pop()
@@ -91,7 +94,7 @@ def is_scores(mask: fx.Node) -> bool:
 
 
 def terms_of(mask: fx.Node) -> list[fx.Node]:
-    """The tensors that a mask is the sum of; none where it is no sum of two, or a constant."""
+    """Return the tensors that a mask is the sum of; none where it is not a sum of two, or is a constant."""
     record = operator_of(mask)
     if record is None or record.name != "add" or is_parameter(mask):
         return []
@@ -101,9 +104,9 @@ def terms_of(mask: fx.Node) -> list[fx.Node]:
 
 
 def repeated(mask: fx.Node) -> Tensor | None:
-    """What a mask that is computed from constants and the batch size repeats along its first dimension, once for each sample.
+    """Return the tensor that a mask computed from constants and the batch size repeats along dimension 0, once for each sample.
 
-    So a window's mask is, which is the same for every image. None where it reads anything else, or is not of that kind.
+    A window's mask is an example: it is the same for every image. None where a mask reads anything else, or does not repeat.
     """
     if is_parameter(mask) or not isinstance(fact(mask), TensorFact) or not fact(mask).shape:
         return None
@@ -116,7 +119,7 @@ def repeated(mask: fx.Node) -> Tensor | None:
 
 
 def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
-    """The value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    """Return the value of a node at a batch size. Raise LookupError where it is not the same for all inputs of that size."""
     if node in known:
         return known[node]
     size, model = fact(node), node.graph.owning_module
@@ -146,7 +149,7 @@ HOST = tuple(
 
 
 def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
-    """exp(factor · x) of numbers that are not positive."""
+    """Compute exp(factor · x) of numbers that are not positive."""
     return torch.exp(input * factor)
 
 
@@ -170,7 +173,7 @@ register(
 
 
 def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
-    """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+    """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
 
     `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
     softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
@@ -191,7 +194,7 @@ def shares(
     empty: str = "zeros",
     otherwise: fx.Node | None = None,
 ) -> fx.Node:
-    """The softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
+    """Return the softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
     counted = keep
     if keep is not None:
         counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
@@ -208,7 +211,7 @@ def shares(
 
 
 def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
-    """What is kept, and every row of which nothing is; `dim` is counted from the end."""
+    """Return what is kept, and in rows of which nothing is kept everything, or what `otherwise` keeps; `dim` is counted from the end."""
     model = keep.graph.owning_module
     if is_parameter(keep) and model is not None:
         value = parameter_value(model, keep)

@@ -27,27 +27,27 @@ AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
 def softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """exp(x) / Σ exp(x) along one dimension."""
+    """Compute exp(x) / Σ exp(x) along one dimension."""
     return F.softmax(input, dim, _stacklevel=5)
 
 
 def log_softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """x - log Σ exp(x) along one dimension."""
+    """Compute x - log Σ exp(x) along one dimension."""
     return F.log_softmax(input, dim, _stacklevel=5)
 
 
 def softmin(input: Tensor, dim: int | None = None) -> Tensor:
-    """exp(-x) / Σ exp(-x) along one dimension."""
+    """Compute exp(-x) / Σ exp(-x) along one dimension."""
     return F.softmin(input, dim)
 
 
 def logsumexp(input: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """log Σ exp(x) over dimensions."""
+    """Compute log Σ exp(x) over dimensions."""
     return torch.logsumexp(input, dim, keepdim)
 
 
 def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """The largest elements, the differences from these, their exponentials, and the sums of these."""
+    """Return the largest elements, the differences from these, their exponentials, and the sums of these."""
     largest = build(amax, input, dims, True)
     difference = build(sub, input, largest, demand=WIDE)
     exponential = build(torch.exp, difference, demand=AT_MOST_ONE)

@@ -1,1 +1,1 @@
-"""What the operator files share: the record, its traits, call forms, type promotion, weighted sums, composites and user operators."""
+"""Parts that the operator files share: the record, its traits, call forms, promotion, weighted sums, composites and user operators."""

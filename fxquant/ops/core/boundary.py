@@ -1,4 +1,4 @@
-"""Where values come onto a grid, change it, and leave it: inserted by passes, never written by a user."""
+"""Quantize, requantize and dequantize: inserted by passes, never written by a user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxquant.primitives import boundary
 
 
 def quantize(input: Tensor) -> Tensor:
-    """The input itself, as the float model sees it; its integers are clip(round(x / s))."""
+    """Return the input itself, as the float model sees it; its integers are clip(round(x / s))."""
     return input
 
 
@@ -23,7 +23,7 @@ def _lower_quantize(lowering: Lowering, input: Tensor) -> Quantized:
 
 
 def dequantize(input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The input itself, as the float model sees it: the integers times their scale, in `dtype` where that is not float32."""
+    """Return the input itself, as the float model sees it: the integers times their scale, in `dtype` where that is not float32."""
     return input if dtype is None else input.to(dtype)
 
 
@@ -33,7 +33,7 @@ def _lower_dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype |
 
 
 def requantize(input: Tensor) -> Tensor:
-    """The input itself, as the float model sees it; its integers are on another grid than the operand's."""
+    """Return the input itself, as the float model sees it; its integers are on another grid than the operand's."""
     return input
 
 

@@ -1,4 +1,4 @@
-"""Which operators only copy elements: of these a result holds elements of what they read, and no others."""
+"""Operators that only copy elements: their result holds elements of what they read, and no others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fxquant.ops.core.record import BY_NAME, Operator, Own, Same, demand, operat
 
 
 def carried(operator: Operator) -> tuple[str, ...]:
-    """The parameters whose elements an operator's result holds as they are; none where it computes."""
+    """Return the parameters whose elements an operator's result holds as they are; none where it computes."""
     return operator.carries or (operator.operands if operator.moves else ())
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
+    """Return whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
 
     Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
     """

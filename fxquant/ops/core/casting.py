@@ -1,7 +1,7 @@
-"""Casts: between real dtypes, from real numbers to whole ones, and from these to real ones.
+"""Casts: between float dtypes, from float values to integers, and from integers to float values.
 
-A quantized tensor that is cast to another real dtype stays what it is, and the host makes the dtype of it where integers become real.
-A cast to float16 and back rounds to the 11 bits of its numbers, and to bfloat16 to 8: an int8 grid has no more. On a wider grid the
+A quantized tensor that is cast to another float dtype stays what it is, and the host casts it where it is dequantized.
+A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 grid has no more. On a wider grid the
 rounding is left out, as it is for every operator between two grids.
 """
 
@@ -29,7 +29,7 @@ REAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def in_dtype(input: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Real numbers in another dtype."""
+    """Return float values in another float dtype."""
     return input.to(dtype)
 
 
@@ -49,29 +49,29 @@ IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), c
 
 
 def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Truth values or whole numbers in a dtype of whole numbers."""
+    """Return booleans or integers in an integer dtype."""
     return input.to(dtype)
 
 
 def truncated(input: Tensor, whole: bool = False) -> Tensor:
-    """Real numbers without their fraction, as int64; `whole` says that they have none, but for what a grid makes of them."""
+    """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid."""
     return input.to(torch.int64)
 
 
 def to_real(input: Tensor) -> Tensor:
-    """Truth values or whole numbers as real numbers, on a grid."""
+    """Return booleans or integers as float values, on a grid."""
     return input.to(torch.float32)
 
 
 def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
-    """A whole number may be no step of the grid: numbers that are whole are rounded to the nearest one."""
+    """Lower a truncation; with `whole`, round to the nearest integer, since a grid need not hold integers exactly."""
     margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
     constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
     return lowering.call(primitives.truncated, input.value, *constants)
 
 
 def _lower_to_real(lowering: Lowering, input: Any) -> Any:
-    """On a grid, or, where the result has none, as they are."""
+    """Put the integers on a grid, or, where the result has none, return them as they are."""
     if lowering.plain:
         return lowering.call(primitives.converted, input, torch.float32)
     return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
@@ -102,7 +102,7 @@ _WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divi
 
 
 def _has_no_fraction(node: fx.Node) -> bool:
-    """Whether a node's real numbers are whole ones, by what they are computed from."""
+    """Return whether a node's float values are integers, judged by what they are computed from."""
     record = operator_of(node)
     if record is None:
         return False
@@ -115,7 +115,7 @@ def _has_no_fraction(node: fx.Node) -> bool:
 
 
 def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
-    """A cast to another dtype, as the operator that it is."""
+    """Return the operator that a cast to another dtype is."""
     if wanted == torch.bool:
         return Instead(torch.ne, {"input": input, "other": 0})
     if before == torch.bool and wanted == torch.float32:
@@ -132,7 +132,7 @@ def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | I
 
 
 def asked_dtype(asked: Any) -> torch.dtype | None:
-    """The dtype that an argument of a cast asks for; None of a device."""
+    """Return the dtype that an argument of a cast asks for; None of a device."""
     known = fact(asked) if isinstance(asked, fx.Node) else asked
     if isinstance(known, TensorFact | torch.dtype):
         return known if isinstance(known, torch.dtype) else known.dtype

@@ -1,4 +1,4 @@
-"""How a composite operator is written in others: the builder that its `expand` is given."""
+"""Expansion of composite operators into others: the builder that `expand` is given."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from fxquant.ir.graph import (
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.record import OPERATORS, Demand, Operator
 
-CONSTANT = "_constant_"  # how the names of constants begin, as those do that the tracer holds
+CONSTANT = "_constant_"  # the prefix of the names of constants, as of those that the tracer holds
 
 
 class Builder:
-    """Writes the parts of one operator, as calls of other operators, in front of its node.
+    """Builder of the parts of one operator: calls of other operators, inserted before its node.
 
     name         the operator's
     node         its node, which has its meaning in float
     activations  the dtypes of activations that the target computes with
     made_by      the pass that writes
     parts        the nodes that were made, in order, without those that are computed from parameters alone
-    real         whether the parts compute on real numbers, where a change of grid is nothing, and other composites stay whole
+    real         whether the parts compute on float values, where a change of grid does nothing and other composites are not expanded
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
@@ -49,18 +49,18 @@ class Builder:
         self.real = real
         self.node = node
         self.activations = activations
-        self._within = ""  # the composites inside of it that are being written, as a role begins with them
+        self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
         self.step: int | None = None
         self._made: list[fx.Node] = []  # all of them
         self._ties = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
-        """A call of an operator of the table, by its function, with this function's arguments.
+        """Add a call of an operator of the table, by its function, with this function's arguments.
 
-        `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
-        node, annotated, calibrated and trained as any other. A call of another composite is written as its parts; what is returned is
-        the node of the result, or the nest of them that this composite returns. A call that reads parameters alone is a parameter.
+        `demand` replaces the operator's own demand of its result's grid. The call becomes an ordinary node, annotated, calibrated and
+        trained as any other. A call of another composite is expanded into its parts. Return the node of the result, or the nest of
+        nodes that this composite returns. A call that reads parameters alone is a parameter.
         """
         if self.real and function is requantize:
             return args[0]
@@ -85,7 +85,7 @@ class Builder:
         return made
 
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """A call beside the integers, of real numbers or truth values, which is computed as it is; of parameters alone, a parameter."""
+        """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
         made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
         if all(map(is_parameter, made.all_input_nodes)):
@@ -93,12 +93,12 @@ class Builder:
         return made
 
     def reads(self, position: int) -> bool:
-        """Whether anything reads this member of the nest that the operator returns."""
+        """Return whether anything reads this member of the nest that the operator returns."""
         picks = [reader.args[1] if reader.target is operator.getitem else position for reader in self.node.users]
         return position in picks
 
     def constant(self, value: Tensor) -> fx.Node:
-        """A constant tensor, held by the model: one for all constants of equal content."""
+        """Add a constant tensor, held by the model: one for all constants of equal content."""
         model = self.node.graph.owning_module
         assert model is not None
         held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
@@ -120,7 +120,7 @@ class Builder:
         return made
 
     def discard(self, *kept: fx.Node) -> None:
-        """What was made and nobody reads is gone, but for what is kept."""
+        """Erase the nodes that were made and that nothing reads, except those in `kept`."""
         for made in reversed(self._made):
             if made in kept or made.users:
                 continue
@@ -131,7 +131,7 @@ class Builder:
                 del model._buffers[target]
 
     def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
-        """The parts of a composite that is a part of this one; the demand is on the last of them."""
+        """Return the parts of a composite that is a part of this one; the demand is on the last of them."""
         assert record.expand is not None
         outside, self._within = self._within, f"{self._within}{record.name}: "
         result = record.expand(self, **arguments)
@@ -141,21 +141,21 @@ class Builder:
         return result
 
     def tie(self, *nodes: fx.Node) -> None:
-        """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
+        """Give parts one grid, found for all of them together: the state of a recurrence, over all of its steps."""
         self._ties += 1
         for node in nodes:
             tie(node, f"{self.node.name}.{self._ties}")
 
     @staticmethod
     def fact(value: Any) -> TensorFact:
-        """Shape and dtype of an operand, or of a part."""
+        """Return the shape and dtype of an operand, or of a part."""
         known = fact(value)
         assert isinstance(known, TensorFact)
         return known
 
 
 def _on_meta(node: fx.Node, batch: int) -> Tensor:
-    """The part's value on tensors without data."""
+    """Return the part's value on tensors without data."""
 
     def example(operand: fx.Node) -> Any:
         known = fact(operand)

@@ -1,4 +1,4 @@
-"""Parameters, constants and numbers that stand beside activations, on the grid of the result: what chooses and joins takes them so."""
+"""Parameters, constants and numbers as operands next to activations, on the grid of the result: for selection and concatenation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Branch = Quantized | Tensor | float
 
 
 def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
-    """An operand, a constant tensor or a number as integers on the output's grid."""
-    if lowering.plain:  # real numbers that are copied
+    """Return an operand, a constant tensor or a number as integers on the output's grid."""
+    if lowering.plain:  # float values that are copied
         return branch.value if isinstance(branch, Quantized) else lowering.constant(role, torch.as_tensor(branch), torch.float32)
     to = lowering.output
     if isinstance(branch, Quantized):
@@ -29,5 +29,5 @@ def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
 
 
 def real(branch: Branch) -> Any:
-    """What an operand, a constant or a number stands for."""
+    """Return the float value that an operand, a constant or a number represents."""
     return branch.real() if isinstance(branch, Quantized) else branch

@@ -1,4 +1,4 @@
-"""Tensors that a model makes anew, with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch."""
+"""Tensors that a model creates with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.ops.core.record import Operator, operand_nodes
 
-# The number of each, from the arguments; None where that is no number.
+# The fill value of each, from the arguments; None where that is not a number.
 _FILLS: dict[Any, Callable[..., Any]] = {
-    # What is not filled yet holds any number.
+    # An uninitialized tensor may hold any number.
     **dict.fromkeys(
         (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty", functional.zero), lambda *_, **__: 0.0
     ),
@@ -26,16 +26,16 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     functional.fill: lambda tensor, value: value,
     "new_tensor": lambda input, data=None, **_: data,
 }
-MADE = "made"  # where the constants stand that the model makes at every run
+MADE = "made"  # the prefix of constants that the model creates at every run
 _JOINING = ("cat", "stack")
-_FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # the others into this one
-_STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # whose first step needs no state where that is made as zeros
+_FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # write the other operands into this one
+_STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # need no state for the first step where it is created as zeros
 _CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
 def _number(node: fx.Node) -> float | None:
-    """The number that a node fills a float32 tensor with, or computes of such a tensor and numbers; None of any other node."""
+    """Return the number that a node fills a float32 tensor with, or computes from such a tensor and numbers; None for any other node."""
     known = fact(node)
     if node.op not in ("call_function", "call_method") or not isinstance(known, TensorFact) or known.dtype != torch.float32:
         return None
@@ -53,7 +53,7 @@ def _number(node: fx.Node) -> float | None:
 
 
 def _maker(node: fx.Node) -> fx.Node | None:
-    """The tensor, of the same shape, that a node adds a number to, multiplies by one, and the like; None of any other node."""
+    """Return the tensor, of the same shape, that a node adds a number to, multiplies by one, and the like; None for any other node."""
     operands = node.all_input_nodes
     name = getattr(node.target, "__name__", node.target)
     if (
@@ -68,7 +68,7 @@ def _maker(node: fx.Node) -> fx.Node | None:
 
 
 def made_anew(node: fx.Node) -> Tensor | None:
-    """The float32 values of a tensor that a node makes with one number everywhere, its batch of size 1; None of any other node."""
+    """Return the float32 values of a tensor that a node creates with one number everywhere, at batch size 1; None for any other node."""
     fill, known = _number(node), fact(node)
     if fill is None:
         return None
@@ -76,7 +76,7 @@ def made_anew(node: fx.Node) -> Tensor | None:
 
 
 def made_number(node: Any) -> float | None:
-    """The number that a constant holds everywhere which is made anew for the batch; None of anything else."""
+    """Return the number that a constant created for each batch holds everywhere; None for anything else."""
     while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
         node = node.args[0]
     if not isinstance(node, fx.Node):
@@ -88,16 +88,16 @@ def made_number(node: Any) -> float | None:
 
 
 def filled(node: fx.Node) -> fx.Node:
-    """The node that fills the tensor which this one computes with numbers; itself where it fills one."""
+    """Return the node that fills the tensor which this one computes with numbers; itself where it fills one."""
     while node.target not in _FILLS and (maker := _maker(node)) is not None:
         node = maker
     return node
 
 
 def sizes_of(node: fx.Node) -> list[Any] | None:
-    """The sizes of what a node makes anew, as an `expand` takes them: numbers, and the nodes of those that depend on the batch.
+    """Return the sizes of the tensor that a node creates, as an `expand` takes them: numbers, or nodes where they depend on the batch.
 
-    None where no node gives such a size: a tensor that is made like another one has none, and needs `Tensor.size`.
+    None where no node gives such a size: a tensor that is created like another one has none, and needs `Tensor.size`.
     """
     node = filled(node)
     known = fact(node)
@@ -108,7 +108,7 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 
 def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
-    """Whether a constant needs the batch of the others where `reader` calls this operator: a layer, a composite, what joins tensors."""
+    """Return whether a constant needs the others' batch size as an operand of `reader`: a layer, a composite, a concatenation."""
     if record is None or (record.name in _STATES and not value.any()):
         return False
     calculates = (record.sums or record.expand is not None) and record.name not in _BROADCASTING
@@ -117,7 +117,7 @@ def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | 
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:
-    """Whether a constant with a batch of 1 does for `node` where `reader` calls this operator: an activation has the result's shape."""
+    """Return whether a batch of 1 is enough for the constant `node` as an operand of `reader`: an activation has the result's shape."""
     if record is None or record.name not in _BROADCASTING:
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]

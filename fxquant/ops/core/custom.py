@@ -24,11 +24,11 @@ NAME = such("a name as a variable of Python may have", instance("", str).take, s
 
 @checked(name=NAME, function=CALLABLE, number=CALLABLE.or_none("the function in float64"))
 def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[float], float] | None = None) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor, element by element, that is one table in integers, and one operator, `name`, in every graph.
+    """Declare a function of one tensor, element by element, that is one table in integers, and one operator, `name`, in every graph.
 
     `function` is its float meaning, differentiable; `number` the same for one Python float, which decides the entries of the table that
     lie near a tie, and is `function` in float64 where it is None. What is returned is called in a model's forward in place of `function`.
-    A file that `save` wrote of such a model can be loaded where the function has been declared. Raises ConfigurationError if the name is
+    A file that `save` wrote of such a model can be loaded where the function has been declared. Raise ConfigurationError if the name is
     taken, by an operator or by PyTorch.
     """
     _require_free(name)
@@ -59,7 +59,7 @@ def operator(
     lower: Callable[..., Any] | None = None,
     **fields: Any,
 ) -> Callable[..., Tensor]:
-    """A function of several tensors that is one operator, `name`, in every graph, and has the integer meaning that you give it.
+    """Declare a function of several tensors that is one operator, `name`, in every graph, and has the integer meaning that you give it.
 
     function  its float meaning, differentiable, made of functions of PyTorch; what it does inside is not looked into
     operands  the parameters of it that take activations
@@ -70,7 +70,7 @@ def operator(
     What is returned is called in a model's forward in place of `function`. While a model is traced, `function` is run on tensors that have
     shapes and dtypes and no values, to learn those of its result; so it may branch on shapes and on its other arguments, and a branch on
     what a tensor holds (`if x.sum() > 0`, `float(x.max())`, `.numpy()`) is a TraceError there: torch.where takes its place. A file that
-    `save` wrote of such a model can be loaded where the operator has been declared. Raises ConfigurationError if the name is taken, for a
+    `save` wrote of such a model can be loaded where the operator has been declared. Raise ConfigurationError if the name is taken, for a
     parameter that there is not, and where neither meaning is given, or both.
     """
     _require_free(name)
@@ -107,7 +107,7 @@ def operator(
 
 
 def _give_name(called: Callable[..., Any], name: str) -> None:
-    """A function that was made of another one has a name of its own."""
+    """Give a function that was made from another one a name of its own."""
     called.__name__ = called.__qualname__ = name
     called.__dict__.pop("__wrapped__", None)
     if (called.__module__ or "").partition(".")[0] == "torch":  # generated code would look for it there

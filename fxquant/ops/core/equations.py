@@ -15,12 +15,12 @@ from fxquant.ops.core.record import Instead
 
 
 def einsum(equation: str, operands: Sequence[Tensor]) -> Tensor:
-    """torch.einsum, its equation with one letter for every dimension, and its result behind an arrow."""
+    """Compute torch.einsum, its equation with one letter for every dimension, and its result after an arrow."""
     return torch.einsum(equation, *operands)
 
 
 def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
+    """Compute beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
     product = alpha * torch.einsum(equation, one, other)
     return product if beta == 0 else beta * input + product
 
@@ -31,12 +31,12 @@ def computed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def is_computed(weight: Any) -> bool:
-    """Whether the model computes a weight from more than parameters."""
+    """Return whether the model computes a weight from more than parameters."""
     return isinstance(weight, fx.Node) and not is_parameter(weight) and weight.op != "get_attr"
 
 
 def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
-    """The canonical arguments of an equation: an ellipsis as letters, and the result, where it is not given, in their order."""
+    """Return the canonical arguments of an equation: an ellipsis as letters, and the result, where it is not given, in their order."""
     facts = [known for operand in operands if isinstance(operand, fx.Node) and isinstance(known := fact(operand), TensorFact)]
     if len(facts) < len(operands):
         return "one of its operands is no tensor"

@@ -1,8 +1,8 @@
-"""Float operators that need real numbers, and what stays in float for their sake.
+"""Operators that run in float, and nodes that stay in float for them.
 
-A softmax ignores what a mask pushes far down, and a quotient is nothing without its divisor: a mask of -1e9 would take
-the whole range of an integer grid, and a small divisor would become 0 on it. Both operators are in float, so what leads
-to nothing else is computed there as well.
+A mask of -1e9 would take the whole range of an integer grid, although a softmax ignores what it hides. A small divisor
+would be rounded to 0 on it, and the quotient would have no value. Both operators run in float, so nodes that lead to
+nothing else are computed in float as well.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RANKING_FUNCTIONS = frozenset((
 RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
+SINGULAR: frozenset[str] = frozenset()  # with a pole at 0, of those that the table does not know
 KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
-ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
+ADDING = ("add", "sub", "maximum", "minimum")  # operators that bring in a mask
 
 _DEPENDS = "the size of its result depends on the data"
 _DRAWS = "it draws random numbers"
@@ -84,7 +84,7 @@ REASONS: Mapping[str, str] = {
 
 
 def reason_of(name: str) -> str | None:
-    """Why a function of PyTorch that the table does not know has no integer form, where more can be said than that."""
+    """Return why a function of PyTorch that the table does not have has no integer form; None where the reason is not known."""
     plain = name.removeprefix("linalg_")
     return _SPECTRUM if name.startswith("fft_") else REASONS.get(plain)
 
@@ -93,9 +93,9 @@ Ends = Callable[[fx.Node, fx.Node], bool]
 
 
 def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Node, str]:
-    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads.
+    """Return the nodes that stay in float for a float operator that reads them, and why.
 
-    `offered` are the dtypes of activations that the target has.
+    The reason is "" where it depends on what the node itself reads. `offered` are the dtypes of activations that the target has.
     """
     leading = in_front_of_softmax(gm)
     masked = masks(gm, leading)
@@ -111,7 +111,7 @@ def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Nod
 
 
 def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.Node]) -> dict[fx.Node, str]:
-    """The softmaxes of the table that read a mask, or what an operator that may bring one in has computed in float."""
+    """Return the softmaxes of the table that read a mask, or the result of an operator in float that may bring one in."""
     found: dict[fx.Node, str] = {}
     after = dict.fromkeys(masked, "its operand %{} holds an attention mask, which would take the whole range of an integer grid")
     for node in gm.graph.nodes:
@@ -132,7 +132,7 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
 
 
 def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str | None:
-    """Why an operator has to stay in float for what its operands are; None if each is an activation that can be quantized."""
+    """Return why an operator has to stay in float because of its operands; None if each is an activation that can be quantized."""
     operands = operand_nodes(operator, arguments)
     for operand in operands:
         because = _no_real_numbers(operand)
@@ -147,7 +147,7 @@ def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str
 
 
 def _no_real_numbers(operand: fx.Node) -> str | None:
-    """Why an operand cannot be quantized; None if it can."""
+    """Return why an operand cannot be quantized; None if it can."""
     known = fact(operand)
     if not isinstance(known, TensorFact):
         return f"its operand %{operand.name} is no tensor"
@@ -158,14 +158,14 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
 
 
 def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose results lead to softmaxes, and the like, and to nothing else, through operators without weights."""
+    """Return the nodes whose results lead to softmaxes, and the like, and to nothing else, through operators without weights."""
     return _leading(gm, lambda reader, node: _ranks(gm, reader))
 
 
 def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
-    """Of those in front of a softmax, the additions of a mask, and what the masks are computed by.
+    """Return, of the nodes before a softmax, the additions of a mask, and the nodes that the masks are computed by.
 
-    A mask is a constant that hides something, an input, or computed from such by operators without weights.
+    A mask is a constant that hides something, an input, or computed from these by operators without weights.
     """
     plain = given(gm)
     found: set[fx.Node] = set()
@@ -184,12 +184,12 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
 
 
 def _of_one_input(operands: list[fx.Node]) -> bool:
-    """Whether all are computed of the real numbers of one input, as x and its maximum: none of them hides elements of the others."""
+    """Return whether all are computed from float values of one input, as x and its maximum: none of them hides elements of the others."""
     return bool(set.intersection(*map(_real_inputs, operands)))
 
 
 def _real_inputs(node: fx.Node) -> set[fx.Node]:
-    """The inputs that a node is computed of, by real numbers alone: what a comparison tells of an input is a mask."""
+    """Return the inputs that a node is computed from through float values alone: a comparison of an input gives a mask."""
     seen, open_ = {node}, [node]
     while open_:
         real = [known for known in open_.pop().all_input_nodes if known not in seen and _is_real(known)]
@@ -205,7 +205,7 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:
-    """Constants, inputs, sizes of anything, and what is computed from such by operators without weights."""
+    """Return constants, inputs, sizes, and what is computed from these by operators without weights."""
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
@@ -216,14 +216,14 @@ def given(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def divisors(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
+    """Return the nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
     return _leading(gm, _divides)
 
 
 def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The tables of functions with a pole at 0 that read what is computed for them alone, and this, from layers on.
+    """Return the tables of functions with a pole at 0 whose operands are computed for them alone, and these operands, from layers on.
 
-    Of the 8 bits of a square hardly any are left where it is small, and there the function is largest.
+    A small square has hardly any of its 8 bits left, and the function is largest there.
     """
     leading, found = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
     for node in gm.graph.nodes:
@@ -236,7 +236,7 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _makes_smaller(node: fx.Node) -> bool:
-    """Whether what is small in the operands of a node of the table may be smaller than a step of its result, on a grid of its own."""
+    """Return whether small operand values of a node may become smaller than a step of its result, on a grid of its own."""
     operator = operator_of(node)
     assert operator is not None
     keeps_steps = operator.name in KEEPING and len(node.all_input_nodes) == 1
@@ -249,7 +249,7 @@ def _is_pole(node: fx.Node) -> bool:
 
 
 def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
-    """The nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
+    """Return the nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         known = operator_of(node) is not None and not _sums(node) and node.users
@@ -273,9 +273,10 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
-    """What is computed from inputs and constants, and leads to masks of composites alone.
+    """Return the nodes that are computed from inputs and constants, and lead to masks of composites alone.
 
-    What is computed of truth values and whole numbers is none of it: that is exact on integers; nor is what tells the largest of a row.
+    Nodes that are computed from booleans and integers are left out: they are exact on integers.
+    Nodes that distinguish the largest of a row are left out, too.
     """
     plain, found, ranked = given(gm), set(), set[fx.Node]()
     for node in reversed(gm.graph.nodes):
@@ -288,9 +289,9 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
-    """What is computed from whole numbers that are given, and leads to whole numbers alone, as the buckets of positions are.
+    """Return the float nodes that are computed from integer inputs and lead to integers alone, as for the buckets of positions.
 
-    A logarithm of 0 that a `where` passes over is no defect of a batch there.
+    A logarithm of 0 that a `where` does not choose is not a defect of a batch there.
     """
     whole, found = set[fx.Node](), set[fx.Node]()
     for node in gm.graph.nodes:
@@ -318,19 +319,19 @@ def _of_plain_values(node: fx.Node) -> bool:
 
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether a node is an added mask, or truth values that a composite reads."""
+    """Return whether the reader takes a node as an added mask, or as booleans that a composite reads."""
     record, known = operator_of(reader), fact(node)
     if isinstance(known, TensorFact) and known.dtype == torch.int64:
         return False
     if record is None or record in HOST:
         return record is not None
     inner, outer = part(node), part(reader)
-    beside = inner is not None and outer is not None and inner.composite == outer.composite  # an order, a sign: of what is computed there
+    beside = inner is not None and outer is not None and inner.composite == outer.composite  # an order or a sign, of what is computed there
     return node in read_nodes(record, record.arguments(reader)) and (outer is not None or record.expand is not None) and not beside
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether the node is what a float operator divides by, or takes the logarithm of, and nothing else of it."""
+    """Return whether a float operator reads the node only as its divisor, or as the operand of its logarithm."""
     operator = operator_of(reader)
     if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
         return False

@@ -1,4 +1,4 @@
-"""What an operator's record says of ONNX: the operator as standard float operators, which style "qdq" puts between its quantized tensors.
+"""ONNX forms of operators: standard float operators, which style "qdq" puts between the quantized tensors of an operator.
 
     def _onnx_maximum(c: Call) -> str:
         return c.do("Max", c.operand("input"), c.operand("other"))
@@ -24,15 +24,15 @@ from fxquant.primitives.record import Emitter
 
 PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
 WHOLE_OPSET = 20  # the first with Gelu; HardSwish is older
-INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
+INT16_OPSET = 21  # the first in which DequantizeLinear supports int16
 LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as many steps
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator to be written.
+    """An operator to be written in ONNX.
 
-    arguments   its canonical arguments, with the names of real values for activations
+    arguments   its canonical arguments, with the names of float values for activations
     constants   its parameters by role: integers, scales, and the axis these run along
     between     quantizes and dequantizes what a residual is added to, where the integer graph does
     rounded     quantizes and dequantizes a value on the scale of the result
@@ -56,12 +56,12 @@ class Call:
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
     def as_convolution(self) -> bool:
-        """Whether a layer with a weight is written as a two-dimensional convolution, whatever it is."""
+        """Return whether a layer with a weight is written as a two-dimensional convolution, whatever it is."""
         return False
 
     @property
     def input(self) -> str:
-        """The real value of its one operand."""
+        """Float value of its one operand."""
         return str(self.arguments["input"])
 
     def __getitem__(self, name: str) -> Any:
@@ -77,14 +77,14 @@ class Call:
         return self.e.constant(torch.tensor(list(values), dtype=torch.int64, device="cpu"))
 
     def operand(self, role: str) -> str:
-        """An operand's real value: an activation, a parameter, or a number."""
+        """Return an operand's float value: an activation, a parameter, or a number."""
         value = self.arguments.get(role)
         if isinstance(value, str):
             return value
         return self.e.constant(self.real(role)) if role in self.constants else self.number(self.arguments[role])
 
     def real(self, role: str) -> Tensor:
-        """A parameter's real numbers, float32; its scales must run along its dimension `axis`. A mask or an index as it is."""
+        """Return a parameter dequantized to float32; its scales must run along its dimension `axis`. Return a mask or an index as it is."""
         integers, scale, axis = self.constants[role]
         if scale.numel() == 0:
             return integers
@@ -92,7 +92,7 @@ class Call:
         return (integers.double() * shaped.double()).float()
 
     def weight(self, arrange: Callable[[Tensor], Tensor] = lambda weight: weight, role: str = "weight") -> str:
-        """A weight: integers behind DequantizeLinear, or their real numbers where the opset has no such operator.
+        """Write a weight: integers and a DequantizeLinear, or the dequantized weight where the opset has no such operator.
 
         `arrange` puts it, and the index of its channels, in another order of dimensions.
         """
@@ -108,7 +108,7 @@ class Call:
         return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
 
     def grouped(self, role: str) -> Tensor:
-        """The real numbers of a weight whose scales may run through groups along its first dimension."""
+        """Return a dequantized weight, whose scales may run through groups along its first dimension."""
         integers, scale, axis = self.constants[role]
         if axis is None or integers.shape[axis] == scale.numel():
             return self.real(role).contiguous()
@@ -117,11 +117,11 @@ class Call:
         return (integers.reshape(groups, -1, *integers.shape[1:]) * shaped).reshape(integers.shape)
 
     def primitive(self, target: Callable[..., Any]) -> fx.Node | None:
-        """The first of its primitives of this kind."""
+        """Return the first of its primitives of this kind."""
         return next((node for node in self.primitives if node.target is target), None)
 
     def epilogue(self, value: str) -> str:
-        """What is fused behind it: a residual, then a clamp."""
+        """Write what is fused after a value: a residual, then a clamp."""
         if self.arguments.get("residual") is not None:
             value = value if self.between is None else self.between(value)
             value = self.do("Add", value, self.arguments["residual"])
@@ -136,7 +136,7 @@ class Call:
         return self.do("Clip", value, "" if low is None else self.number(low), *([] if high is None else [self.number(high)]))
 
     def reduced(self, operator: str, value: str, axes: Sequence[int] | None, keepdim: bool) -> str:
-        """A reduction, whose axes were an attribute once."""
+        """Write a reduction, whose axes are an attribute in older opsets."""
         attributes: dict[str, Any] = {"keepdims": int(keepdim)}
         if axes is None:
             return self.do(operator, value, **attributes)
@@ -159,7 +159,7 @@ class Call:
         return known
 
     def selected(self) -> str:
-        """The operand's elements as the integer graph selects them; the operand itself where it does not."""
+        """Return the operand's elements as the integer graph selects them; the operand itself where it does not."""
         value = self.input
         for node in self.primitives:
             if node.target is shape.select:
@@ -170,9 +170,9 @@ class Call:
         return value
 
     def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:
-        """`sum_of` the bias as an input, if there is one; a large bias is added behind: `trailing` dimensions follow its channels.
+        """Write `sum_of` with the bias as an input, if there is one; add a large bias after it: `trailing` dimensions follow its channels.
 
-        onnxruntime makes a bias int32, in steps of the operand's scale times the weight's, and does not mind an overflow.
+        onnxruntime converts a bias to int32, in steps of the operand's scale times the weight's, and does not check for overflow.
         """
         if "bias" not in self.constants:
             return sum_of()
@@ -183,13 +183,13 @@ class Call:
 
 
 def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[Tensor], Tensor]) -> int:
-    """The dimension of an arranged weight along which its scales run, which ran along `axis`, counted from the end."""
+    """Return the dimension of an arranged weight along which its scales run, which ran along `axis`, counted from the end."""
     channels = arrange(torch.arange(scale.numel(), device="cpu").reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
     return next(d for d in range(channels.dim()) if channels.shape[d] == scale.numel() and _runs(channels, d))
 
 
 def _runs(channels: Tensor, dim: int) -> bool:
-    """Whether the index of channels is that of this dimension."""
+    """Return whether the index of channels is that of this dimension."""
     return torch.equal(
         channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape)
     )

@@ -1,4 +1,4 @@
-"""Sums along single dimensions by matrices of whole numbers: windows of unequal sizes, and interpolation by more than two neighbours."""
+"""Sums along single dimensions by integer matrices: windows of unequal sizes, and interpolation by more than two neighbours."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Row = tuple[tuple[int, Fraction], ...]  # the elements that an output is made of
 def weighted_sums(
     lowering: Lowering, input: Quantized, matrices: Sequence[Tensor | None], steps: Ratio, clamp: Clamp | None = None
 ) -> Quantized:
-    """The last dimensions multiplied by one matrix each, of whole numbers (None: as it is), and requantized.
+    """Multiply the last dimensions by one integer matrix each (None: as it is), and requantize.
 
-    `steps` is what one of the sum is worth.
+    `steps` is the value of one integer of the sum.
     """
     value, largest, rank = input.value, float(input.grid.magnitude), len(input.shape)
     for dim in range(-1, -len(matrices) - 1, -1):
@@ -51,9 +51,9 @@ def weighted_sums(
 
 
 def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[Tensor | None]) -> str:
-    """The same in real numbers, of a value of this shape: each matrix a product along its dimension, the last dimension first.
+    """Write `weighted_sums` in ONNX on float values: for each matrix a product along its dimension, the last dimension first.
 
-    There is no Transpose: onnxruntime cannot move QuantizeLinear of opset 21 in front of one by itself.
+    `shape` is the shape of `value`. A Transpose is avoided: onnxruntime cannot move QuantizeLinear of opset 21 before one by itself.
     """
     rank = len(shape)
     sizes = list(shape[rank - len(matrices) :])
@@ -77,12 +77,12 @@ def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[
 
 
 def uneven_windows(length: int, count: int) -> list[tuple[int, int]]:
-    """(start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
+    """Return (start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
     return [(index * length // count, -(-(index + 1) * length // count)) for index in range(count)]
 
 
 def box(length: int, count: int) -> Tensor | None:
-    """1 where an element belongs to a window; None where each is a window of its own."""
+    """Return 1 where an element belongs to a window; None where each is a window of its own."""
     if length == count:
         return None
     matrix = torch.zeros(count, length, device="cpu", dtype=torch.float32)
@@ -92,7 +92,7 @@ def box(length: int, count: int) -> Tensor | None:
 
 
 def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """How many elements each window has, in all dimensions together: float32, one number if all agree."""
+    """Return how many elements each window has, in all dimensions together: float32, one number if all agree."""
     sizes = torch.ones((), device="cpu", dtype=torch.float32)
     for length, count in zip(lengths, counts, strict=True):
         along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
@@ -104,7 +104,7 @@ def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def fraction_bits(arithmetic_bits: int, operand_bits: int, axes: int, doublings: int) -> int:
-    """The fraction bits of a weight: as many as the target has, and as a sum over all axes leaves room for that grows by 2^doublings."""
+    """Return the fraction bits of a weight, limited by the target and by the room in a sum over all axes that grows by 2^doublings."""
     return min(arithmetic_bits, (ACCUMULATOR_BITS - (operand_bits - 1) - doublings) // max(axes, 1))
 
 
@@ -115,7 +115,7 @@ def _step(length: int, count: int, factor: float | None, align_corners: bool) ->
 
 
 def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
-    """The weight of an element at a distance, of a cubic interpolation with this coefficient."""
+    """Return the weight of an element at a distance, of a cubic interpolation with this coefficient."""
     x = abs(distance)
     if x <= 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -168,7 +168,7 @@ def antialiased_rows(length: int, count: int, factor: float | None, align_corner
 
 
 def is_unchanged(rows: Sequence[Row], length: int) -> bool:
-    """Whether every output is its own element."""
+    """Return whether every output is its own element."""
     weights = [[(place, weight) for place, weight in row if weight] for row in rows]
     return weights == [[(index, Fraction(1))] for index in range(length)]
 
@@ -190,6 +190,6 @@ def fixed_point(rows: Sequence[Row], length: int, bits: int) -> Tensor | None:
 
 
 def real_matrix(rows: Sequence[Row], length: int) -> Tensor | None:
-    """The weights as real numbers."""
+    """Return the weights as float values."""
     exact = fixed_point(rows, length, 40)
     return None if exact is None else exact * 2.0**-40

@@ -1,4 +1,4 @@
-"""What remedies compute from a model's parameters: functions that a graph may call, and that a file may name."""
+"""Functions of a model's parameters that remedies compute: a graph may call them, and a file may name them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from fxquant.quantization.batch_norm import BatchNorm, fold
 
 
 def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
-    """The weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
+    """Return the weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
     moved = weight.transpose(0, axis)
     return fold(moved, bias, batch_norm, 0)[0].transpose(0, axis)
 
 
 def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
-    """The bias beside that weight."""
+    """Return the bias beside that weight."""
     return fold(weight.transpose(0, axis), bias, batch_norm, 0)[1]
 
 
 def multiplied_weight(weight: Tensor, factors: Tensor) -> Tensor:
-    """The weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
+    """Return the weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
     return weight * factors.reshape(-1, *[1] * (weight.dim() - 1))
 
 
 def multiplied_bias(bias: Tensor, factors: Tensor) -> Tensor:
-    """The bias beside that weight."""
+    """Return the bias beside that weight."""
     return bias * factors.reshape(-1)
 
 
 def spread(weight: Tensor, dilation: list[int]) -> Tensor:
-    """A kernel with zeros between its taps, which does without dilation what this one does with it."""
+    """Return a kernel with zeros between its taps, which computes without dilation what this one computes with it."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
     result = weight.new_zeros((*weight.shape[:2], *sizes))
     places = (slice(None), slice(None), *(slice(None, None, step) for step in dilation))

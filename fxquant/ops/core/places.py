@@ -1,7 +1,7 @@
 """Indexing several dimensions at once: its float functions, and how its entries are read off a model.
 
 PyTorch takes entries that are numbers, slices and None first; the lists that are left are broadcast with each other, and what they
-pick stands in the place of the first of them, or, where something is between them, in front of everything.
+pick takes the place of the first of them, or, where something is between them, comes before everything.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def index(input: Tensor, lists: list[Any]) -> Tensor:
-    """input[lists]: for every dimension None, which leaves it whole, or a list, which may be nested, of whole numbers."""
+    """Return input[lists]: for every dimension None, which leaves it whole, or a list of integers, which may be nested."""
     return input[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)]
 
 
 def index_parts(input: Tensor, index: list[Any], lists: list[Any]) -> Tensor:
-    """input[index], an index without lists, and of that result [lists]."""
+    """Return input[index], an index without lists, and of that result [lists]."""
     return _index(input[tuple(index)], lists)
 
 
 def index_put(input: Tensor, lists: list[Any], value: Tensor | float) -> Tensor:
-    """A copy of `input` in which input[lists] is one number."""
+    """Return a copy of `input` in which input[lists] is one number."""
     result = input.clone()
     result[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)] = value
     return result
 
 
 def pick_parts(input: Tensor, index: list[Any], dim: int, places: Tensor) -> Tensor:
-    """input[index], an index without lists, and of that result the slices along a dimension at the places."""
+    """Return input[index], an index without lists, and of that result the slices along a dimension at the places."""
     where: tuple[Any, ...] = (*[builtins.slice(None)] * dim, places)
     return input[tuple(index)][where]
 
@@ -53,7 +53,7 @@ def pick_each(input: Tensor, dim: int, places: Tensor) -> Tensor:
 
 
 def constant_value(entry: Any) -> Tensor | None:
-    """The value of a parameter's node; None of anything else."""
+    """Return the value of a parameter's node; None of anything else."""
     if not isinstance(entry, fx.Node) or not is_parameter(entry) or entry.graph.owning_module is None:
         return None
     value = parameter_value(entry.graph.owning_module, entry)
@@ -61,7 +61,7 @@ def constant_value(entry: Any) -> Tensor | None:
 
 
 def plain_entries(entries: list[Any]) -> list[Any]:
-    """The entries of an index with constant tensors as lists where several of them, a mask or more than one dimension need that.
+    """Return the entries of an index with constant tensors as lists where several of them, a mask or more than one dimension need that.
 
     A mask is the lists of the places where it holds.
     """
@@ -83,12 +83,12 @@ def plain_entries(entries: list[Any]) -> list[Any]:
 
 
 def is_list(entry: Any) -> bool:
-    """Whether an entry of an index is a list."""
+    """Return whether an entry of an index is a list."""
     return isinstance(entry, list | tuple)
 
 
 def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
-    """Whether an entry of an index is `torch.arange` of the size of the batch of `input`, as one number for each item of `places`."""
+    """Return whether an entry of an index is `torch.arange` of the batch size of `input`, one number for each item of `places`."""
     known, other, batch = fact(entry), fact(places), shape_of(input)[0]
     if not isinstance(known, TensorFact) or not isinstance(other, TensorFact) or not other.shape:
         return False
@@ -112,5 +112,5 @@ def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
 
 
 def is_arange(node: fx.Node) -> bool:
-    """Whether a node counts."""
+    """Return whether a node counts."""
     return node.op == "call_function" and node.target is torch.arange

@@ -1,8 +1,8 @@
-"""What a call means where it reads whole numbers or truth values, as PyTorch promotes them.
+"""Type promotion of calls that read integers or booleans, as PyTorch promotes them.
 
-tokens + 1, places // 2, mask & other      arithmetic on whole numbers, as they are: `fxquant.ops.elementwise.whole`
-scores * places, bytes / 255               whole numbers as real ones, on a grid of their own: `to_real`
-logical_and(scores, mask)                  whether a number is not 0, then on truth values
+tokens + 1, places // 2, mask & other      arithmetic on integers, as they are: `fxquant.ops.elementwise.whole`
+scores * places, bytes / 255               integers as float values, on a grid of their own: `to_real`
+logical_and(scores, mask)                  whether a number is not 0, then on booleans
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fxquant.primitives.whole import DTYPES
 
 Call = tuple[Callable[..., Any], dict[str, Any]]  # an operator's function, and its arguments by name
 LOGIC = {"logical_and": whole.whole_and, "logical_or": whole.whole_or, "logical_xor": whole.whole_xor}
-NEVER = 2**62  # stands for a number that no whole number is equal to
+NEVER = 2**62  # stands for a number that no integer is equal to
 
 
 def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
-    """The call that a node means, of which parts may be made with `build`; None where it means what it says, or a reason."""
+    """Return the call that a node is promoted to, parts of which may be made with `build`; None where it needs none, or a reason."""
     result = fact(node)
     if not isinstance(result, TensorFact) and operator.name not in ("max_along", "min_along"):
         return None
@@ -66,11 +66,11 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
     return found
 
 
-# ---- truth values ---------------------------------------------------------------------------------------------------
+# ---- booleans -------------------------------------------------------------------------------------------------------
 
 
 def truth(value: Any, build: Builder) -> Any:
-    """Whether the numbers of a tensor are not 0."""
+    """Return whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
         return build.constant(torch.tensor(bool(value), device="cpu", dtype=torch.bool))
     if fact(value).dtype == torch.bool:
@@ -86,7 +86,7 @@ def _of_truth(operator: Operator, arguments: dict[str, Any], build: Builder) -> 
 
 
 def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Arithmetic on truth values alone."""
+    """Return the logical call for arithmetic on booleans alone, or None."""
     values = [truth(arguments[name], build) for name in ("input", "other") if isinstance(arguments.get(name), fx.Node)]
     if operator.name == "where" and isinstance(arguments["condition"], fx.Node):
         condition, numbers = arguments["condition"], [arguments["input"], arguments["other"]]
@@ -103,11 +103,11 @@ def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> C
     return None
 
 
-# ---- real numbers ---------------------------------------------------------------------------------------------------
+# ---- float values ---------------------------------------------------------------------------------------------------
 
 
 def real(value: Any, build: Builder) -> Any:
-    """Truth values or whole numbers as real numbers; anything else as it is."""
+    """Return booleans or integers as float values; anything else as it is."""
     if isinstance(value, list | tuple):
         return type(value)(real(item, build) for item in value)
     known = fact(value) if isinstance(value, fx.Node) and not is_parameter(value) else None
@@ -127,11 +127,11 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
     return None if made == arguments else (operator.function, made)
 
 
-# ---- whole numbers --------------------------------------------------------------------------------------------------
+# ---- integers -------------------------------------------------------------------------------------------------------
 
 
 def wide(value: Any, build: Builder) -> Any:
-    """Truth values or whole numbers as int64; what only moves narrower ones moves these instead."""
+    """Return booleans or integers as int64; where a narrower tensor was only moved as int64, return it before its cast back."""
     if not isinstance(value, fx.Node) or is_parameter(value) or fact(value).dtype == torch.int64:
         return value
     record = operator_of(value)
@@ -141,7 +141,7 @@ def wide(value: Any, build: Builder) -> Any:
 
 
 def _is_narrow_of_the_same(node: fx.Node) -> bool:
-    """Whether a node gives numbers their own narrow dtype again, in which they were before they were moved."""
+    """Return whether a node casts integers back to the narrow dtype that they had before they were moved."""
     source, dtype = node.args[0], fact(node).dtype
     while isinstance(source, fx.Node) and (record := operator_of(source)) is not None:
         if record.function is to_integer:
@@ -154,7 +154,7 @@ def _is_narrow_of_the_same(node: fx.Node) -> bool:
 
 
 def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, Any], build: Builder) -> Call:
-    """The call, and behind it the dtype that the node's result has."""
+    """Return the call, followed by a cast to the dtype of the node's result."""
     known = fact(node)
     plain = not isinstance(known, TensorFact) or known.dtype not in DTYPES or known.dtype == torch.int64
     if plain:
@@ -164,7 +164,7 @@ def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, An
 
 
 def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Narrow whole numbers are moved as int64."""
+    """Move narrow integers as int64."""
     if fact(node).dtype not in DTYPES or fact(node).dtype == torch.int64:
         return None
     made = {
@@ -177,7 +177,7 @@ def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: 
 
 
 def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Whole numbers, or truth values, one after another."""
+    """Concatenate integers or booleans."""
     known, dim = fact(node), arguments["dim"]
     made = [value if known.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
     if operator.name == "stack":
@@ -219,13 +219,13 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
 
 
 def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
-    """The extreme ones along a dimension, and their places."""
+    """Return the extreme ones along a dimension, and their places."""
     function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
     return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
 
 
 def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
-    """A comparison with a number that is not whole is one with the whole number beside it."""
+    """Return a comparison; one with a number that is not an integer becomes one with the integer next to it."""
     made: dict[str, Any] = {}
     for name, value in arguments.items():
         holds = relation if name == "other" else {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(relation, relation)

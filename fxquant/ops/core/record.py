@@ -1,6 +1,6 @@
-"""What an operator is: one record.
+"""Operator records: each operator is one record.
 
-The record says how the operator is spelled in PyTorch, what it demands of its result's grid, and either how it lowers to
+The record says how the operator is called in PyTorch, what it demands of its result's grid, and either how it lowers to
 integer primitives or how it expands into calls of other records. Its shape function is its float function, run on tensors
 without data.
 """
@@ -23,9 +23,9 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives.arithmetic import Arithmetic
 
-# How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
+# How the arguments of one call form become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
-Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
+Shape = tuple[int | Fraction, ...]  # at one batch size; a size at half a batch need not be an integer
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Own:
     A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
     shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
     otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
-    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen are still told apart;
-                   only for that dtype
+    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
+                   that dtype
     """
 
     dtype: str | None = None
@@ -45,7 +45,7 @@ class Own:
     headroom: float = 1.0
 
 
-# Of an inner tensor of a composite: what its result is worth nothing without, and what it is better with.
+# For an inner tensor of a composite: what its result needs, and what its result is better with.
 WIDE = Own("int16", headroom=2.0)
 INNER = Own("int16", otherwise="int8")
 
@@ -73,7 +73,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Plain:
-    """No grid: the result is truth values or whole numbers ("bool", "int64"), which are read as they are. It has no gradient."""
+    """No grid: the result is booleans or integers ("bool", "int64"), which are read as they are. It has no gradient."""
 
     dtype: str
 
@@ -82,7 +82,7 @@ Demand = Own | Same | Fixed | Plain
 
 
 def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
-    """What is demanded on a target with activations of these dtypes: what is demanded otherwise, where it has not the first."""
+    """Return the demand that applies on a target with activations of these dtypes: its alternative, where the target lacks the first."""
     if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
         return demanded
     if isinstance(demanded, Own):
@@ -99,7 +99,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Instead:
-    """What an adaption returns where a call with these arguments is another operator's: its function, and its arguments by name."""
+    """Call of another operator, which an adaption returns in place of arguments: its function, and its arguments by name."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -116,24 +116,24 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
-    moves      whether its result is elements of its operands, in whatever place, or their places: it moves truth values and whole numbers
-               as well, and then demands no grid; `lower` has them as a `Quantized` without one
+    moves      whether its result is elements of its operands, in whatever place, or their places: it moves booleans and integers as well,
+               and then demands no grid; `lower` has them as a `Quantized` without one
     carries    the parameters whose elements its result holds as they are: tensors, constants, numbers. Its grid is there for what reads it,
-               and real numbers are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
-    reads      the parameters that take truth values or whole numbers as they are: a mask, an index
+               and float values are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
+    reads      the parameters that take booleans or integers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
-    keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
-               is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
-               matter of its result
+    keeps      which of its operand's values its result distinguishes, given which of its result's matter: a value outside the interval
+               gives the same result as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale,
+               those that matter of its result
     observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
                show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
-               every operator has it but a composite. An argument that is no operand, a mask or an index, comes as it is: a value of the
-               lowering, or, where it is a constant, a tensor (`Lowering.given`)
+               every operator has it but a composite. An argument that is not an operand, a mask or an index, comes as it is: a value of
+               the lowering, or, where it is a constant, a tensor (`Lowering.given`)
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
-    functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
+    functions  its functions in PyTorch, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
     read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
@@ -156,11 +156,11 @@ class Operator:
                its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
                operators with `channels`
     macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
-    dynamic    whether its operands and its result are real numbers, and it makes integers of an operand by what that is at run time:
-               it demands no grid, and nothing of it is calibrated
+    dynamic    whether its operands and its result are float values, and it quantizes an operand on a grid found at run time: it demands
+               no grid, and nothing of it is calibrated
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
-    traits     the criteria that it meets, by which passes and backends tell operators apart
+    traits     the criteria that it meets, by which passes and backends distinguish operators
     """
 
     name: str
@@ -202,7 +202,7 @@ class Operator:
         return (operator_named, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
+        """Return canonical arguments by name, with defaults filled in. Raise TypeError as a call would."""
         signature = _SIGNATURES[self.function]
         if len(args) > len(signature):
             raise TypeError(f"{self.name} takes {len(signature)} arguments, got {len(args)}")
@@ -220,20 +220,20 @@ class Operator:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The canonical parameters, in order; keywords of `function` that say what is fused are none of them."""
+        """The canonical parameters, in order, without the keywords of `function` that say what is fused."""
         return tuple(_SIGNATURES[self.function])
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
-        """The arguments of a canonical node, by name; keywords that were not given are absent."""
+        """Return the arguments of a canonical node, by name; keywords that were not given are absent."""
         return self.bind_call(node.args, node.kwargs)
 
     def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for the arguments of a call to `function` that a canonical node makes."""
+        """Return by name the arguments of a call to `function` that a canonical node makes; keywords that were not given are absent."""
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
 
 
 def operator_named(name: str) -> Operator:
-    """The operator of this name, which there is."""
+    """Return the operator of this name, which there is."""
     return BY_NAME[name]
 
 
@@ -247,7 +247,7 @@ MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Inste
 
 
 def register(operator: Operator) -> Operator:
-    """Add an operator to the table. Raises ValueError if one of its spellings is taken."""
+    """Add an operator to the table. Raise ValueError if one of its call forms is taken."""
     if operator.parameters:
         _SIGNATURES[operator.function] = dict(operator.parameters)
     else:
@@ -271,20 +271,20 @@ def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def operator_of(node: fx.Node) -> Operator | None:
-    """The record of a canonical node; None if the node is no known operator, or computes a parameter."""
+    """Return the record of a canonical node; None if the node is not a known operator, or computes a parameter."""
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
 def traits_of(node: fx.Node) -> frozenset[Trait]:
-    """The traits of a canonical node's operator; none of a node that is no known operator."""
+    """Return the traits of a canonical node's operator; none for a node that is not a known operator."""
     operator = operator_of(node)
     return frozenset() if operator is None else operator.traits
 
 
 def demand(node: fx.Node) -> Demand | None:
-    """What a canonical node demands of its result's grid; None if the node is no known operator.
+    """Return what a canonical node demands of its result's grid; None if the node is not a known operator.
 
-    A part of a composite has its demand from that, any other node from its operator.
+    A part of a composite takes its demand from the composite, any other node from its operator.
     """
     operator = operator_of(node)
     if operator is None:
@@ -298,12 +298,12 @@ def demand(node: fx.Node) -> Demand | None:
 
 
 def shares(node: fx.Node) -> bool:
-    """Whether a canonical node demands its operands' grid."""
+    """Return whether a canonical node demands its operands' grid."""
     return isinstance(demand(node), Same)
 
 
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
-    """The operands with which a node has one grid on a target of this arithmetic."""
+    """Return the operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
     where = demanded.shared_where if isinstance(demanded, Own) else None
     if operator is not None and where is not None and getattr(arithmetic, where):
@@ -312,7 +312,7 @@ def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
 
 
 def on_grid_of(node: fx.Node) -> list[fx.Node]:
-    """The operands whose grid a canonical node demands, on any target."""
+    """Return the operands whose grid a canonical node demands, on any target."""
     operator, demanded = operator_of(node), demand(node)
     if operator is None or not isinstance(demanded, Same):
         return []
@@ -322,7 +322,7 @@ def on_grid_of(node: fx.Node) -> list[fx.Node]:
 
 
 def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
-    """The dtypes, of those offered, that nodes should have for the sake of what reads them (`Operator.dtypes`), however far behind."""
+    """Return the dtypes, of those offered, that nodes should have for the operators that read them, directly or not (`Operator.dtypes`)."""
     found: dict[fx.Node, str] = {}
     for reader in reversed(graph.nodes):
         for operand in reader.all_input_nodes:
@@ -333,7 +333,7 @@ def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node,
 
 
 def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
-    """The dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+    """Return the dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
 
     Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
     """
@@ -351,7 +351,7 @@ def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, 
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
-    """Which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
+    """Return which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
     operator = operator_of(node)
     if operator is not None and operator.keeps is not None:
         return operator.keeps(operator.arguments(node), after)
@@ -359,7 +359,7 @@ def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of all activations among the arguments, the residual included, in order; parameters are none."""
+    """Return the nodes of all activations among the arguments, the residual included, in order; parameters are none."""
     found: list[fx.Node] = []
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
@@ -369,27 +369,27 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
 
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
+    """Return the nodes of the booleans and integers that an operator reads as they are, in order, without parameters."""
     found: list[fx.Node] = []
     fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
     return [*moved_plain(operator, arguments), *(value for value in found if not is_parameter(value))]
 
 
 def moved_plain(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of the truth values and whole numbers that an operator moves; parameters are none."""
+    """Return the nodes of the booleans and integers that an operator moves, without parameters."""
     found: list[fx.Node] = []
     fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], found.append)
     return [value for value in found if not is_parameter(value) and _is_plain(value)]
 
 
 def _is_plain(value: fx.Node) -> bool:
-    """Whether a node holds truth values or whole numbers that are no quantized tensor's."""
+    """Return whether a node holds booleans or integers that do not belong to a quantized tensor."""
     known = fact(value)
     return isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """The arguments with `function(parameter, value)` in place of every activation."""
+    """Return the arguments with `function(parameter, value)` in place of every activation."""
     mapped = dict(arguments)
     for name in (*operator.operands, "residual"):
         value = mapped.get(name)

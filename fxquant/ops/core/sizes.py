@@ -1,4 +1,4 @@
-"""Sizes and bounds that a model computes as tensors of one whole number from its constants: they are that number."""
+"""Sizes and bounds that a model computes from its constants as tensors of one integer: they are replaced by that integer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZED = frozenset((
 
 
 def settle(node: fx.Node) -> None:
-    """Bounds of slices, and sizes beside the operand, that are computed from constants alone stand in the node as numbers."""
+    """Replace bounds of slices, and sizes next to the operand, that are computed from constants alone by numbers."""
     if node.op not in ("call_function", "call_method"):
         return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -30,7 +30,7 @@ def settle(node: fx.Node) -> None:
 
 
 def _bounds(value: Any) -> Any:
-    """The same nest, with numbers for the bounds of its slices."""
+    """Return a nest with numbers for the bounds of its slices."""
     if isinstance(value, slice):
         return fx.map_arg(value, _number)
     if isinstance(value, list | tuple):
@@ -40,7 +40,7 @@ def _bounds(value: Any) -> Any:
 
 
 def _number(value: fx.Node) -> Any:
-    """The number that a node holds, where it is one whole number that follows from constants; otherwise the node."""
+    """Return the number that a node holds, where it is one integer that follows from constants; otherwise the node."""
     known, model = fact(value), value.graph.owning_module
     if not is_parameter(value) or model is None or not isinstance(known, TensorFact) or known.shape:
         return value

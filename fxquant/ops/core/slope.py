@@ -25,7 +25,7 @@ def shifts_of(slopes: Tensor, bits: int, added: bool) -> tuple[Tensor, Tensor]:
 
 
 def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: Clamp | None, added: bool) -> Any:
-    """q where q ≥ 0, else ⌊q · A / 2^n + ½⌋, then on the output's grid.
+    """Compute q where q ≥ 0, else ⌊q · A / 2^n + ½⌋, then on the output's grid.
 
     Where the target has `added` a byte to q, the result is at most q + 127.
     """

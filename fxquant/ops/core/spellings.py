@@ -1,4 +1,4 @@
-"""Which spellings mean one function: torch.softmax, F.softmax, x.softmax() and nn.Softmax; torch.add, +, += and x.add()."""
+"""Call forms that mean one function: torch.softmax, F.softmax, x.softmax() and nn.Softmax; torch.add, +, += and x.add()."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxquant.ops.core.record import FUNCTIONS, METHODS, MODULES, Operator
 
 
 class _Entry(NamedTuple):
-    """An entry of the operator table: the record, what makes its arguments canonical, and the name without the marks of a spelling."""
+    """An entry of the operator table: the record, what makes its arguments canonical, and the name without the marks of a call form."""
 
     operator: Operator
     adapt: Any
@@ -20,11 +20,11 @@ class _Entry(NamedTuple):
 
 
 def is_meant(asked: Any, written: Any) -> bool:
-    """Whether a rule for one spelling is about another: `asked` as the user gives it to a rule, `written` as a node has it.
+    """Return whether a rule for one call form applies to another: `asked` as the user gives it to a rule, `written` as a node has it.
 
-    A module's class means itself alone. A function, or the name of a method, means the function, however it is called. Of one
-    operator several functions may be spellings (relu, relu6 and clamp): these are one where they have the same name, or where
-    the same code reads their arguments.
+    A module's class means itself alone. A function, or the name of a method, means the function, however it is called. Several
+    functions may be call forms of one operator (relu, relu6 and clamp). They match where they have the same name, or where the
+    same code reads their arguments.
     """
     if asked == written:
         return True
@@ -66,7 +66,7 @@ def _bare(name: str) -> str:
 
 
 def _names(operator: Operator) -> frozenset[str]:
-    """One name for each of the functions that spell an operator: of those whose arguments the same code reads, the first."""
+    """Return one name for each function that is a call form of an operator: of those whose arguments the same code reads, the first."""
     first: dict[Any, str] = {}
     for function, (owner, adapt) in FUNCTIONS.items():
         if owner is operator and function is not operator.function:

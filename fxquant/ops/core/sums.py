@@ -1,4 +1,4 @@
-"""The integer meaning of sums of two operands, of which one may be a constant."""
+"""Lowering of sums of two operands, of which one may be a constant."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2
 
 
 def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """The integer meaning of input + alpha · other."""
+    """Lower input + alpha · other."""
     return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
 
 
 def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """The integer meaning of input - alpha · other."""
+    """Lower input - alpha · other."""
     return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
 
 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
-    """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
+    """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
     if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
         return _lower_narrow_sum(lowering, tensors, clamp)
@@ -75,7 +75,7 @@ LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that 
 def _lower_shifted_sum(
     lowering: Lowering, terms: dict[str, tuple[Quantized | float, float]], how: ShiftedSums, clamp: Clamp | None
 ) -> Quantized:
-    """x · 2^n + e · E, of which x has the larger scale, requantized once; a number is ±127 on its own scale."""
+    """Compute x · 2^n + e · E, where x has the larger scale, and requantize once; a number is ±127 on its own scale."""
     device = next(operand.scale.device for operand, _ in terms.values() if isinstance(operand, Quantized))
     steps: dict[str, Ratio] = {}
     for role, (operand, factor) in terms.items():
@@ -86,7 +86,7 @@ def _lower_shifted_sum(
     (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
     ratio = e.over(*x.numerators)
     wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
-    # A bit is spared, or a sum of 16-bit integers would saturate behind the largest first shift of its requantization to 8 bits.
+    # A bit is spared, or a sum of 16-bit integers would saturate after the largest first shift of its requantization to 8 bits.
     spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
     largest = how.largest_wide if wide_x else how.largest
     exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
@@ -128,7 +128,7 @@ def _lower_shifted_sum(
 
 
 def _counts(operand: Quantized | float, factor: float) -> bool:
-    """Whether a term is an activation, or a number other than 0."""
+    """Return whether a term is an activation, or a number other than 0."""
     return isinstance(operand, Quantized) or operand * factor != 0
 
 
@@ -138,7 +138,10 @@ def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, flo
 
 
 def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
-    """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
+    """Add the terms as integers in units of 2^-n of a step of the result, with 15-bit multipliers.
+
+    They are so small that float32 adds them and the zero point exactly, in any order.
+    """
 
     def total() -> tuple[Any, Tensor]:
         ratios = {role: _step(operand, factor).over(lowering.output.grid.scale) for role, (operand, factor) in terms.items()}
@@ -169,9 +172,9 @@ def _magnitude(constant: Tensor | float) -> float:
 
 
 def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
-    """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
+    """Compute round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
 
-    The gradient of a tensor passes straight through.
+    The gradient of a tensor is that of the identity (straight-through).
     """
     value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
     whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(
@@ -196,9 +199,9 @@ def _factor(value: float, like: Ratio) -> Tensor:
 
 
 def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> int:
-    """The n for which the common scale is 2^-n of the larger step: the largest, up to `most`, for which a constant has few enough steps.
+    """Return the n for which the common scale is 2^-n of the larger step: the largest, up to `most`, at which a constant has few steps.
 
-    It is negative where a constant dwarfs the terms: the output's scale covers the constant, so it is coarser still.
+    It is negative where a constant is much larger than the terms: the output's scale covers the constant, so it is coarser still.
     """
     if not magnitude:
         return most

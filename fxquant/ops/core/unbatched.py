@@ -24,7 +24,7 @@ NORMS: dict[type, int] = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.Instanc
 
 
 def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a layer or pool of the table read a tensor without a batch dimension; it reads one with it now."""
+    """Return whether a layer or pool of the table read a tensor without a batch dimension; it reads one with it now."""
     place = _missing(node, modules)
     if place is None:
         return False
@@ -49,7 +49,7 @@ def _reshaped(node: fx.Node, operand: fx.Node, to: TensorFact, name: str) -> fx.
 
 
 def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
-    """Where a node's operand lacks a dimension; None where it does not."""
+    """Return where a node's operand lacks a dimension; None where it does not."""
     rank, place = _rank(node, modules)
     operand = node.args[0] if node.args else None
     if not rank or not isinstance(operand, fx.Node) or is_parameter(operand):
@@ -63,7 +63,7 @@ def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
 
 
 def _rank(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """The dimensions of its windows, 0 where it has none, and where one sample lacks a dimension."""
+    """Return the dimensions of its windows, 0 where it has none, and where one sample lacks a dimension."""
     if node.op == "call_module" and type(modules[str(node.target)]) in NORMS:
         return NORMS[type(modules[str(node.target)])], 0
     operator = _operator(node, modules)

@@ -1,4 +1,4 @@
-"""What operators with weights have in common: their sums of products, and everything that is fused into them.
+"""Common parts of operators with weights: their sums of products, and everything that is fused into them.
 
 The integer meaning, per output channel c:
 
@@ -52,7 +52,7 @@ from fxquant.quantization.weights import QuantizedWeight
 from fxquant.training import fused_layers
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to an integer costs more than half a step of the largest residual
 
 IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
 
@@ -63,7 +63,7 @@ BeforeResidual = Callable[[Tensor], None]
 
 
 def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before_residual: BeforeResidual | None) -> Tensor:
-    """What is fused behind the sum: residual, then clamp. `before_residual` is shown the value before the residual."""
+    """Apply what is fused after the sum: residual, then clamp. `before_residual` is called with the value before the residual."""
     if residual is not None:
         if before_residual is not None:
             before_residual(value)
@@ -115,21 +115,21 @@ class _Layer:
 
     @property
     def kind(self) -> str:
-        """What its accumulator is to `Arithmetic.requantize`."""
+        """Kind of its accumulator for `Arithmetic.requantize`."""
         return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
 
     @property
     def whole(self) -> torch.dtype:
-        """What holds a number of steps: a bias, a multiplier."""
+        """Dtype that holds a number of steps: a bias, a multiplier."""
         return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
 
     def bound(self, bias: Tensor | None) -> Tensor:
-        """The largest |accumulator| that any input can cause, per output channel."""
+        """Return the largest |accumulator| that any input can cause, per output channel."""
         bound = self.weight.total * self.magnitude
         return bound if bias is None else bound + bias.detach().double().abs()
 
     def form(self, largest: float, bias: Tensor | None) -> Any:
-        """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
+        """Return the sum, which can reach `largest`: narrow where float32 is exact, else wide."""
         lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
         operands = (
             self.input.value,
@@ -151,7 +151,7 @@ class _Layer:
         return lowering.call(product.wide, *operands, *cut)
 
     def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The sums over parts of the input channels, joined in float64."""
+        """Compute the sums over parts of the input channels, and add them in float64."""
         lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
         pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
         terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
@@ -169,7 +169,7 @@ def lower_weighted(
     clamp: Clamp | None = None,
     batch_norm: BatchNorm | None = None,
 ) -> Quantized:
-    """A sum of products, and what is fused into it; output channels are the weight's dimension 0.
+    """Lower a sum of products, and what is fused into it; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
@@ -227,7 +227,7 @@ def lower_uniform(
     bias: float = 0.0,
     residual: Quantized | None = None,
 ) -> Quantized:
-    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias.
+    """Lower a layer whose weight, of this shape, is one number: its integers are ±127 on the number's own scale, with one bias.
 
     What is added to it is added in the accumulator, which it has to fit.
     """
@@ -256,7 +256,7 @@ def lower_uniform(
 
 
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
-    """What the integers of the bias become larger by for the scale of an output; None where its accumulator is rounded otherwise."""
+    """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
     if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
         return None
@@ -274,7 +274,7 @@ def _limit(lowering: Lowering) -> int:
 
 
 def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
-    """What the weight's scales must not fall below, so that bias and residual, in steps of the sum, leave it room."""
+    """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
     found = []
     if bias is not None:
         found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
@@ -285,7 +285,7 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
 
 
 def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
-    """The operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
+    """Return the operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
     bits = input.dtype.bits
     if bits <= 8:
         return input, input.grid.magnitude
@@ -302,7 +302,7 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
 
 
 class _Live(NamedTuple):
-    """Sums without a bias, and what gives them the statistics of their batch."""
+    """Sums without a bias, with the correction and bias that follow from the statistics of their batch."""
 
     sums: Tensor
     correction: Tensor
@@ -311,9 +311,9 @@ class _Live(NamedTuple):
 
 
 def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
-    """The sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
+    """Return the sums without a bias, and what applies the statistics of this batch: another factor of their step, and the bias.
 
-    `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
+    `bias` is the layer's own. A channel without weights, or whose scale was raised, does not depend on the statistics.
     """
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
@@ -338,7 +338,7 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
 
 
 def _narrow(sums: Tensor) -> Tensor:
-    """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
+    """Convert sums to float32 where it represents each of them exactly: half the memory, and faster kernels."""
     if sums.dtype != torch.float64:
         return sums
     low, high = ends_of(sums)
@@ -356,13 +356,13 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
 
 
 def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """The nearest integers to b / (s_x · s), float64, gradients straight through."""
+    """Return the nearest integers to b / (s_x · s), float64, gradients straight through."""
     exact = lowering.arithmetic.bias(bias.detach(), input_scale, scale)
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
 
 def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
-    """(factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     lowering = layer.lowering
     if _requantizes(lowering):
         lowering.note("residual", "added after a requantization, as this target does")
@@ -379,7 +379,7 @@ def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ..
 
 
 def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
-    """What a residual is multiplied by for it to be in steps of the sum, and how much it can add to an accumulator."""
+    """Return the factor that brings a residual to steps of the sum, and how much the residual can add to an accumulator."""
     bits, right_shift = layer.lowering.arithmetic.residual_bits, None
     if bits:
         mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
@@ -395,7 +395,7 @@ def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tu
 
 
 def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
-    """Why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
+    """Return why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
     if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
@@ -406,7 +406,7 @@ def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, larg
 
 
 def _requantizes(lowering: Lowering) -> bool:
-    """Whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    """Return whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
     return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
 
 
@@ -422,7 +422,7 @@ def _finished(
     statistics: fused_layers.Collected | None = None,
     lift: Lift | None = None,
 ) -> Quantized:
-    """With bias, unless the sum has it, and residual, in the accumulator if it has a factor; requantized to the clamp."""
+    """Add the bias, unless the sum has it, and the residual, in the accumulator if it has a factor; requantize and clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and factor is None:
@@ -442,12 +442,12 @@ def _finished(
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:
-    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
+    """Reshape per-channel values to broadcast to an output with `trailing` dimensions after the channel; a single one stays a scalar."""
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
 def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
-    """The fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
+    """Return the fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
     bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
     for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
@@ -464,13 +464,13 @@ def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
 
 
 def sizes(value: Any, rank: int) -> list[int]:
-    """One whole number per dimension."""
+    """Return one integer per dimension."""
     values = [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)]
     return values * rank if len(values) == 1 else values
 
 
 def shape_of(value: Any) -> tuple[Size, ...] | None:
-    """The shape of an argument: a parameter's own, or what was traced; None if it is no tensor."""
+    """Return the shape of an argument: a parameter's own, or the traced one; None if it is not a tensor."""
     if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
         parameter = resolve(value.graph.owning_module, str(value.target))
         return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
@@ -481,7 +481,7 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
 def rescaled(
     arguments: dict[str, Any], inputs: Tensor, outputs: Tensor, arrange: Callable[[Tensor, int], Tensor] = lambda weight, groups: weight
 ) -> dict[str, Any]:
-    """The parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
+    """Return the parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
 
     `arrange` makes its weight (out, in/groups, …), and undoes itself. Where a batch norm is fused, it takes the factors of the result.
     """
@@ -498,7 +498,7 @@ def rescaled(
 
 
 def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why a layer cannot be integer: its weight or bias is computed; None if neither is."""
+    """Return why a layer cannot be integer: its weight or bias is computed; None if neither is."""
     for name in ("weight", "bias"):
         value = arguments[name]
         if isinstance(value, fx.Node) and not is_parameter(value):

@@ -23,7 +23,7 @@ from fxquant.primitives import elementwise
 
 
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
-    """The values, limited to [min, max]; None is no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
+    """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
     return clamped(input, min, max)
 
 
@@ -42,7 +42,7 @@ def _limited_number(x: float, min: float | None = None, max: float | None = None
     return builtins.min(builtins.max(x, low), high)
 
 
-UNARY["limited"] = clamp, _limited_number  # no operator has this name: a clamp is a table where it stands alone on some targets
+UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -55,19 +55,19 @@ def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The limits of the one clamp that does what two do, one after the other; None is no limit."""
+    """Return the limits of the one clamp that equals two, one after the other; None means no limit."""
     least, most = interval(*second)
     low, high = (min(max(bound, least), most) for bound in interval(*first))
     return None if low == -math.inf else low, None if high == math.inf else high
 
 
 def interval(low: Any, high: Any) -> Interval:
-    """The limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
+    """Return the limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
     return float(low) if isinstance(low, int | float) else -math.inf, float(high) if isinstance(high, int | float) else math.inf
 
 
 def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether the limits leave out 0: values then become larger than they were, and need not lie on the operand's scale."""
+    """Return whether the limits leave out 0: values then become larger than they were, and need not lie on the operand's scale."""
     low, high = interval(arguments["min"], arguments["max"])
     return low > 0 or high < 0
 
@@ -77,12 +77,12 @@ def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
 
 
 def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
-    """The values, limited to bounds of which one or both are tensors."""
+    """Return the values, limited to bounds of which one or both are tensors."""
     return torch.clamp(input, min, max)  # type: ignore[arg-type]
 
 
 def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | Instead:
-    """A clamp by numbers is one operator, and by tensors a composite. Where the limits cross, every value becomes the upper one."""
+    """Adapt a clamp: by numbers it is one operator, by tensors a composite. Where the limits cross, every value becomes the upper one."""
     if isinstance(min, fx.Node) or isinstance(max, fx.Node):
         return Instead(clamp_between, {"input": input, "min": min, "max": max})
     return {"input": input, "min": max if min is not None and max is not None and min > max else min, "max": max}

@@ -1,7 +1,7 @@
 """Addition, subtraction and multiplication: of activations, of constants, of numbers.
 
 Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; a number or a constant tensor
-is added in whole steps of that scale, which is coarser where it dwarfs the terms. Products are formed as they are: a
+is added in whole steps of that scale, which is coarser where it is much larger than the terms. Products are formed as they are: a
 constant tensor is quantized like a weight, a number is an exact factor.
 """
 
@@ -39,7 +39,7 @@ def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
 
 
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
+    """Return why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
     operands = [arguments["input"], arguments["other"]]
     if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
         return "none of its operands is an activation"
@@ -50,7 +50,7 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
-    """A constant tensor as integers with one scale; activations and numbers as they are."""
+    """Return a constant tensor as integers with one scale; activations and numbers as they are."""
     return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
 
 
@@ -63,7 +63,7 @@ def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None =
 
 
 def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    """input - alpha · other, and a fused clamp."""
+    """Compute input - alpha · other, and a fused clamp."""
     return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
 
 
@@ -80,7 +80,7 @@ def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 
 
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
-    """Whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
+    """Return whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
     arithmetic = lowering.arithmetic
     if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
         return False
@@ -184,12 +184,12 @@ for _name, _function, _lower, _spellings, _methods in (
 
 
 def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """input · other, and a fused clamp."""
+    """Compute input · other, and a fused clamp."""
     return _clamped(input * other, clamp)
 
 
 def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
-    """The product of the integers; a number only changes the step and, if negative, the sign."""
+    """Return the product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
         largest = lowering.prove(
@@ -212,7 +212,7 @@ def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
-    """A product with truth values chooses: the tensor where they hold, else 0. One with 0 limits it to 0."""
+    """Turn a product with booleans into a choice: the tensor where they are true, else 0. A product with 0 is a clamp to 0."""
     for mask, tensor in ((input, other), (other, input)):
         known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
         if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):

@@ -1,7 +1,7 @@
-"""Comparisons: truth values of integers, and what is done with truth values alone.
+"""Comparisons: booleans from integers, and operators on booleans alone.
 
-A comparison with a number is exact: q · scale is in the relation to the number, as a float32, just where the integer q is in it to a
-whole number. Of two tensors on different grids both are brought to the common scale of a sum first.
+A comparison with a number is exact: q · scale is in the relation to the number, as a float32, just where q is in it to a certain
+integer. Two tensors on different grids are brought to the common scale of a sum first.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REVERSED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "l
 
 
 def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
-    """The whole numbers to which centred integers of the grid are in the relation just where what they stand for is to `value`.
+    """Return the integers to which centred integers of the grid are in the relation exactly where their float values are to `value`.
 
-    `value` is read as float32, as PyTorch compares it, and the quotient of two float32 numbers tells in float64 whether it is whole.
+    `value` is read as float32, as PyTorch compares it. The quotient of two float32 numbers in float64 shows whether it is an integer.
     """
     real = torch.as_tensor(value, device=grid.scale.device).detach().to(torch.float32)
     quotient = (real.double() / grid.scale.double()).clamp(-BOUNDARY_LIMIT, BOUNDARY_LIMIT)
@@ -43,7 +43,7 @@ def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
 
 
 def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any, Any]:
-    """The integers of two tensors on one scale: their own, or 2^-14 of the larger one, as in a sum."""
+    """Return the integers of two tensors on one scale: their own, or 2^-14 of the larger one, as in a sum."""
     if input.grid.equals(other.grid):
         return input.value, other.value
     larger = input.scale if bool(input.scale >= other.scale) else other.scale
@@ -120,7 +120,7 @@ register(
     )
 )
 
-# ---- of truth values -------------------------------------------------------------------------------------------------
+# ---- of booleans -----------------------------------------------------------------------------------------------------
 
 
 def _lower_logic(operation: str) -> Callable[..., Any]:
@@ -205,12 +205,12 @@ for _name, _relation in (("isnan", "ne"), ("isinf", "ne"), ("isposinf", "ne"), (
 
 
 def any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """Whether any of the truth values along dimensions holds."""
+    """Return whether any of the booleans along dimensions is true."""
     return torch.any(input, dim, keepdim)
 
 
 def all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """Whether all truth values along dimensions hold."""
+    """Return whether all booleans along dimensions are true."""
     return torch.all(input, dim, keepdim)
 
 
@@ -250,7 +250,7 @@ for _function, _every in ((any, False), (all, True)):
 
 
 def nan_to_num(input: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Tensor:
-    """The tensor with numbers in place of what is none."""
+    """Replace NaN and infinite elements of a tensor by numbers."""
     return torch.nan_to_num(input, nan, posinf, neginf)
 
 

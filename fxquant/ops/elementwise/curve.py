@@ -25,19 +25,19 @@ Steps = Any  # a nest as above
 
 
 def is_pointwise(name: str) -> bool:
-    """Whether the operator of this name may be a part of such a function, should its operands be of one size."""
+    """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
     return name in UNARY or name in COMPARED or name in COMBINED or name in LOGICAL
 
 
 def written(value: Any) -> Steps:
-    """Another argument of a call, as a nest holds it: hashable."""
+    """Return an argument of a call that is not a tensor as a nest holds it: hashable."""
     if isinstance(value, dict):
         return (_MAPPING, tuple((name, written(item)) for name, item in value.items()))
     return tuple(written(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def curve(input: Tensor, steps: Steps) -> Tensor:
-    """What the nest says of a tensor. Raises ValueError at what is no operator that may be a part of it."""
+    """Compute the function that the nest describes. Raise ValueError for an entry that is not an operator that it may contain."""
     found: Tensor = _value(steps, input)
     return found if found.is_floating_point() else found.to(input.dtype)
 

@@ -27,7 +27,7 @@ from fxquant.primitives import elementwise
 
 
 def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
-    """input / other for a number, and a fused clamp."""
+    """Compute input / other for a number, and a fused clamp."""
     value = input / other
     return value if clamp is None else clamped(value, *clamp)
 
@@ -52,12 +52,12 @@ def _onnx_div(c: Call) -> str:
 
 
 def true_divide(input: Tensor, other: Tensor) -> Tensor:
-    """input / other for two tensors."""
+    """Compute input / other for two tensors."""
     return torch.true_divide(input, other)
 
 
 def reciprocal_of(build: Builder, divisor: fx.Node) -> fx.Node:
-    """1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
+    """Compute 1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
     made: fx.Node
     if is_parameter(divisor):
         return build.host(torch.reciprocal, divisor)
@@ -83,7 +83,7 @@ ROUNDED = {"floor": (floor_quotient, floor_divided), "trunc": (trunc_quotient, t
 
 
 def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[str, Any] | str | Instead:
-    """A division is one of several operators, by what is divided by what."""
+    """Adapt a division: which of several operators it is depends on its operands."""
     if rounding_mode is not None:
         by_a_tensor, by_a_number = ROUNDED[rounding_mode]
         return Instead(by_a_tensor if is_tensor(other) else by_a_number, {"input": input, "other": other})

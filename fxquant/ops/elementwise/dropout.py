@@ -1,4 +1,4 @@
-"""Dropout in all its kinds: nothing at all, except while training. What drops in eval mode, too, is no operator of the table."""
+"""Dropout in all its kinds: the identity, except while training. Dropout that also acts in eval mode is not in the operator table."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that m
 
 
 def dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
-    """The input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
+    """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
     return input
 
 
 def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) -> Quantized:
-    """What is dropped is noise on real numbers, which need not lie on the grid; the next operator puts them there."""
+    """Drop while training: the noise is on float values, which need not lie on the grid; the next operator rounds them to it."""
     return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:
-    """The canonical arguments of one of PyTorch's functions.
+    """Return an adapter that makes the canonical arguments of one of PyTorch's functions.
 
-    One that was told to act acts in eval mode, too, since the model was traced in it: as in Monte Carlo dropout, it is no
-    function of its input, and stays what it is.
+    The model was traced in eval mode, so dropout with training=True acts in eval mode, too, as in Monte Carlo dropout.
+    It is not a function of its input, and is left as it is.
     """
 
     def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:

@@ -21,7 +21,7 @@ from fxquant.ops.elementwise.unary import spelled, unary
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
-    """A function of `math` that is NaN where it has no value, and infinite where it has a pole."""
+    """Return a function of `math` that is NaN where it has no value, and infinite where it has a pole."""
 
     def on_numbers(x: float, **settings: Any) -> float:
         try:
@@ -33,7 +33,7 @@ def within_domain(function: Callable[..., float], **ends: float) -> Callable[...
 
 
 def by_torch(function: Callable[..., Tensor]) -> Callable[..., float]:
-    """A function that `math` does not have, on one number: PyTorch's, in float64."""
+    """Return a function on one number that `math` does not have: PyTorch's, in float64."""
     return lambda x, **settings: float(function(torch.tensor(x, dtype=torch.float64, device="cpu"), **settings))
 
 
@@ -52,7 +52,7 @@ unary("sinc", torch.sinc, by_torch(torch.sinc))
 unary("deg2rad", torch.deg2rad, math.radians)
 unary("rad2deg", torch.rad2deg, math.degrees)
 
-# ---- whole numbers ---------------------------------------------------------------------------------------------------
+# ---- rounding to integers --------------------------------------------------------------------------------------------
 
 
 def _round(x: float, decimals: int = 0) -> float:
@@ -163,27 +163,27 @@ unary(
 
 
 def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
-    """numerator / input."""
+    """Compute numerator / input."""
     return numerator / input
 
 
 def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
-    """⌊input / other⌋."""
+    """Compute ⌊input / other⌋."""
     return torch.div(input, other, rounding_mode="floor")
 
 
 def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
-    """input / other, rounded towards 0."""
+    """Compute input / other, rounded towards 0."""
     return torch.div(input, other, rounding_mode="trunc")
 
 
 def remainder(input: Tensor, other: float = 1.0) -> Tensor:
-    """input - other · ⌊input / other⌋."""
+    """Compute input - other · ⌊input / other⌋."""
     return torch.remainder(input, other)
 
 
 def fmod(input: Tensor, other: float = 1.0) -> Tensor:
-    """What is left of input divided by other, with the sign of input."""
+    """Compute the remainder of input divided by other, with the sign of input."""
     return torch.fmod(input, other)
 
 
@@ -192,12 +192,12 @@ def _quotient(x: float, numerator: float = 1.0) -> float:
 
 
 def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
-    """⌊input / other⌋ for a divisor that is a tensor, with the gradient of a rounded number, which `torch.floor_divide` has not."""
+    """Compute ⌊input / other⌋ for a divisor that is a tensor, with the gradient of a rounded number, which `torch.floor_divide` has not."""
     return torch.div(_as_tensor(input, other), other, rounding_mode="floor")
 
 
 def trunc_quotient(input: Tensor | float, other: Tensor) -> Tensor:
-    """input / other for a divisor that is a tensor, rounded towards 0."""
+    """Compute input / other for a divisor that is a tensor, rounded towards 0."""
     return torch.div(_as_tensor(input, other), other, rounding_mode="trunc")
 
 
@@ -206,22 +206,22 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
-    """input - other · ⌊input / other⌋ for a divisor that is a tensor."""
+    """Compute input - other · ⌊input / other⌋ for a divisor that is a tensor."""
     return torch.remainder(input, other)
 
 
 def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
-    """What is left of input divided by a tensor, with the sign of input."""
+    """Compute the remainder of input divided by a tensor, with the sign of input."""
     return torch.fmod(input, other)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether an argument is a node with a tensor, an activation or a parameter."""
+    """Return whether an argument is a node with a tensor, an activation or a parameter."""
     return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
 
 
 def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[..., dict[str, Any] | Instead]:
-    """A quotient or remainder by a number is a table, by a tensor a composite."""
+    """Adapt a quotient or remainder: by a number it is a table, by a tensor a composite."""
 
     def adapt(input: Any, other: Any) -> dict[str, Any] | Instead:
         input, other = (other, input) if reverse else (input, other)

@@ -19,7 +19,7 @@ GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
-    """The first half along a dimension times the sigmoid of the second."""
+    """Return the first half along a dimension times the sigmoid of the second."""
     return F.glu(input, dim)
 
 

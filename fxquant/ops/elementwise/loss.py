@@ -1,14 +1,16 @@
-"""Losses, element by element: composites of a difference, or of a product, and one table. Their mean and sum run over the batch.
+"""Losses, element by element: composites of a difference, or of a product, and one table.
 
-mse              d²                               d = input - target
-l1               |d|
-smooth_l1        d² / (2·beta) where |d| < beta, else |d| - beta/2
-huber            d² / 2 where |d| < delta, else delta · (|d| - delta/2)
-soft_margin      log(1 + exp(-target · input))
-bce              -(target · log(input) + (1 - target) · log(1 - input)), its logarithms limited to -100
-bce with logits  log(1 + exp(x)) - target · x
-kl_div           target · (log(target) - input)
-poisson_nll      exp(input) - target · input
+    mse              d²                               d = input - target
+    l1               |d|
+    smooth_l1        d² / (2·beta) where |d| < beta, else |d| - beta/2
+    huber            d² / 2 where |d| < delta, else delta · (|d| - delta/2)
+    soft_margin      log(1 + exp(-target · input))
+    bce              -(target · log(input) + (1 - target) · log(1 - input)), its logarithms limited to -100
+    bce with logits  log(1 + exp(x)) - target · x
+    kl_div           target · (log(target) - input)
+    poisson_nll      exp(input) - target · input
+
+Their mean and sum run over the batch.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ LOWEST_LOGARITHM = -100.0  # PyTorch's, of a probability
 
 
 def smooth_magnitude(input: Tensor, beta: float = 1.0) -> Tensor:
-    """x² / (2·beta) where |x| < beta, else |x| - beta/2."""
+    """Compute x² / (2·beta) where |x| < beta, else |x| - beta/2."""
     return F.smooth_l1_loss(input, torch.zeros_like(input), reduction="none", beta=beta)
 
 
 def huber_magnitude(input: Tensor, delta: float = 1.0) -> Tensor:
-    """x² / 2 where |x| < delta, else delta · (|x| - delta/2)."""
+    """Compute x² / 2 where |x| < delta, else delta · (|x| - delta/2)."""
     return F.huber_loss(input, torch.zeros_like(input), reduction="none", delta=delta)
 
 
@@ -54,7 +56,7 @@ unary("huber_magnitude", huber_magnitude, lambda x, delta=1.0: x * x / 2 if abs(
 
 
 def _weighed(value: Tensor, reduction: str, weight: Tensor | None) -> Tensor:
-    """A loss times its weight, whose mean is that of the weighed elements over the weights."""
+    """Return a loss times its weight, whose mean is that of the weighed elements over the weights."""
     value = value if weight is None else value * weight
     if reduction == "none":
         return value
@@ -64,17 +66,17 @@ def _weighed(value: Tensor, reduction: str, weight: Tensor | None) -> Tensor:
 
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Tensor:
-    """The squared difference."""
+    """Return the squared difference."""
     return _weighed(F.mse_loss(input, target, reduction="none"), reduction, weight)
 
 
 def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Tensor | None = None) -> Tensor:
-    """The magnitude of the difference."""
+    """Return the magnitude of the difference."""
     return _weighed(F.l1_loss(input, target, reduction="none"), reduction, weight)
 
 
 def smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """A square of what is small, a magnitude of what is large."""
+    """Compute a square of small values, a magnitude of large ones."""
     return F.smooth_l1_loss(input, target, reduction=reduction, beta=beta)
 
 
@@ -84,7 +86,7 @@ def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: fl
 
 
 def soft_margin_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """log(1 + exp(-target · input))."""
+    """Compute log(1 + exp(-target · input))."""
     return F.soft_margin_loss(input, target, reduction=reduction)
 
 
@@ -135,7 +137,7 @@ def _soft_margin(build: Builder, input: fx.Node, target: fx.Node, last: Last) ->
 
 
 def _entropy(build: Builder, input: fx.Node, target: fx.Node, last: Last) -> Any:
-    """log(1 - p) + target · (log p - log(1 - p)), negated."""
+    """Compute log(1 - p) + target · (log p - log(1 - p)), negated."""
     yes = build(clamp, build(torch.log, input, demand=WIDE), LOWEST_LOGARITHM, None)
     no = build(clamp, build(torch.log, build(sub, 1.0, input, demand=WIDE), demand=WIDE), LOWEST_LOGARITHM, None)
     difference = build(sub, yes, no, demand=WIDE)
@@ -204,7 +206,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _adapted(names: tuple[str, ...]) -> Callable[..., dict[str, Any] | str]:
-    """The arguments by position, of which two that PyTorch no longer reads say nothing where they are not given."""
+    """Return the arguments by position, of which two that PyTorch no longer reads say nothing where they are not given."""
 
     def adapt(*given: Any, **named: Any) -> dict[str, Any] | str:
         found = {**dict(zip(names, given, strict=False)), **named}

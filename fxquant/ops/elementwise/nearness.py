@@ -19,7 +19,7 @@ from fxquant.ops.elementwise.arithmetic import add, mul, sub
 
 
 def isclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> Tensor:
-    """Whether |input - other| <= rtol · |other| + atol."""
+    """Return whether |input - other| <= rtol · |other| + atol."""
     return torch.isclose(input, other, rtol, atol)
 
 

@@ -1,10 +1,10 @@
 """Functions of two tensors, element by element: composites, 16 bits wide inside.
 
     x ** y = exp(y · log x)                 for x > 0; a constant exponent of few values is a table for each
-    x ** n = ± exp(n · log |x|)             for whole numbers n, negative where x is and n is odd
-    ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near a whole number it may fall on the other side
+    x ** n = ± exp(n · log |x|)             for integers n, negative where x is and n is odd
+    ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near an integer it may fall on the other side
 
-A power of a negative number has a value for whole exponents alone, which real numbers on a grid do not tell: calibration refuses it.
+A power of a negative number has a value for integer exponents alone. Values on a grid do not show which these are: calibration refuses it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxquant.ops.elementwise.unary import power, spelled, unary
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
 from fxquant.ops.reduction.extremum import maximum
 
-SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is no number
+SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 
 
 def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
-    """The values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
+    """Return the values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
     model = exponent.graph.owning_module
     if exponent.op != "get_attr" or model is None:
         return None
@@ -78,7 +78,7 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def log_of_base(input: Tensor) -> Tensor:
-    """log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
+    """Compute log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
     return torch.log(torch.where(input == 0, SMALLEST, input))
 
 
@@ -87,7 +87,7 @@ register(Operator("power", power, ("input", "exponent"), expand=_expand_power, r
 
 
 def ldexp(input: Tensor, other: Tensor) -> Tensor:
-    """input · 2 ** other."""
+    """Compute input · 2 ** other."""
     return torch.ldexp(input, other)
 
 
@@ -95,7 +95,7 @@ def _expand_ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
 
 
-# ---- quotients that are rounded, and what is left of them ----------------------------------------------------------
+# ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
 
 
 def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> fx.Node:
@@ -132,12 +132,12 @@ for _name, _function, _expand in _ROUNDED:
 
 
 def copysign(input: Tensor, other: Tensor | float) -> Tensor:
-    """The magnitude of input with the sign of other."""
+    """Return the magnitude of input with the sign of other."""
     return torch.copysign(input, other)
 
 
 def heaviside(input: Tensor, values: Tensor) -> Tensor:
-    """0 of what is negative, 1 of what is positive, and `values` of 0."""
+    """Compute 0 of what is negative, 1 of what is positive, and `values` of 0."""
     return torch.heaviside(input, values)
 
 
@@ -159,17 +159,17 @@ def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
 
 
 def xlog1py(input: Tensor, other: Tensor) -> Tensor:
-    """input · log(1 + other)."""
+    """Compute input · log(1 + other)."""
     return torch.special.xlog1py(input, other)  # type: ignore[no-any-return]
 
 
 def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
-    """log2(2 ** input + 2 ** other)."""
+    """Compute log2(2 ** input + 2 ** other)."""
     return torch.logaddexp2(input, other)
 
 
 def log2_of_one_and_power(input: Tensor) -> Tensor:
-    """log2(1 + 2 ** -|input|)."""
+    """Compute log2(1 + 2 ** -|input|)."""
     return torch.log2(1 + torch.exp2(-input.abs()))
 
 

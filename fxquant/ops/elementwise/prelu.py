@@ -25,7 +25,7 @@ from fxquant.primitives.comparison import choose, compare
 
 
 def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp."""
+    """Compute max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp."""
     value = F.prelu(input, weight)
     return value if clamp is None else clamped(value, *clamp)
 
@@ -68,7 +68,7 @@ def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp:
 
 
 def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
-    """q where q ≥ 0, else q · A, both on the operand's grid and then brought to the output's.
+    """Compute q where q ≥ 0, else q · A, both on the operand's grid and then brought to the output's.
 
     A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767.
     """

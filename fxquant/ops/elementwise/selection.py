@@ -1,4 +1,4 @@
-"""Choosing between two tensors, element by element, by truth values."""
+"""Selection between two tensors, element by element, by a boolean mask."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxquant.primitives import comparison
 
 
 def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
-    """`input` where the condition holds, else `other`; each is a tensor or a number."""
+    """Return `input` where the condition holds, else `other`; each is a tensor or a number."""
     result = torch.where(condition, input, other)
     return result if result.is_floating_point() else result.float()
 
 
 def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
-    """Each branch on the output's scale, then chosen."""
+    """Bring each branch to the output's scale, then choose."""
     chosen = lowering.given("condition", condition, torch.bool)
     return lowering.result(
         lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),

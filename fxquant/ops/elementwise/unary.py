@@ -31,7 +31,7 @@ POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; 
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
-    """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
+    """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid."""
     in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
 
     def entries(points: Tensor | None = None) -> Tensor:
@@ -45,11 +45,12 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
 
 
 def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
-    """function(x) without gradients where it has no finite slope; where it is infinite, the most extreme of its other values; else 0.
+    """Compute function(x) without gradients where it has no finite slope.
 
-    A grid holds 0 where a real tensor rarely does: what is small is rounded to it. There the root, the logarithm and the quotient have
-    poles, whose gradient would be that of the whole layer; and the table has its last integer. A grid may reach a step beyond where
-    the function has values, as that of a tanh reaches beyond 1; there the table has 0.
+    Infinite values become the most extreme of the other values, undefined ones become 0.
+    A grid holds 0 where a float tensor rarely does: small values are rounded to it. There the root, the logarithm and the quotient have
+    poles, whose gradient would dominate that of the whole layer; and the table has its last integer. A grid may reach a step beyond
+    where the function has values, as that of a tanh reaches beyond 1; there the table has 0.
     """
     if name not in SINGULAR:
         return function(x)
@@ -80,9 +81,9 @@ def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
 Settings = tuple[tuple[str, Any], ...]
 
 
-@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
+@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales do not change, the same ones are requested at every step
 def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool) -> Tensor:
-    """The table of a unary function of factor · x + offset; nobody writes into it."""
+    """Return the table of a unary function of factor · x + offset from a cache; callers must not write into it."""
     return _made(name, factor, offset, settings, input, output, in_float32)
 
 
@@ -96,7 +97,7 @@ def _made(
     in_float32: bool,
     points: Tensor | None = None,
 ) -> Tensor:
-    """The same, anew; or its entries at these points alone."""
+    """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
     function, exact = UNARY[name]
     chosen = dict(settings)
 
@@ -190,7 +191,7 @@ def unary(
 
 
 def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
-    """Whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
+    """Return whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
     x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
     given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
     with torch.enable_grad():
@@ -200,7 +201,7 @@ def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> 
 
 
 def steep(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
+    """Return whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
     if name == "shifted":
         return steep(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
@@ -208,7 +209,7 @@ def steep(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] | None:
-    """What the operator of this name, with these arguments, makes of one real number; None unless it is a unary function without poles."""
+    """Return the function of one float that this operator computes with these arguments; None unless it is unary and without poles."""
     if name == "shifted":
         inner = exact(arguments["function"], arguments["settings"])
         return None if inner is None else lambda x: inner(_moved(x, arguments["factor"], arguments["offset"]))
@@ -219,7 +220,7 @@ def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] |
 
 
 def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
+    """Return whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
     if name == "shifted":
         return has_pole(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
@@ -227,7 +228,7 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def spelled(*names: str) -> list[Any]:
-    """The functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
+    """Return the functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
     found: list[Any] = []
     for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
         places = [getattr(place, name) for place in (torch, torch.special, F) if hasattr(place, name)]
@@ -288,7 +289,7 @@ def _power(x: float, exponent: float) -> float:
 
 
 def _for_positive(function: Callable[[float], float], at_zero: float) -> Callable[[float], float]:
-    """A function of positive numbers with its limit at 0, NaN below."""
+    """Return a function of positive numbers with its limit at 0, NaN below."""
 
     def on_numbers(x: float) -> float:
         return function(x) if x > 0 else at_zero if x == 0 else math.nan
@@ -302,7 +303,7 @@ _FOR_POSITIVE: list[Callable[[float], float]] = []
 
 # ---- as operators of ONNX --------------------------------------------------------------------------------------------
 
-LARGEST_SOFTPLUS = 20.0  # beyond it, float32 does not tell softplus from its argument
+LARGEST_SOFTPLUS = 20.0  # beyond it, softplus equals its argument in float32
 
 
 def _onnx_hardsigmoid(c: Call) -> str:
@@ -334,7 +335,7 @@ def _onnx_logsigmoid(c: Call) -> str:
 
 
 def _onnx_softplus(c: Call) -> str:
-    """log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
+    """Compute log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
     x, beta, threshold = c.input, c["beta"], c["threshold"]
     inner = x if beta == 1 else c.do("Mul", x, c.number(beta))
     value = c.do("Softplus", inner)
@@ -402,7 +403,7 @@ unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)
 
 
 def power_of(input: Tensor, base: float = math.e) -> Tensor:
-    """base ** input."""
+    """Compute base ** input."""
     return torch.pow(base, input)
 
 
@@ -411,7 +412,7 @@ def _power_of(x: float, base: float = math.e) -> float:
 
 
 def power(input: Tensor, exponent: Tensor) -> Tensor:
-    """input ** exponent for two tensors."""
+    """Compute input ** exponent for two tensors."""
     return torch.pow(input, exponent)
 
 
@@ -431,14 +432,14 @@ unary("power_of", power_of, _power_of, "__rpow__", base=math.e)
 
 
 def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
-    """The unary function of this name of factor · input + offset."""
+    """Return the unary function of this name of factor · input + offset."""
     return UNARY[function][0](_moved(input, factor, offset), **settings)
 
 
 def _lower_shifted(
     lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
 ) -> Quantized:
-    """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
+    """Lower to one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
     return by_table(lowering, input, function, factor, offset, **settings)
 
 
@@ -463,7 +464,7 @@ def of_inverse(input: Any) -> dict[str, Any] | Instead:
 
 
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
-    """The arguments of `shifted` for a unary function of a number and a tensor's sum or difference; None if it is of something else."""
+    """Return the arguments of `shifted` for a unary function of the sum or difference of a number and a tensor; else None."""
     operator = operator_of(addition)
     if operator is None or operator.name not in ("add", "sub") or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
         return None

@@ -1,4 +1,4 @@
-"""Arithmetic on whole numbers and truth values that are no quantized tensor's: tokens, places, counts, masks that are given.
+"""Arithmetic on integers and booleans that do not belong to a quantized tensor: tokens, places, counts, masks that are given.
 
 All of them are int64 in the graph, and exact: sums and products wrap around beyond 64 bits, as PyTorch's do. Numbers of a narrower
 dtype are made int64 first, and a result of one is brought back to it, so that they wrap around where that dtype does.
@@ -26,7 +26,7 @@ Value = Any  # a value of the lowering, a constant tensor, or a number
 
 
 class Steps:
-    """Writes primitives on whole numbers for one operator; constants become int64 ones."""
+    """Writer of primitives on integers for one operator; constants become int64 ones."""
 
     def __init__(self, lowering: Lowering) -> None:
         self._lowering = lowering
@@ -34,15 +34,15 @@ class Steps:
         self._constants = 0
 
     def __call__(self, operation: str, input: Value, other: Value) -> Any:
-        """The two joined: see `primitives.joined`."""
+        """Combine two values by an operation of `primitives.joined`."""
         return self._lowering.call(primitives.joined, self.held(input), self.held(other), operation)
 
     def compare(self, input: Value, other: Value, relation: str) -> Any:
-        """Whether they are in the relation."""
+        """Return whether they are in the relation."""
         return self._lowering.call(comparison.compare, self.held(input), self.held(other), relation)
 
     def held(self, value: Value) -> Any:
-        """A value as primitives take it."""
+        """Return a value as primitives take it."""
         if not isinstance(value, int):
             self._constants += isinstance(value, Tensor)
             return self._lowering.given(f"constant_{self._constants}", value, torch.int64)
@@ -64,12 +64,12 @@ class Steps:
 
 
 def as_whole(value: Any) -> Tensor:
-    """A number, or a tensor of whole numbers or truth values, as int64."""
+    """Return a number, or a tensor of integers or booleans, as int64."""
     return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")).to(torch.int64)
 
 
 def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    """These arguments, where they are no tensors, are whole numbers that are known."""
+    """Return a check that these arguments are tensors or known integers."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         for name in names:
@@ -121,57 +121,57 @@ def whole_add(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
 
 
 def whole_sub(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
-    """input - alpha · other."""
+    """Compute input - alpha · other."""
     return as_whole(input - alpha * other)
 
 
 def whole_mul(input: Tensor, other: Tensor) -> Tensor:
-    """input · other."""
+    """Compute input · other."""
     return as_whole(input * other)
 
 
 def whole_floor_divide(input: Tensor, other: Tensor) -> Tensor:
-    """⌊input / other⌋."""
+    """Compute ⌊input / other⌋."""
     return torch.div(as_whole(input), as_whole(other), rounding_mode="floor")
 
 
 def whole_trunc_divide(input: Tensor, other: Tensor) -> Tensor:
-    """input / other, rounded towards 0."""
+    """Compute input / other, rounded towards 0."""
     return torch.div(as_whole(input), as_whole(other), rounding_mode="trunc")
 
 
 def whole_remainder(input: Tensor, other: Tensor) -> Tensor:
-    """input - other · ⌊input / other⌋."""
+    """Compute input - other · ⌊input / other⌋."""
     return torch.remainder(as_whole(input), as_whole(other))
 
 
 def whole_fmod(input: Tensor, other: Tensor) -> Tensor:
-    """What is left of input divided by other, with the sign of input."""
+    """Compute the remainder of input divided by other, with the sign of input."""
     return torch.fmod(as_whole(input), as_whole(other))
 
 
 def whole_maximum(input: Tensor, other: Tensor) -> Tensor:
-    """The larger of two whole numbers."""
+    """Return the larger of two integers."""
     return torch.maximum(as_whole(input), as_whole(other))
 
 
 def whole_minimum(input: Tensor, other: Tensor) -> Tensor:
-    """The smaller of two whole numbers."""
+    """Return the smaller of two integers."""
     return torch.minimum(as_whole(input), as_whole(other))
 
 
 def whole_and(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that both have, in two's complement."""
+    """Return the bits that both have, in two's complement."""
     return torch.bitwise_and(as_whole(input), as_whole(other))
 
 
 def whole_or(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that one has or the other, in two's complement."""
+    """Return the bits that one has or the other, in two's complement."""
     return torch.bitwise_or(as_whole(input), as_whole(other))
 
 
 def whole_xor(input: Tensor, other: Tensor) -> Tensor:
-    """The bits that only one of the two has, in two's complement."""
+    """Return the bits that only one of the two has, in two's complement."""
     return torch.bitwise_xor(as_whole(input), as_whole(other))
 
 
@@ -223,18 +223,18 @@ def whole_abs(input: Tensor) -> Tensor:
 
 
 def whole_sign(input: Tensor) -> Tensor:
-    """-1, 0 or 1."""
+    """Return -1, 0 or 1."""
     return torch.sign(input)
 
 
 def whole_clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """Limited to [min, max], which are numbers or tensors; None is no limit."""
+    """Limit to [min, max], which are numbers or tensors; None means no limit."""
     limited = input if min is None else torch.maximum(input, as_whole(min).to(input.device))
     return limited if max is None else torch.minimum(limited, as_whole(max).to(input.device))
 
 
 def whole_pow(input: Tensor, exponent: int) -> Tensor:
-    """input · input · …, as many factors as the exponent says."""
+    """Compute input · input · …, as many factors as the exponent says."""
     return torch.pow(input, exponent)
 
 
@@ -269,12 +269,12 @@ _register(whole_pow, _power, ("input",), refuses=_refuses_power)
 
 
 def whole_lshift(input: Tensor, other: int) -> Tensor:
-    """input · 2^other."""
+    """Compute input · 2^other."""
     return as_whole(torch.bitwise_left_shift(input, other))
 
 
 def whole_rshift(input: Tensor, other: int) -> Tensor:
-    """⌊input / 2^other⌋."""
+    """Compute ⌊input / 2^other⌋."""
     return as_whole(torch.bitwise_right_shift(input, other))
 
 

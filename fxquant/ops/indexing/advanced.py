@@ -177,7 +177,7 @@ register(
 
 
 def take(input: Tensor, index: Any) -> Tensor:
-    """The elements at these places, a list that may be nested, of all elements row by row."""
+    """Return the elements at these places, a list that may be nested, of all elements row by row."""
     return torch.take(input, torch.as_tensor(index, device=input.device))
 
 
@@ -226,7 +226,7 @@ register(
 
 
 def diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """A diagonal of the matrices that two dimensions hold, as the last dimension."""
+    """Return a diagonal of the matrices that two dimensions hold, as the last dimension."""
     return torch.diagonal(input, offset, dim1, dim2)
 
 
@@ -282,7 +282,7 @@ def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 
 def _expand_diag_embed(build: Builder, input: fx.Node, offset: int, dim1: int, dim2: int) -> Any:
-    """Every row of a matrix is all elements, moved by the offset; what lies on neither side of the diagonal is kept."""
+    """Write every row of a matrix as all elements, moved by the offset, and keep what lies on the diagonal."""
     sizes = numbers(build.fact(input).shape)
     length, size = sizes[-1], sizes[-1] + abs(offset)
     before = [WHOLE] * (len(sizes) - 1)

@@ -25,12 +25,12 @@ from fxquant.primitives import comparison, shape
 
 
 def setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
-    """A copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
+    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
     return functional.setitem(input, tuple(index), value)
 
 
 def _positions(entry: Any, size: Size) -> list[int] | None:
-    """Where an entry writes along a dimension; None: everywhere."""
+    """Return where an entry writes along a dimension; None: everywhere."""
     if isinstance(entry, builtins.slice) and entry == WHOLE:
         return None
     assert isinstance(size, int)
@@ -42,7 +42,7 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
 
 
 def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
-    """The value spread out to where it is written, and chosen there."""
+    """Spread the value out to where it is written, and choose it there."""
     whole = _sizes(input)
     written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
     device = lowering.device
@@ -57,7 +57,7 @@ def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: B
     sizes = _aligned(index, _sizes(value))
 
     def source(dim: int) -> Tensor:
-        """Which of the value's elements each position takes; one that is not written to takes any."""
+        """Return which of the value's elements each position takes; one that is not written to takes any."""
         found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found
@@ -87,7 +87,7 @@ def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
 
 
 def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
-    """The shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
+    """Return the shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
     left = list(sizes)
     found: list[Size] = []
     for entry in reversed(index):
@@ -177,7 +177,7 @@ def _index_filled(input: Any, dim: int, index: Any, value: Any) -> dict[str, Any
 
 
 def _onnx_setitem(c: Call) -> str:
-    """The value spread out as the integer graph does it, chosen where it is written."""
+    """Spread the value out as the integer graph does, and choose it where it is written."""
     value = c.operand("value")
     for node in c.primitives:
         if node.target is shape.reshape:

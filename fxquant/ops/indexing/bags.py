@@ -54,7 +54,7 @@ def embedding_bag(
 
 
 def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
-    """Which places of a row of numbers each bag has; none where the bags are rows themselves."""
+    """Return which places of a row of numbers each bag has; none where the bags are rows themselves."""
     value = None if offsets is None else constant_value(offsets)
     if value is None:
         return []
@@ -109,13 +109,13 @@ def _expand(
 
 
 def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
-    """A row of numbers as bags, [bags, size]."""
+    """Return a row of numbers as bags, [bags, size]."""
     taken: fx.Node = build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
     return taken
 
 
 def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
-    """The table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
+    """Return the table with a neutral row in place of the padding's, and, with `another`, a further such row at its end."""
     rows, features = numbers(build.fact(weight).shape)
     if padding is None and not another:
         return weight
@@ -136,7 +136,7 @@ def _counted(build: Builder, input: fx.Node, padding: int) -> fx.Node:
 
 
 def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> fx.Node:
-    """One over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
+    """Return one over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
     if padding is None:
         assert count is not None
         return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))

@@ -1,4 +1,4 @@
-"""Whole numbers that are counted: one-hot vectors, how many truth values hold, in which of several intervals a number lies."""
+"""Integers from counting: one-hot vectors, how many booleans are true, in which of several intervals a number lies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxquant.primitives import comparison, scatter, selection, shape
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """For each whole number a vector of zeros with a 1 at its place, along a new last dimension: int64."""
+    """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64."""
     return F.one_hot(input, num_classes)
 
 
 def _lower_one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
-    """Rows of the unit matrix."""
+    """Take rows of the unit matrix."""
     unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
     return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
 
@@ -53,12 +53,12 @@ register(
 
 
 def count_nonzero(input: Tensor, dim: list[int]) -> Tensor:
-    """How many of the truth values along dimensions hold: int64."""
+    """Count how many of the booleans along dimensions are true: int64."""
     return torch.count_nonzero(input, dim)
 
 
 def count_of(input: Tensor, dim: list[int]) -> Tensor:
-    """How many of the numbers along dimensions are not 0: int64."""
+    """Return how many of the numbers along dimensions are not 0: int64."""
     return torch.count_nonzero(input, dim)
 
 
@@ -103,12 +103,12 @@ register(Operator("count_of", count_of, ("input",), demand=Plain("int64"), expan
 
 
 def bucketize(input: Tensor, boundaries: Tensor, right: bool = False) -> Tensor:
-    """How many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
+    """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
     return torch.bucketize(input, boundaries, right=right)
 
 
 def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool) -> Any:
-    """Compared with each of them, and counted."""
+    """Compare with each of the boundaries, and count."""
     relation = "ge" if right else "gt"
     lowering.describe("boundaries", input.scale)
     limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
@@ -117,7 +117,7 @@ def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, r
 
 
 def _onnx_bucketize(c: Call) -> str:
-    """The boundaries are in front, since onnxruntime cannot move QuantizeLinear of opset 21 behind a new dimension by itself."""
+    """Put the boundaries in the first dimension: onnxruntime cannot move QuantizeLinear of opset 21 after a new dimension by itself."""
     limits = c.e.constant(c.real("boundaries").reshape(-1, *[1] * len(c.operand_shape)))
     below = c.do("Not", c.do("Less", c.input, limits)) if c["right"] else c.do("Greater", c.input, limits)
     return c.reduced("ReduceSum", c.do("Cast", below, to=torch.int64), [0], False)
@@ -161,12 +161,12 @@ register(
 
 
 def isin(input: Tensor, elements: Tensor) -> Tensor:
-    """Whether each whole number is one of those of a constant."""
+    """Return whether each integer is one of those of a constant."""
     return torch.isin(input, elements)
 
 
 def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
-    """Compared with each of them."""
+    """Compare with each of the elements."""
     value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
     each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
     known = lowering.given("elements", elements.flatten(), torch.int64)

@@ -1,4 +1,4 @@
-"""Rows of a table, chosen by whole numbers."""
+"""Rows of a table, chosen by integers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def embedding(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _lower_embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
-    """The table on the output's grid, of which rows are taken."""
+    """Take rows of the table, which is on the output's grid."""
     indices = lowering.given("input", input, torch.int64)
     return lowering.result(
         lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
@@ -39,12 +39,12 @@ def _function(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> dict[str, Any] | str:
-    """F.embedding: what is about gradients alone does not change its result."""
+    """Adapt F.embedding; arguments for gradients alone do not change its result."""
     return "it changes its weight while it runs (max_norm)" if max_norm is not None else {"input": input, "weight": weight}
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
-    """torch.embedding, and that of an exported program, which take the weight first."""
+    """Adapt torch.embedding, and that of an exported program, which take the weight first."""
     return {"input": indices, "weight": weight}
 
 
@@ -53,7 +53,7 @@ def _module(module: Any) -> dict[str, Any] | str:
 
 
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why rows of its table cannot be taken as integers."""
+    """Return why rows of its table cannot be taken as integers."""
     weight, known = arguments["weight"], fact(arguments["input"])
     if not isinstance(weight, fx.Node) or not is_parameter(weight):
         return "its table is an activation, where an integer form takes a constant"

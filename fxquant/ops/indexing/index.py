@@ -36,7 +36,7 @@ def getitem(input: Tensor, index: list[Any]) -> Tensor:
 
 
 def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
-    """A crop, a selection, and a reshape that drops and makes dimensions; each only where something is left to do."""
+    """Lower to a crop, a selection, and a reshape that drops and adds dimensions; each only where it is needed."""
     value = input.value
     entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
     crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
@@ -55,7 +55,7 @@ def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Qu
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
-    """(start, stop, step) of an entry; counted from the start where the size is known."""
+    """Return (start, stop, step) of an entry; counted from the start where the size is known."""
     if isinstance(entry, int):
         entry = builtins.slice(entry, None if entry == -1 else entry + 1)
     if isinstance(size, int):
@@ -66,7 +66,7 @@ def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
 
 
 def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
-    """The shape of the result, with -1 for a size that depends on the batch."""
+    """Return the shape of the result, with -1 for a size that depends on the batch."""
     remaining = iter(sizes)
     result = []
     for entry in index:
@@ -81,7 +81,7 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
 
 
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
     places: tuple[Any, ...] = (*[WHOLE] * dim, index)
     return input[places]
 
@@ -131,7 +131,7 @@ register(
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
-    """input[index] for a tensor, and for the pieces of a split one."""
+    """Return input[index] for a tensor, and for the pieces of a split one."""
     known = fact(input)
     if isinstance(known, list | tuple):
         return _piece(input, index)
@@ -163,7 +163,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
 
 
 def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
-    """The piece of the batch that a slice with computed bounds picks and nothing else: x[:n] of 2n items; None of any other index."""
+    """Return the piece of the batch that a slice with computed bounds picks alone: x[:n] of 2n items; None for any other index."""
     sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
     if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
         return None
@@ -179,7 +179,7 @@ def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int]
 
 
 def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
-    """Whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
+    """Return whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
     others = sum(entry == WHOLE for entry in entries if not isinstance(entry, fx.Node))
     if not computed or computed[-1] == 0 or others != len(entries) - 2 or not isinstance(entries[0], fx.Node):
         return False
@@ -195,7 +195,7 @@ def dimensions(entry: Any) -> int:
 
 
 def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Instead:
-    """Numbers, slices and new dimensions first, then the lists."""
+    """Index by numbers, slices and new dimensions first, then by the lists."""
     if not all(entry is None or is_list(entry) or isinstance(entry, int | builtins.slice) for entry in entries):
         return "its index is computed"
     if any(isinstance(entry, bool) for entry in entries):
@@ -222,7 +222,7 @@ def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _keeps_everything(arguments: dict[str, Any]) -> bool:
-    """For an index whose result has its operand's shape: whether it has it at every batch size; `[:20]` has not."""
+    """Return whether an index whose result has its operand's shape has it at every batch size; `[:20]` has not."""
     known = fact(arguments["input"])
     return isinstance(known, TensorFact) and all(
         isinstance(entry, builtins.slice) and (isinstance(size, int) or (not entry.start and entry.stop is None))
@@ -231,7 +231,7 @@ def _keeps_everything(arguments: dict[str, Any]) -> bool:
 
 
 def _refuses_entry(entry: Any, size: Size) -> str | None:
-    """Why an index of a dimension of this size has no integer form."""
+    """Return why an index of a dimension of this size has no integer form."""
     if isinstance(entry, builtins.slice):
         plain = all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step))
         return None if plain else "the bounds of its index are computed"
@@ -308,7 +308,7 @@ _UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
 
 
 def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
-    """One piece of a split tensor, as an index of the whole."""
+    """Return one piece of a split tensor, as an index of the whole."""
     position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
@@ -362,7 +362,7 @@ register(
 
 
 def flip(input: Tensor, dims: list[int]) -> Tensor:
-    """The elements in reverse order along `dims`."""
+    """Return the elements in reverse order along `dims`."""
     return input.flip(dims)
 
 
@@ -406,12 +406,12 @@ register(
 
 
 def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
-    """The elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
+    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
     return input.roll(shifts, dims)
 
 
 def _lower_roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
-    """The two parts of each dimension, joined in the other order."""
+    """Crop the two parts of each dimension, and concatenate them in the other order."""
     value = input.value
     for shift, dim in zip(shifts, dims, strict=True):
         size = input.shape[dim]

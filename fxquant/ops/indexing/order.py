@@ -1,4 +1,4 @@
-"""What is made of an order: both extremes, running extremes, quantiles."""
+"""Operators on the order of elements: both extremes, running extremes, quantiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fixed(verb: str) -> Any:
 
 
 def aminmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The smallest and the largest element along a dimension, or of all."""
+    """Return the smallest and the largest element along a dimension, or of all."""
     return torch.aminmax(input, dim=dim, keepdim=keepdim)
 
 
@@ -58,7 +58,7 @@ register(
 
 
 def msort(input: Tensor) -> Tensor:
-    """The elements along the first dimension in order."""
+    """Return the elements along the first dimension in order."""
     return torch.msort(input)
 
 
@@ -81,12 +81,12 @@ register(
 
 
 def cummax(input: Tensor, dim: int) -> Any:
-    """The largest element so far along a dimension, and where it is."""
+    """Return the largest element so far along a dimension, and where it is."""
     return torch.cummax(input, dim)
 
 
 def cummin(input: Tensor, dim: int) -> Any:
-    """The smallest element so far along a dimension, and where it is."""
+    """Return the smallest element so far along a dimension, and where it is."""
     return torch.cummin(input, dim)
 
 
@@ -139,13 +139,13 @@ for _function, _extremum in ((cummax, maximum), (cummin, minimum)):
 
 
 def quantile(input: Tensor, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Tensor:
-    """The q-th quantile along a dimension; of a list of them, along a new first dimension."""
+    """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
     of = q if isinstance(q, int | float) else torch.tensor(q, dtype=input.dtype, device=input.device)
     return torch.quantile(input, of, dim, keepdim, interpolation=interpolation)
 
 
 def _share(position: float, interpolation: str) -> float:
-    """How much of the later of two neighbours counts at a position between them."""
+    """Return how much of the later of two neighbours counts at a position between them."""
     part = position - math.floor(position)
     return {
         "linear": part,

@@ -1,6 +1,6 @@
 """Where the largest and smallest elements are, in what order elements are, and the elements that indices pick.
 
-Indices are whole numbers without a scale (`Plain`). Of equal elements the first counts.
+Indices are integers without a scale (`Plain`). Of equal elements the first counts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def _fixed_dimension(verb: str) -> Any:
 
 
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The place of the largest element along a dimension."""
+    """Return the place of the largest element along a dimension."""
     return torch.argmax(input, dim, keepdim)
 
 
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The place of the smallest element along a dimension."""
+    """Return the place of the smallest element along a dimension."""
     return torch.argmin(input, dim, keepdim)
 
 
@@ -75,7 +75,7 @@ for _function, _largest in ((argmax, True), (argmin, False)):
 
 
 def ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    """The places of the `count` largest, or smallest, elements along a dimension, in their order."""
+    """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
 
 
@@ -96,7 +96,7 @@ register(
 
 
 def gather(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The elements at these places along a dimension."""
+    """Return the elements at these places along a dimension."""
     return torch.gather(input, dim, index)
 
 
@@ -106,7 +106,7 @@ def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) ->
 
 
 def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why its index cannot say where elements are along its dimension."""
+    """Return why its index cannot say where elements are along its dimension."""
     index = arguments["index"]
     known = fact(index) if isinstance(index, fx.Node) else None
     if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
@@ -118,7 +118,7 @@ def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """The elements at these places along a dimension; along others tensor and places are broadcast."""
+    """Return the elements at these places along a dimension; along others tensor and places are broadcast."""
     return torch.take_along_dim(input, indices, dim)
 
 
@@ -192,27 +192,27 @@ def _expand_smallest(build: Builder, input: fx.Node, dim: int, keepdim: bool) ->
 
 
 def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The k largest, or smallest, elements along a dimension, and where they are."""
+    """Return the k largest, or smallest, elements along a dimension, and where they are."""
     return torch.topk(input, k, dim, largest, sorted)
 
 
 def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """The elements along a dimension in order, and where they were."""
+    """Return the elements along a dimension in order, and where they were."""
     return torch.sort(input, dim=dim, descending=descending, stable=stable)
 
 
 def argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Tensor:
-    """Where the elements along a dimension are, in order."""
+    """Return where the elements along a dimension are, in order."""
     return torch.argsort(input, dim=dim, descending=descending, stable=stable)
 
 
 def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """The k-th smallest element along a dimension, and where it is."""
+    """Return the k-th smallest element along a dimension, and where it is."""
     return torch.kthvalue(input, k, dim, keepdim)
 
 
 def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The lower median along a dimension, and where it is."""
+    """Return the lower median along a dimension, and where it is."""
     return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
 
 

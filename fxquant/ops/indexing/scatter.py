@@ -1,4 +1,4 @@
-"""What is written, or added, at places that whole numbers say: scatter, scatter_add, index_add.
+"""Elements written, or added, at places that integers give: scatter, scatter_add, index_add.
 
     x.scatter_add(1, index, source)   →   x + Σ of the source at each place, an accumulator of at most as many terms as the source is long
 
@@ -37,7 +37,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tensor:
-    """The tensor with other elements, or one number, at these places along a dimension."""
+    """Return the tensor with other elements, or one number, at these places along a dimension."""
     return torch.scatter(input, dim, index, src)
 
 
@@ -62,7 +62,7 @@ def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Of a source that is larger than the index its first elements count."""
+    """Crop a source that is larger than the index to its first elements."""
     known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
     if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
         return arguments
@@ -117,7 +117,7 @@ register(
 
 
 def sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
+    """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.scatter_add(dim, index, src)
 
@@ -137,7 +137,7 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def places_of(c: Call) -> str:
-    """The index of a call, which may be a constant."""
+    """Return the index of a call, which may be a constant."""
     index = c.arguments.get("index")
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
@@ -152,13 +152,13 @@ register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), r
 
 
 def index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
+    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.index_add(dim, index, src)
 
 
 def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
-    """The product with a matrix of zeros and ones, along the last dimension."""
+    """Return the product with a matrix of zeros and ones, along the last dimension."""
     rank = len(src.shape)
     matrix = torch.nn.functional.one_hot(index.flatten() % size, size).t().to(torch.float32)
     terms = float(matrix.sum(1).max())
@@ -173,7 +173,7 @@ def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor
 
 
 def _onnx_index_sum(c: Call) -> str:
-    """No transposition, behind which onnxruntime cannot move QuantizeLinear of opset 21 by itself, where there is another form."""
+    """Avoid a Transpose where there is another form: onnxruntime cannot move QuantizeLinear of opset 21 after one by itself."""
     order = [d for d in range(len(fact(c.node).shape)) if d != c["dim"]] + [c["dim"]]
     matrix = c.real("places")
     if c.e.opset >= SUMMING_OPSET:
@@ -188,17 +188,17 @@ register(Operator("index_sum", index_sum, ("src",), _lower_index_sum, onnx=_onnx
 
 
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """The tensor with the elements of `src` added at their places along a dimension."""
+    """Return the tensor with the elements of `src` added at their places along a dimension."""
     return torch.scatter_add(input, dim, index, src)
 
 
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
-    """The tensor with alpha times the slices of `source` added at their places along a dimension."""
+    """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
     return torch.index_add(input, dim, index, source, alpha=alpha)
 
 
 def size_along(build: Builder, input: fx.Node, dim: int) -> int:
-    """How many places there are along a dimension, which is not the batch."""
+    """Return how many places there are along a dimension, which is not the batch."""
     size = build.fact(input).shape[dim]
     assert isinstance(size, int)
     return size
@@ -221,7 +221,7 @@ def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, 
 
 
 def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why what is added at places has no integer form."""
+    """Return why what is added at places has no integer form."""
     because = refuses_index(node, arguments)
     if because is not None:
         return because
@@ -251,7 +251,7 @@ def _with_dim(dim: int, input: Any) -> int:
 
 
 def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
-    """The arguments of what adds at places, by name."""
+    """Return the arguments of what adds at places, by name."""
     return {"input": input, "dim": _with_dim(dim, input), "index": index, "src": src}
 
 

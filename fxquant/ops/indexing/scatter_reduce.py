@@ -1,4 +1,4 @@
-"""The mean, the largest and the smallest of what has a place that whole numbers say: scatter_reduce.
+"""The mean, the largest and the smallest of the elements at each place, where integers give the places: scatter_reduce.
 
 x.scatter_reduce(1, index, source, "mean")   →   (x + Σ of the source at each place) / (1 + how many have it)
 """
@@ -39,17 +39,17 @@ COUNTS = Fixed(1.0, "int16", otherwise=Fixed(1.0, "int8"))
 
 
 def scatter_sum(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """The sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
+    """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
     return torch.scatter_reduce(input, dim, index, src, "sum", include_self=False)
 
 
 def scatter_mean(input: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool = True) -> Tensor:
-    """The mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
+    """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
     return torch.scatter_reduce(input, dim, index, src, "mean", include_self=include_self)
 
 
 def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
-    """How many elements have each place, as real numbers, which are steps of a grid of whole numbers."""
+    """Count how many elements have each place, as float values on a grid of scale 1."""
     ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
     many: fx.Node = build(sum_at, ones, dim, index, size, demand=COUNTS)
     return many
@@ -85,7 +85,7 @@ for _name, _function, _expand in (("scatter_sum", scatter_sum, _expand_scatter_s
 
 
 def scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
-    """The largest, or smallest, of an element and those of `src` that have its place; `include_self` is about places that are named."""
+    """Return the largest, or smallest, of an element and those of `src` that have its place; `include_self` is about named places."""
     return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
 
 

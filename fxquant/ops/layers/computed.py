@@ -45,7 +45,7 @@ COMPUTED: dict[int, Callable[..., Tensor]] = {1: computed_conv1d, 2: computed_co
 
 
 def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
-    """How a call of a convolution is adapted: one whose weight the model computes is an operator of its own."""
+    """Return the adapter of a convolution: one whose weight the model computes is an operator of its own."""
 
     def adapt(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
@@ -59,7 +59,7 @@ def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
 
 
 def _each(size: Any, groups: Any) -> int:
-    """How many there are of a size for each group, or, where groups are items, for each item."""
+    """Return how many there are of a size for each group, or, where groups are items, for each item."""
     if isinstance(size, BatchDim) and isinstance(groups, BatchDim):
         return int(size.coefficient)
     return int(size) if isinstance(size, int) else 0
@@ -70,7 +70,7 @@ def _number_of(groups: Any) -> Any:
 
 
 def _margins(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
-    """The rows and columns of zeros before an image, and as many behind it."""
+    """Return the rows and columns of zeros before an image, and as many behind it."""
     if padding == "same":
         return [apart * (taps - 1) // 2 for apart, taps in zip(dilation, kernel, strict=True)]
     return sizes(0 if padding == "valid" else padding, len(kernel))
@@ -126,7 +126,7 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
 
 
 def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
-    """The products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
+    """Return the products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 

@@ -1,4 +1,4 @@
-"""Contractions: einsum and what it spells, as a matrix product between permutations and reshapes. Composites.
+"""Contractions: einsum and what it expresses, as a matrix product between permutations and reshapes. Composites.
 
     Σ_k a[b, i, k] · c[b, k, j]      b in both and in the result, k in both alone, i and j in one and in the result
 
@@ -53,7 +53,7 @@ def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
 
 
 def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[str, fx.Node]:
-    """An operand with one dimension for each letter: two of one letter are their diagonal."""
+    """Return an operand with one dimension for each letter: two of one letter are their diagonal."""
     while (repeated := next((letter for letter in letters if letters.count(letter) > 1), None)) is not None:
         one, other = [position for position, letter in enumerate(letters) if letter == repeated][:2]
         value = build(diagonal, value, 0, one, other)
@@ -62,7 +62,7 @@ def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[s
 
 
 def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
-    """The product of two operands, given with their letters."""
+    """Return the product of two operands, given with their letters."""
     one, left = _summed(build, *first, {*second[0], *result})
     other, right = _summed(build, *second, {*first[0], *result})
     batch = "".join(letter for letter in one if letter in other and letter in result)
@@ -91,7 +91,7 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
 
 
 def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
-    """The product, element by element, of operands that share no dimension that is summed."""
+    """Return the product, element by element, of operands that share no dimension that is summed."""
 
     def aligned(letters: str, value: fx.Node) -> fx.Node:
         value = _ordered(build, value, letters, "".join(letter for letter in result if letter in letters))
@@ -104,13 +104,13 @@ def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Nod
 
 
 def _length(letters: str, sizes: dict[str, int]) -> int:
-    """How many elements dimensions have together; -1 where that depends on the batch."""
+    """Return how many elements dimensions have together; -1 where that depends on the batch."""
     lengths = [sizes[letter] for letter in letters]
     return -1 if -1 in lengths else math.prod(lengths)
 
 
 def _summed(build: Builder, letters: str, value: fx.Node, kept: set[str]) -> tuple[str, fx.Node]:
-    """The operand without the dimensions that nothing else has."""
+    """Return the operand without the dimensions that nothing else has."""
     alone = [position for position, letter in enumerate(letters) if letter not in kept]
     if not alone:
         return letters, value
@@ -146,7 +146,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def sum_of(values: Any) -> int:
-    """How many are true."""
+    """Return how many are true."""
     return len([value for value in values if value])
 
 
@@ -254,7 +254,7 @@ def _added(equation: str) -> Any:
 
 
 def _named(adapt: Any, *names: str) -> Any:
-    """The same with PyTorch's names of the two operands."""
+    """Return an adapter that takes the two operands by PyTorch's names, too."""
 
     def renamed(input: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs.pop(name) for name in names[len(args) :])]
@@ -292,12 +292,12 @@ register(
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · W_o · y + b_o for each output channel o."""
+    """Compute x · W_o · y + b_o for each output channel o."""
     return F.bilinear(input1, input2, weight, bias)
 
 
 def _expand_bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Any:
-    """The products of x with every channel's matrix, and then with y."""
+    """Return the products of x with every channel's matrix, and then with y."""
     channels, width, height = fact(weight).shape
     turned = build(reshape, build(permute, weight, [1, 0, 2]), [width, channels * height])
     shape = numbers(fact(input1).shape)

@@ -37,7 +37,7 @@ from fxquant.quantization.batch_norm import BatchNorm, fold
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one kind of convolution from the other.
+    """Properties in which the kinds of convolution differ.
 
     kernels     the float functions by rank
     attributes  what follows weight and bias, with defaults, in PyTorch's order
@@ -138,7 +138,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
 
 
 def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
-    """The function's, with the attributes by name."""
+    """Return the function's, with the attributes by name."""
     own = inspect.signature(function)
     named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
     before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -173,7 +173,7 @@ def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros"
 
 
 def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
+    """Return padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
 
     %y = conv2d(%x, %w, padding="same")     →       %y_pad = pad(%x, [0, 1, 0, 1])
                                                     %y = conv2d(%y_pad, %w)
@@ -209,7 +209,7 @@ def _transposed_module(module: Any) -> dict[str, Any]:
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The padding that gives the output size a module was called with: it is read off the result."""
+    """Return the padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)
     given = len(node.args) > 1 or "output_size" in node.kwargs
     if node.op != "call_module" or not given or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):

@@ -61,7 +61,7 @@ def deform_conv2d(
 
 
 def _base(height: int, width: int, geometry: Geometry) -> Tensor:
-    """(x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
+    """Return (x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
     axes = []
     for count, taps, stride, padding, dilation in zip((height, width), *(sizes(value, 2) for value in geometry), strict=True):
         starts = torch.arange(count, dtype=torch.float64, device="cpu") * stride - padding
@@ -164,7 +164,7 @@ register(
 
 
 def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
-    """The factor of every tap, in the taps' shape."""
+    """Return the factor of every tap, in the taps' shape."""
     (rows, columns), (height, width) = kernel, mask.shape[2:]
     groups, channels = mask.shape[1] // (rows * columns), taps.shape[1]
     spread = mask.reshape(-1, groups, rows, columns, height, width).permute(0, 1, 4, 2, 5, 3)

@@ -1,7 +1,7 @@
-"""A linear layer between real numbers, whose operand is quantized at run time: dynamic quantization.
+"""Dynamic quantization: a linear layer between float tensors, whose operand is quantized at run time.
 
-For the rest of the compiler it is an operator in float: nothing of it is calibrated, and no grid stands at its ends. The QConfig asks for
-it (`QConfig(dynamic=True)`), and the pass `dynamic.choose` makes it of layers and of products with a parameter.
+For the rest of the compiler it is an operator in float: nothing of it is calibrated, and its input and output have no grid.
+The QConfig asks for it (`QConfig(dynamic=True)`). The pass `dynamic.choose` replaces layers and products with a parameter by it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ COMPOSITES = (
 
 
 def dynamic_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
+    """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
     return F.linear(input, weight, bias)
 
 
 def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    """The primitive on real numbers; the weight's integers and scales are constants, and its bias stays a real number."""
+    """Call the primitive on float values; the weight's integers and scales are constants, and its bias stays in float."""
     lowering.parameters.update(named_parameters(weight, bias, None))
     bias = lowering.weight.corrected(bias)
     made = lowering.weight.integers(weight, keep=lowering.keeps_start)
@@ -72,13 +72,13 @@ DYNAMIC_LINEAR = register(
 
 
 def may_be_dynamic(node: fx.Node) -> bool:
-    """Whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
+    """Return whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
     operator = operator_of(node)
     return operator is not None and (operator.function in (linear, matmul) or operator.name in COMPOSITES)
 
 
 def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
-    """Why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
+    """Return why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
     for name, value in (("matrix", weight), ("bias", bias)):
         if isinstance(value, fx.Node) and not is_parameter(value):
             return f"dynamic quantization makes constants of the matrix and the bias, and its {name}, %{value.name}, is computed"

@@ -40,7 +40,7 @@ def linear(
     clamp: Clamp | None = None,
     before_residual: BeforeResidual | None = None,
 ) -> Tensor:
-    """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
+    """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     if batch_norm is not None:
         weight, bias = fold(weight, bias, batch_norm, 0)
     return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
@@ -60,7 +60,7 @@ def _lower_linear(
 
 
 def _onnx_linear(c: Call) -> str:
-    if "weight" not in c.constants:  # a product of two activations, or with a constant that is no matrix
+    if "weight" not in c.constants:  # a product of two activations, or with a constant that is not a matrix
         return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
     if c.as_convolution():
         return _onnx_convolution(c)
@@ -71,7 +71,7 @@ def _onnx_linear(c: Call) -> str:
 
 
 def _onnx_convolution(c: Call) -> str:
-    """A linear layer as a convolution with a kernel of one, its last dimension as channels. The file is fixed to a batch of one."""
+    """Write a linear layer as a convolution with a kernel of one, its last dimension as channels. The file has a fixed batch of one."""
     _, *sizes, features = (size.at(1) if isinstance(size, BatchDim) else size for size in c.operand_shape)
     inner = range(1, len(sizes) + 1)
     value = c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]) if sizes else c.input
@@ -112,7 +112,7 @@ register(
 
 
 def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
-    """input · other over the last two dimensions, plus bias, and a fused clamp."""
+    """Compute input · other over the last two dimensions, plus bias, and a fused clamp."""
     value = torch.matmul(input, other)
     return epilogue(value if bias is None else value + bias, None, clamp, None)
 
@@ -120,7 +120,7 @@ def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: C
 def _lower_matmul(
     lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
 ) -> Quantized:
-    """A matrix parameter on the right is a linear layer's weight; a product of two activations has one step, s_x · s_y."""
+    """Lower a matrix parameter on the right as a linear layer's weight; a product of two activations has one step, s_x · s_y."""
     if isinstance(other, Tensor):
         if isinstance(input, Quantized) and other.dim() == 2:
             return lower_weighted(lowering, PRODUCT, input, other.t(), bias, clamp=clamp)

@@ -1,4 +1,4 @@
-"""What moves and multiplies whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices. Composites."""
+"""Composites that move and multiply whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_MATRICES = 64  # the largest power of a matrix
 
 
 def sizes_of(value: Any) -> tuple[Size, ...]:
-    """The sizes of a node's tensor."""
+    """Return the sizes of a node's tensor."""
     known = fact(value)
     assert isinstance(known, TensorFact)
     return tuple(known.shape)
@@ -33,7 +33,7 @@ def sizes_of(value: Any) -> tuple[Size, ...]:
 
 
 def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
-    """The plane of two dimensions turned by k quarters, from the first towards the second."""
+    """Return the plane of two dimensions turned by k quarters, from the first towards the second."""
     return torch.rot90(input, k, dims)
 
 
@@ -70,12 +70,12 @@ register(
 
 
 def broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, each repeated to the shape of all of them."""
+    """Return the tensors, each repeated to the shape of all of them."""
     return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 
 def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
-    """Each line along a dimension of its own, repeated along the others."""
+    """Return each line along a dimension of its own, repeated along the others."""
     return tuple(torch.meshgrid(*tensors, indexing=indexing))
 
 
@@ -128,7 +128,7 @@ register(
 
 
 def sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
-    """The sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
+    """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
     return input.sum_to_size(sizes)
 
 
@@ -148,7 +148,7 @@ def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None
 
 
 def varying_sizes(sizes: tuple[Size, ...]) -> int:
-    """How many sizes depend on the batch."""
+    """Return how many sizes depend on the batch."""
     return len([size for size in sizes if not isinstance(size, int)])
 
 
@@ -167,12 +167,12 @@ register(
 
 
 def as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    """Elements of an input by their places in memory, where the first sample's elements stand one after the other."""
+    """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
     return torch.as_strided(input.contiguous(), size, stride, storage_offset)
 
 
 def _places(arguments: dict[str, Any]) -> Tensor:
-    """The place of each element of the result."""
+    """Return the place of each element of the result."""
     places = torch.tensor(arguments["storage_offset"] or 0, device="cpu", dtype=torch.int64)
     for count, step in zip(arguments["size"], arguments["stride"], strict=True):
         places = places.unsqueeze(-1) + torch.arange(count, device="cpu") * step
@@ -216,17 +216,17 @@ register(
 
 
 def kron(input: Tensor, other: Tensor) -> Tensor:
-    """Every element of one tensor times the whole of another, block by block."""
+    """Return every element of one tensor times the whole of another, block by block."""
     return torch.kron(input, other)
 
 
 def cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
-    """The vector products of vectors of three along a dimension."""
+    """Return the vector products of vectors of three along a dimension."""
     return torch.linalg.cross(input, other, dim=dim)  # type: ignore[no-any-return]
 
 
 def matrix_power(input: Tensor, n: int) -> Tensor:
-    """A square matrix times itself, n factors."""
+    """Return a square matrix times itself, n factors."""
     return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
 
 
@@ -267,7 +267,7 @@ def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _expand_matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
-    """By squares: of the bits of n."""
+    """Expand to repeated squares, by the bits of n."""
     square, result = input, None
     for bit in range(n.bit_length()):
         if bit:

@@ -1,4 +1,4 @@
-"""Pieces of the batch and repetitions of its items: what several images of one sample, stacked along the batch, are split and joined by."""
+"""Pieces of the batch and repetitions of its items: how several images of one sample, stacked along the batch, are split and combined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxquant.primitives import shape
 
 
 def piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """One of `count` pieces of equal size along a dimension."""
+    """Return one of `count` pieces of equal size along a dimension."""
     return torch.unflatten(input, dim, (count, -1)).select(dim, number)
 
 
@@ -29,7 +29,7 @@ def _lower_piece(lowering: Lowering, input: Quantized, dim: int, count: int, num
 
 
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
-    """How many pieces of this size a dimension has at every batch size, and which of them begins there; None where they do not fit."""
+    """Return the number of pieces of this size at every batch size, and which of them begins there; None where they do not fit."""
     if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:
         return None
     begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0), Fraction(start))
@@ -39,7 +39,7 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
 
 
 def interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
-    """Each item along a dimension this many times, one behind the other."""
+    """Repeat each item along a dimension this many times, one after another."""
     return input.repeat_interleave(repeats, dim)
 
 

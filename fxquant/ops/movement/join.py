@@ -22,12 +22,12 @@ from fxquant.primitives import shape
 
 
 def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after another along `dim`."""
+    """Return the tensors one after another along `dim`."""
     return torch.cat(tensors, dim)
 
 
 def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
-    """Truth values or whole numbers as they are."""
+    """Return booleans or integers as they are."""
     return [
         tensor.value if isinstance(tensor, Quantized) else lowering.given(f"operand{index}", tensor, tensor.dtype)  # type: ignore[union-attr]
         for index, tensor in enumerate(tensors)
@@ -39,7 +39,7 @@ def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
 
 
 def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Each operand requantized to the output's scale, a parameter rounded to it, then joined."""
+    """Requantize each operand to the output's scale, round a parameter to it, and concatenate them."""
     if lowering.plain:
         return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
 
@@ -59,7 +59,7 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
-    """A join along `dim` of tensors that have `rank` dimensions at least; those with fewer get new ones first."""
+    """Concatenate along `dim` tensors that have `rank` dimensions at least; those with fewer get new ones first."""
 
     def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
         shapes = [shape_of(tensor) for tensor in tensors]
@@ -71,7 +71,7 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tensors without elements are left out where others have any; of one dimension, as a cache begins with, PyTorch passes them over."""
+    """Leave out tensors without elements where others have any; PyTorch ignores those of one dimension, as a cache begins with."""
     kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
@@ -81,7 +81,7 @@ def _onnx_cat(c: Call) -> str:
 
 
 def _joined(c: Call) -> list[str]:
-    """The real values of what is joined; a parameter has none among the arguments."""
+    """Return the float values of what is concatenated; a parameter has none among the arguments."""
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 
@@ -108,12 +108,12 @@ register(
 
 
 def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after another along a new dimension."""
+    """Return the tensors one after another along a new dimension."""
     return torch.stack(tensors, dim)
 
 
 def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Each operand requantized to the output's scale, given the new dimension, then joined."""
+    """Requantize each operand to the output's scale, insert the new dimension, and concatenate them."""
     first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
     position = dim % (len(first.shape) + 1)
     sizes = numbers(first.shape)

@@ -22,7 +22,7 @@ from fxquant.primitives import shape
 
 
 def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """The tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
+    """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
     return F.pad(input, padding, mode, value if mode == "constant" else None)
 
 
@@ -35,13 +35,13 @@ OUTSIDE: dict[str, Callable[[int, int], int]] = {
 
 
 def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
-    """(before, behind) of every dimension, first to last."""
+    """Return (before, behind) of every dimension, first to last."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
 def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
-    """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
+    """Pad with a constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of the tensor's elements."""
     margins = margins_of(padding, len(input.shape))
     if mode == "constant":
         return _lower_constant_pad(lowering, input, margins, value)
@@ -57,7 +57,7 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
 
 
 def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
-    """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
+    """Return the elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
     if mode == "circular":
         kept = range(max(-begin, 0), size - max(-end, 0))
         return [kept[OUTSIDE[mode](position, len(kept))] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
@@ -95,7 +95,7 @@ def _padding_integer(input: Quantized, value: float) -> int:
 
 
 def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether it pads with a number that has to lie on the scale: not 0, nor infinity, nor one that never is the largest of a window."""
+    """Return whether it pads with a number that the scale must cover: not 0, not infinity, not one that is never a window's largest."""
     value = arguments["value"]
     if arguments["mode"] != "constant" or value == 0 or math.isinf(value) or max(arguments["padding"]) <= 0:
         return False
@@ -104,7 +104,7 @@ def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
 
 
 def _never_wins(reader: fx.Node, margins: list[tuple[int, int]]) -> bool:
-    """Whether the reader takes the largest of windows that all reach beyond margins of this size.
+    """Return whether the reader takes the largest of windows that all reach beyond margins of this size.
 
     Where a negative number is the largest of such a window, the window holds an element further below 0, which the scale covers.
     """
@@ -137,7 +137,7 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def pad_before(node: fx.Node, operand: fx.Node, padding: list[int], mode: str) -> fx.Node:
-    """A canonical pad of the operand, in front of the node whose part it was, which it takes source, module and spelling from."""
+    """Insert a canonical pad of the operand before the node that it was part of, and give it that node's source, module and call form."""
     shape = shape_of(operand)
     margins = margins_of(padding, len(shape))
     with node.graph.inserting_before(node):

@@ -25,7 +25,7 @@ Window = tuple[int, int, int, int]  # taps, dilation, padding, stride
 
 
 def _taps(length: int, window: Window) -> list[list[int]]:
-    """Where the taps of each window lie in a padded dimension: [tap][window]."""
+    """Return where the taps of each window lie in a padded dimension: [tap][window]."""
     taps, dilation, padding, stride = window
     count = (length + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
     return [[tap * dilation + index * stride for index in range(count)] for tap in range(taps)]
@@ -45,7 +45,7 @@ def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0,
 
 
 def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Quantized:
-    """Rows and columns are put in the order of taps and windows, zeros around them first, and both kinds of taps before the windows."""
+    """Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows."""
     windows = _windows(kernel_size, dilation, padding, stride)
     value, parts = input.value, []
     if any(window[2] for window in windows):
@@ -65,7 +65,7 @@ def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilati
 
 
 def _onnx_unfold(c: Call) -> str:
-    """The same in real numbers."""
+    """Write the unfold in ONNX on float values."""
     windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
     margins = [0, 0, windows[0][2], windows[1][2]]
     value = c.do("Pad", c.input, c.integers(margins * 2), c.number(0)) if any(margins) else c.input
@@ -114,7 +114,7 @@ def fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, p
 
 
 def _places(length: int, window: Window) -> list[list[int]]:
-    """Which of the elements, in the order of taps and windows, lie at each position of the image."""
+    """Return which of the elements, in the order of taps and windows, lie at each position of the image."""
     found: list[list[int]] = [[] for _ in range(length)]
     for element, place in enumerate(place for row in _taps(length, window) for place in row):
         if 0 <= place - window[2] < length:
@@ -128,7 +128,7 @@ def _axes(arguments: dict[str, Any]) -> list[list[list[int]]]:
 
 
 def _moves_only(arguments: dict[str, Any]) -> bool:
-    """Whether every pixel is one element: nothing is added, and nothing is left empty."""
+    """Return whether every pixel is one element: nothing is added, and nothing is left empty."""
     return all(len(elements) == 1 for axis in _axes(arguments) for elements in axis)
 
 
@@ -147,7 +147,7 @@ def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
 
 
 def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
-    """The channels of the image; taps and windows of its rows, and of its columns."""
+    """Return the channels of the image; taps and windows of its rows, and of its columns."""
     parts = []
     windows = _windows(*(arguments[name] for name in ("kernel_size", "dilation", "padding", "stride")))
     for length, window in zip(sizes(arguments["output_size"], 2), windows, strict=True):
@@ -224,7 +224,7 @@ register(
 
 
 def unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
+    """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
     return input.unfold(dimension, size, step)
 
 

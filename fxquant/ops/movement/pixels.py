@@ -20,9 +20,9 @@ from fxquant.primitives import shape
 
 
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
-    """The last `trailing` dimensions split into `split`, these put in another order, and joined again.
+    """Split the last `trailing` dimensions into `split`, permute these by `order`, and merge them to the sizes `joined`.
 
-    The dimensions before them are one, so that no more than one size depends on the batch.
+    The dimensions before them are flattened into one, so that no more than one size depends on the batch.
     """
     value = lowering.call(shape.reshape, input.value, [-1, *split])
     value = lowering.call(shape.permute, value, [0, *(position + 1 for position in order)])
@@ -30,7 +30,7 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
 
 
 def _last(input: Quantized, count: int) -> list[int]:
-    """The last `count` sizes, which do not depend on the batch."""
+    """Return the last `count` sizes, which do not depend on the batch."""
     sizes = [size for size in input.shape[len(input.shape) - count :] if isinstance(size, int)]
     assert len(sizes) == count
     return sizes
@@ -63,7 +63,7 @@ def _lower_pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_facto
 
 
 def channel_shuffle(input: Tensor, groups: int) -> Tensor:
-    """The channels of `groups` groups in turn."""
+    """Return the channels of `groups` groups in turn."""
     return F.channel_shuffle(input, groups)
 
 

@@ -33,7 +33,7 @@ class ManySizes(Exception):
 
 
 def numbers(sizes: Sequence[Size]) -> list[int]:
-    """A shape as numbers, with -1 for the one size that depends on the batch. Raises ManySizes where there are more."""
+    """Return a shape as numbers, with -1 for the one size that depends on the batch. Raise ManySizes where there are more."""
     plain = [size if isinstance(size, int) else -1 for size in sizes]
     if plain.count(-1) > 1:
         raise ManySizes
@@ -41,7 +41,7 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
 
 
 def many_sizes(node: fx.Node) -> bool:
-    """Whether a reshape could not infer the sizes of the result."""
+    """Return whether a reshape could not infer the sizes of the result."""
     result = fact(node)
     return isinstance(result, TensorFact) and sum(not isinstance(size, int) for size in result.shape) > 1
 
@@ -50,7 +50,7 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def reshape(input: Tensor, shape: Any) -> Tensor:
-    """The same elements in another shape."""
+    """Return the elements in another shape."""
     return input.reshape(shape)
 
 
@@ -66,7 +66,7 @@ def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str
 
 
 def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """The shape as numbers, read off the result."""
+    """Return the shape as numbers, read off the result."""
     return MANY_SIZES if many_sizes(node) else {**arguments, "shape": numbers(shape_of(node))}
 
 
@@ -99,7 +99,7 @@ register(
 
 
 def identity(input: Tensor) -> Tensor:
-    """The input itself."""
+    """Return the input itself."""
     return input
 
 
@@ -111,10 +111,9 @@ _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
 def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Instead:
-    """x.to(…), x.type(…), x.float(): nothing at all where the tensor has the dtype that is asked for.
+    """Adapt x.to(…), x.type(…), x.float(): the identity where the tensor has the requested dtype.
 
-    A device is none of a graph's business, which runs where its tensors are. What was float32 and is float32 again, with float64 in
-    between, is what it was.
+    A device is ignored: a graph runs where its tensors are. A cast from float32 to float64 and back is the identity.
     """
     asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
     wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
@@ -135,17 +134,17 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node, as the user wrote it, only gives a tensor another dtype."""
+    """Return whether a node, as the user wrote it, only gives a tensor another dtype."""
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def is_power(node: fx.Node) -> bool:
-    """Whether a node is a power that PyTorch computes in float64."""
+    """Return whether a node is a power that PyTorch computes in float64."""
     return node.target in (torch.float_power, "float_power")
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:
-    """The same for a method that names its dtype."""
+    """Return the adapter of a method that names its dtype, as `Tensor.half` does."""
     return lambda input, **_: _cast(input, dtype)
 
 
@@ -182,7 +181,7 @@ register(
 
 
 def permute(input: Tensor, dims: list[int]) -> Tensor:
-    """The same elements with dimensions in another order."""
+    """Return the elements with dimensions in another order."""
     return input.permute(dims)
 
 
@@ -191,12 +190,12 @@ def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Qua
 
 
 def rank_of(input: Any) -> int:
-    """The number of dimensions of a node's tensor."""
+    """Return the number of dimensions of a node's tensor."""
     return len(shape_of(input))
 
 
 def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
-    """The canonical arguments of a permutation: its dimensions as a list, counted from the front."""
+    """Return the canonical arguments of a permutation: its dimensions as a list, counted from the front."""
     order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
     return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
 
@@ -284,12 +283,12 @@ def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any
 
 
 def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
-    """A parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+    """Return a parameter, such as a class token, on a grid of its own, once for each item of the batch."""
     return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
 
 
 def _repeats_of(c: Call, role: str) -> str:
-    """How often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    """Return how often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
     parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
     return c.do("Concat", *parts, axis=0)
 
@@ -299,7 +298,7 @@ def _onnx_expand(c: Call) -> str:
 
 
 def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
-    """A repeated activation is on its own grid, a repeated parameter on a new one; one of truth values or whole numbers has none."""
+    """Return the demand of a repeated tensor: an activation keeps its grid, a parameter gets a new one, booleans and integers have none."""
     if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
         return Same()
     known = fact(node)
@@ -317,7 +316,7 @@ def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
-    """The wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
+    """Return the wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
     wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
         wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
@@ -328,7 +327,7 @@ def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
 
 
 def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
-    """What is copied into a tensor: broadcast to its shape."""
+    """Turn a copy into a tensor into its source, broadcast to the tensor's shape."""
     known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
     if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
         return "it changes the dtype"
@@ -336,7 +335,7 @@ def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
 
 
 def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
-    """A node of a size that depends on the batch."""
+    """Return a node of a size that depends on the batch."""
     with tensor.graph.inserting_after(tensor):
         made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
     set_fact(made, shape_of(tensor)[dim])
@@ -372,7 +371,7 @@ register(
 
 
 def repeat(input: Tensor, repeats: list[int]) -> Tensor:
-    """The whole tensor this many times along each dimension, new ones in front."""
+    """Return the whole tensor this many times along each dimension, new ones in front."""
     return input.repeat(repeats)
 
 
@@ -437,7 +436,7 @@ register(
 
 
 def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
-    """A tensor repeated to these sizes; one that has them is itself."""
+    """Return a tensor repeated to these sizes; one that has them is itself."""
     present = build.fact(input).shape
     old = [*[1] * (len(sizes) - len(present)), *present]
     if old == list(sizes) and len(present) == len(sizes):
@@ -448,7 +447,7 @@ def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
 
 
 def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:
-    """Why tensors of these shapes cannot be repeated to a common one."""
+    """Return why tensors of these shapes cannot be repeated to a common one."""
     for sizes in shapes:
         present = [*[1] * (len(common) - len(sizes)), *sizes]
         if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):

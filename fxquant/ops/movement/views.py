@@ -1,4 +1,4 @@
-"""Writing into a view of a tensor: what was written, spread out to where the view has its elements, and chosen there."""
+"""Writing into a view of a tensor: the written value is spread out to where the view has its elements, and chosen there."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fxquant.ops.movement.shape import reshape
 
 
 def put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
-    """A copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
+    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
     index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
     return functional.setitem(input, index, value)
 
 
 def write(input: Tensor, value: Tensor, way: Any) -> Tensor:
-    """A copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
+    """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
     return functional.write(input, value, way)
 
 
@@ -48,7 +48,7 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 
 
 def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None:
-    """The first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
+    """Return the first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]

@@ -25,7 +25,7 @@ def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = No
 
 
 def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
-    """It is folded into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
+    """Fold it into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
     mean = batch_norm.running_mean
     assert mean is not None
     trailing = len(input.shape) - 2
@@ -98,7 +98,7 @@ register(
 
 
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
-    """x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+    """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
     value = input * _shaped(weight, trailing)
     return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
 

@@ -2,7 +2,7 @@
 
     y = c / sqrt(mean c² + ε) · weight + bias,   c = x - mean x
 
-The inverse deviation is one table, with ε in it: on a grid of its own, ε would be lost beside the variance.
+The inverse deviation is one table, with ε in it: on a grid of its own, ε would be rounded to 0 next to the variance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxquant.ops.pooling.pool import mean
 def layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """The last dimensions with mean 0 and variance 1, times weight, plus bias."""
+    """Normalize the last dimensions to mean 0 and variance 1, multiply by weight and add bias."""
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 

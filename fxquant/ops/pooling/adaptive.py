@@ -29,19 +29,19 @@ MAX_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_max_pool1d, 2: F.ad
 
 
 def window_counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:
-    """How many windows there are along each of the last dimensions; None wants as many as there are elements."""
+    """Return how many windows there are along each of the last dimensions; None wants as many as there are elements."""
     wanted = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
     return [size if count is None else count for count, size in zip(wanted * (rank if len(wanted) == 1 else 1), shape[-rank:], strict=True)]
 
 
 def _kernel(shape: tuple[Any, ...], counts: list[int]) -> list[int] | None:
-    """The common window, or None where windows differ."""
+    """Return the common window, or None where windows differ."""
     lengths = shape[-len(counts) :]
     return None if any(s % o for s, o in zip(lengths, counts, strict=True)) else [s // o for s, o in zip(lengths, counts, strict=True)]
 
 
 def _largest(shape: tuple[Any, ...], counts: list[int]) -> list[int]:
-    """The largest window along each dimension."""
+    """Return the largest window along each dimension."""
     return [max(b - a for a, b in uneven_windows(length, count)) for length, count in zip(shape[-len(counts) :], counts, strict=True)]
 
 
@@ -69,7 +69,7 @@ def refuses_adaptive(rank: int, sums: bool) -> Callable[[fx.Node, dict[str, Any]
 
 
 def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: Clamp | None = None) -> Quantized:
-    """The mean of each window of the last dimensions: sums, with the division inside the requantization multiplier."""
+    """Return the mean of each window of the last dimensions: sums, with the division inside the requantization multiplier."""
     rank = len(counts)
     lengths = spatial(input.shape, rank)
     window = _kernel(input.shape, counts)
@@ -83,7 +83,7 @@ def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: 
 
 
 def onnx_means(c: Call, counts: list[int]) -> str:
-    """The means as one standard operator where the windows are alike, and as products with matrices where they are not."""
+    """Return the means as one standard operator where the windows are alike, and as products with matrices where they are not."""
     if c.primitive(transform) is None:
         return onnx_average_pool(c)
     lengths = spatial(c.operand_shape, len(counts))
@@ -127,7 +127,7 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
 
 
 def _filled(windows: list[tuple[int, int]], taps: int) -> list[int]:
-    """The elements of windows that all have this many."""
+    """Return the elements of windows that all have this many."""
     return [min(start + tap, stop - 1) for start, stop in windows for tap in range(taps)]
 
 

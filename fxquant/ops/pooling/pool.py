@@ -29,14 +29,14 @@ AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d,
 
 
 def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
-    """The sizes of the last `rank` dimensions, which do not depend on the batch."""
+    """Return the sizes of the last `rank` dimensions, which do not depend on the batch."""
     found = list(shape[-rank:])
     assert all(isinstance(size, int) for size in found)
     return found
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
-    """(number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
+    """Return (number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
     extent = dilation * (kernel - 1) + 1
     free = size + 2 * padding - extent
     count = (-(-free // stride) if ceil_mode else free // stride) + 1
@@ -63,7 +63,7 @@ def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
 def window_padding(
     lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
+    """Return kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
     rank = len(lengths)
     kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)
@@ -113,7 +113,7 @@ def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | Non
 
 
 def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> bool:
-    """Whether some window along one dimension meets no element; only a dilated one can."""
+    """Return whether some window along one dimension meets no element; only a dilated one can."""
     count, _ = _windows(size, kernel, stride, padding, dilation, ceil_mode)
     starts = range(-padding, -padding + count * stride, stride)
     return dilation > 1 and any(not any(0 <= start + tap * dilation < size for tap in range(kernel)) for start in starts)
@@ -252,7 +252,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
 
 
 def too_many(window: list[int], limit: int) -> str | None:
-    """Why a window of this size cannot be summed below the limit; None if it can."""
+    """Return why a window of this size cannot be summed below the limit; None if it can."""
     terms = math.prod(window)
     return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
 
@@ -291,9 +291,9 @@ def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
 def window_divisor(
     shape: Sequence[Size], arguments: Mapping[str, Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int]
 ) -> Tensor:
-    """What each window's sum is divided by: a scalar if all agree, else one number per output position.
+    """Return the divisor of each window's sum: a scalar if all agree, else one number per output position.
 
-    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` behind it.
+    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` after it.
     """
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
@@ -318,7 +318,7 @@ avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
 
 
 def _onnx_layer(c: Call) -> str | None:
-    """The convolution that an average is; None where it is none."""
+    """Write an average as a convolution; return None where it is not one."""
     layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
     if layer is None:
         return None
@@ -380,13 +380,13 @@ LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_poo
 
 
 def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """The mean over dimensions (all of them if `dim` is None)."""
+    """Return the mean over dimensions (all of them if `dim` is None)."""
     value = input.mean() if dim is None else input.mean(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
 
 def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """The sum over dimensions (all of them if `dim` is None)."""
+    """Return the sum over dimensions (all of them if `dim` is None)."""
     value = input.sum() if dim is None else input.sum(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
@@ -406,7 +406,7 @@ def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *,
 
 
 def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
-    """The sum over dimensions, divided by `divisor` inside the requantization multiplier."""
+    """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
     images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
     images = images and all(isinstance(length, int) for length in input.shape[1:])

@@ -19,7 +19,7 @@ from fxquant.primitives.arithmetic import LAYER
 
 
 def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: float, divisor: Tensor, clamp: Clamp | None) -> Quantized:
-    """The sums of windows, which stay below `largest`, times 127, by the constants of the layer that divides each by its divisor."""
+    """Return the sums of windows, which stay below `largest`, times 127, by the constants of the layer that divides each by its divisor."""
     device = input.scale.device
     scale = (1 / divisor.to(device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE)
     steps = lowering.arithmetic.step(input.scale, scale)
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_padding: bool) -> list[Run]:
-    """The windows along one dimension, those that are alike together."""
+    """Return the windows along one dimension, those that are alike together."""
     found: list[Run] = []
     for start in range(-padding, -padding + windows * step, step):
         low, high = max(start, 0), min(start + taps, size)

@@ -222,7 +222,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
 
 
 def _onnx_unpool(c: Call) -> str:
-    """The primitive's form on real numbers, flattened first on the result's grid, which is the operand's."""
+    """Write the primitive's form on float values, flattened first on the result's grid, which is the operand's."""
     size = c["size"]
     flat = c.integers([0, 0, -1])
     value = c.rounded(c.do("Reshape", c.input, flat))
@@ -237,7 +237,7 @@ def _onnx_unpool(c: Call) -> str:
 
 
 def _disjoint(kernel_size: Any, stride: Any, rank: int) -> bool:
-    """Whether windows do not overlap."""
+    """Return whether windows do not overlap."""
     steps = sizes(kernel_size if stride in (None, [], ()) else stride, rank)
     return all(step >= taps for step, taps in zip(steps, sizes(kernel_size, rank), strict=True))
 

@@ -53,7 +53,7 @@ def lstm(
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Inside, PyTorch's LSTM gives the same bits with gradients and without: oneDNN, which it uses only without, is off."""
+    """Turn off oneDNN, which PyTorch's LSTM uses only without gradients: inside, it gives the same bits with gradients and without."""
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     try:
@@ -110,7 +110,7 @@ def _simple(
 
 
 def _batched(input: Tensor, hx: Sequence[Tensor] | None, batch_first: bool) -> tuple[Tensor, list[Tensor] | None, int]:
-    """The sequence and its states with a batch, and the rank of what was given."""
+    """Return the sequence and its states with a batch, and the rank of what was given."""
     if input.dim() == 3:
         return input, None if hx is None else list(hx), 3
     return input.unsqueeze(0 if batch_first else 1), None if hx is None else [state.unsqueeze(1) for state in hx], 2
@@ -141,7 +141,7 @@ def lstm_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM: the state and the cell."""
+    """Compute one step of an LSTM: the state and the cell."""
     rows, state = _row(input, hx)
     if state is None:
         state = [rows.new_zeros(rows.shape[0], weight_hh.shape[1])] * 2
@@ -152,7 +152,7 @@ def lstm_cell(
 def gru_cell(
     input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Any = None, bias_hh: Any = None
 ) -> Tensor:
-    """One step of a GRU: the state."""
+    """Compute one step of a GRU: the state."""
     return _simple_cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
@@ -165,7 +165,7 @@ def rnn_cell(
     bias_hh: Tensor | None = None,
     nonlinearity: str = "tanh",
 ) -> Tensor:
-    """One step of an RNN: the state."""
+    """Compute one step of an RNN: the state."""
     function = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
     return _simple_cell(function, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
 
@@ -216,7 +216,7 @@ PACKED = "its input is a packed sequence, whose number of steps is known only wh
 
 
 def _weights(module: Any) -> list[Parameter]:
-    """The parameters of a layer, in the order in which PyTorch's functions take them."""
+    """Return the parameters of a layer, in the order in which PyTorch's functions take them."""
     kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else []), *(["weight_hr"] if module.proj_size else [])]
     ends = [f"_l{layer}{end}" for layer in range(module.num_layers) for end in ("", "_reverse")[: 2 if module.bidirectional else 1]]
     return [Parameter(kind + end) for end in ends for kind in kinds]
@@ -264,7 +264,7 @@ def _cell_with(**more: Any) -> Callable[..., dict[str, Any]]:
 
 
 def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """The arguments, or why a layer or a cell cannot be unrolled."""
+    """Return the arguments, or why a layer or a cell cannot be unrolled."""
     operands = [arguments["input"], *_listed(arguments["hx"])]
     known = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
     if not all(isinstance(entry, TensorFact) for entry in known):
@@ -280,7 +280,7 @@ def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Why a layer cannot be unrolled; None if it can."""
+    """Return why a layer cannot be unrolled; None if it can."""
     if "parameters" not in arguments:
         return None
     sizes = Builder.fact(arguments["input"]).shape

@@ -49,17 +49,17 @@ class _Layer:
     tied: dict[str, list[fx.Node]] = field(default_factory=dict)
 
     def made(self, tie: str, function: Callable[..., Any], *args: Any, demand: Demand) -> fx.Node:
-        """A part that is on one grid at all steps with all others of this name."""
+        """Add a part that has one grid at all steps with all others of this name."""
         node: fx.Node = self.build(function, *args, demand=demand)
         self.tied.setdefault(tie, []).append(node)
         return node
 
     def recurrent(self, hidden: fx.Node | None) -> fx.Node | None:
-        """U h + b'; the bias alone where there is no state yet, and that may be None, too."""
+        """Compute U h + b'; without a hidden state, before the first step, return the bias alone, which may be None, too."""
         return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=INNER)
 
     def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
-        """What the two give together."""
+        """Add the parts of the input and of the hidden state."""
         if recurrent is None:
             return self.made("sum", requantize, given, demand=demand)
         return self.made("sum", add, given, recurrent, demand=demand)
@@ -149,7 +149,7 @@ class _Sequence:
     def direction(
         self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool
     ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """One direction of one layer: what it shows at all steps, in the order of the input, and its state after the last one."""
+        """Return one direction of one layer: its outputs at all steps, in the order of the input, and its state after the last step."""
         build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
@@ -178,7 +178,7 @@ class _Sequence:
         bidirectional: bool,
         chance: float,
     ) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
-        """What the last layer shows at all steps, and the states of every layer and direction after the last one."""
+        """Return the last layer's output at all steps, and the states of every layer and direction after the last step."""
         build, directions = self.build, 2 if bidirectional else 1
         count = len(parameters) // (num_layers * directions)
         last: list[tuple[fx.Node, ...]] = []
@@ -196,7 +196,7 @@ class _Sequence:
         return input, last
 
     def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
-        """The state before the first step of one direction of one layer."""
+        """Return the state before the first step of one direction of one layer."""
         return _filled([self.build(getitem, held, [number, WHOLE, WHOLE]) for held in state] if state else [None], self.kind)
 
 
@@ -228,7 +228,7 @@ def expand_layers(
     batch_first: bool,
     dropout: float,
 ) -> list[fx.Node]:
-    """The results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
+    """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
     known = build.fact(input).shape
     state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
     axis = 1 if batch_first else 0
@@ -246,7 +246,7 @@ def expand_layers(
 
 
 def _numbers(build: Builder, value: fx.Node) -> list[int]:
-    """A shape for `reshape`, with -1 for the batch."""
+    """Return a shape for `reshape`, with -1 for the batch."""
     return numbers(build.fact(value).shape)
 
 
@@ -262,7 +262,7 @@ MOVING = ("identity", "reshape", "expand", "getitem", "permute", "repeat")
 
 
 def _is_zero(value: Any) -> bool:
-    """Whether it is made as zeros, so that the first step needs no state."""
+    """Return whether it is made as zeros, so that the first step needs no state."""
     while isinstance(value, fx.Node) and (operator := operator_of(value)) is not None and operator.name in MOVING:
         value = value.args[0]
     if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method"):
@@ -273,7 +273,7 @@ def _is_zero(value: Any) -> bool:
 def expand_cell(
     build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, weights: Sequence[fx.Node | None]
 ) -> list[fx.Node]:
-    """The states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
+    """Return the states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
     state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
     sizes = build.fact(input).shape
     if len(sizes) == 1:

@@ -77,7 +77,7 @@ for _name, _function, _operands, _expand in _FUSED:
 
 
 def hypot(input: Tensor, other: Tensor) -> Tensor:
-    """√(input² + other²)."""
+    """Compute √(input² + other²)."""
     return torch.hypot(input, other)
 
 
@@ -87,12 +87,12 @@ def _expand_hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    """log(exp(input) + exp(other))."""
+    """Compute log(exp(input) + exp(other))."""
     return torch.logaddexp(input, other)
 
 
 def log_of_one_and_exponential(input: Tensor) -> Tensor:
-    """log(1 + exp(-|input|))."""
+    """Compute log(1 + exp(-|input|))."""
     return torch.log1p(torch.exp(-input.abs()))
 
 
@@ -102,7 +102,7 @@ def _expand_logaddexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def atan2(input: Tensor, other: Tensor) -> Tensor:
-    """The angle of the point (other, input)."""
+    """Return the angle of the point (other, input)."""
     return torch.atan2(input, other)
 
 
@@ -110,7 +110,7 @@ NOT_ZERO = 2.0**-24  # a divisor of 0, at the origin alone, whose angle is 0 the
 
 
 def angle_of_share(input: Tensor) -> Tensor:
-    """The angle in ±π/2 of a point whose ordinate is this share of |ordinate| + |abscissa|."""
+    """Return the angle in ±π/2 of a point whose ordinate is this share of |ordinate| + |abscissa|."""
     return torch.atan2(input, 1 - input.abs())
 
 
@@ -124,7 +124,7 @@ def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def xlogy(input: Tensor | float, other: Tensor | float) -> Tensor:
-    """input · log(other); one of them may be a number."""
+    """Compute input · log(other); one of them may be a number."""
     value: Tensor = torch.xlogy(input, other)  # type: ignore[arg-type]
     return value
 
@@ -170,22 +170,22 @@ for _name, _function, _expand, _more in (
 
 
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    """‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
+    """Compute ‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
     return F.pairwise_distance(x1, x2, p, eps, keepdim)
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
+    """Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
     return F.cosine_similarity(x1, x2, dim, eps)
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """The distance of every row of x1 from every row of x2."""
+    """Return the distance of every row of x1 from every row of x2."""
     return torch.cdist(x1, x2, p, compute_mode)
 
 
 def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: float = 0.0) -> Any:
-    """The 1- or 2-norm of difference + eps along the last dimension."""
+    """Return the 1- or 2-norm of difference + eps along the last dimension."""
 
     def each(name: str, function: Callable[[Tensor], Tensor], demand: Own) -> Any:
         if eps == 0:
@@ -208,7 +208,7 @@ def _expand_cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float, compute_mo
 
 
 def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[list[Size]]]:
-    """The dimension counted from the end, and the shapes with the size there that they are repeated to together."""
+    """Return the dimension counted from the end, and the shapes with the size there that they are repeated to together."""
     behind = dim if dim < 0 else dim - max(map(len, shapes))
     padded = [[*[1] * (-behind - len(sizes)), *sizes] for sizes in shapes]
     size = next((sizes[behind] for sizes in padded if sizes[behind] != 1), 1)
@@ -267,7 +267,7 @@ register(
 
 
 def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
-    """input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
+    """Compute input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
     return F.local_response_norm(input, size, alpha, beta, k)
 
 
@@ -310,7 +310,7 @@ def cross_map_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 
 
 
 def _windows_across(channels: int, size: int) -> Tensor:
-    """Which channels' squares each channel is divided by, as torch.nn's module sums them up from the channel before: ones and zeros."""
+    """Return, as ones and zeros, whose squares each channel is divided by, as torch.nn's module sums them from the channel before."""
     ahead = (size - 1) // 2 + 1
     kept = torch.zeros(channels, channels, device="cpu", dtype=torch.float32)
     kept[0, :ahead] = 1

@@ -28,7 +28,7 @@ def _extremum(
     float_function: Callable[[Tensor, Tensor], Tensor], primitive: Callable[..., Tensor]
 ) -> Callable[[Lowering, Quantized | Tensor, Quantized | Tensor], Quantized]:
     def lower(lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor) -> Quantized:
-        """Each operand on the output's scale, then compared."""
+        """Bring each operand to the output's scale, then compare."""
         to = lowering.output
         for role, operand in (("input", input), ("other", other)):
             if isinstance(operand, Tensor) and bool(torch.isnan(operand).any()):  # an infinite one saturates
@@ -57,7 +57,7 @@ def _extremum(
 
 
 def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input: Quantized, other: Quantized) -> Any:
-    """The operand of the smaller scale on the larger one, then compared, and the result brought to the output's scale."""
+    """Bring the operand of the smaller scale to the larger one, compare, and bring the result to the output's scale."""
     grid = max(input.grid, other.grid, key=lambda each: float(each.scale))
 
     def brought(operand: Quantized, role: str) -> Any:
@@ -74,12 +74,12 @@ def _between(lowering: Lowering, value: Any, given: Grid, to: Grid, role: str) -
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
-    """The larger of two tensors, element by element."""
+    """Return the larger of two tensors, element by element."""
     return torch.maximum(input, other)
 
 
 def minimum(input: Tensor, other: Tensor) -> Tensor:
-    """The smaller of two tensors, element by element."""
+    """Return the smaller of two tensors, element by element."""
     return torch.minimum(input, other)
 
 
@@ -89,12 +89,12 @@ def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def largest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
-    """The largest elements along a dimension, and where they are."""
+    """Return the largest elements along a dimension, and where they are."""
     return torch.max(input, dim, keepdim)
 
 
 def smallest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
-    """The smallest elements along a dimension, and where they are."""
+    """Return the smallest elements along a dimension, and where they are."""
     return torch.min(input, dim, keepdim)
 
 
@@ -117,12 +117,12 @@ def _onnx_extremum(operator: str) -> Callable[[Call], str]:
 
 
 def amax(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The largest element along dimensions (all of them if there are none)."""
+    """Return the largest element along dimensions (all of them if there are none)."""
     return torch.amax(input, dim, keepdim)
 
 
 def amin(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The smallest element along dimensions (all of them if there are none)."""
+    """Return the smallest element along dimensions (all of them if there are none)."""
     return torch.amin(input, dim, keepdim)
 
 
@@ -154,7 +154,7 @@ def _reduced(rank: int, dim: Any) -> list[int]:
 
 
 def _lower_amax(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool) -> Quantized:
-    """The dimensions are brought to the end and pooled as one window, on the operand's own scale."""
+    """Move the dimensions to the end and pool them as one window, on the operand's own scale."""
     reduced = _reduced(len(input.shape), dim)
     kept = [d for d in range(len(input.shape)) if d not in reduced]
     lengths: list[int] = [input.shape[d] for d in reduced]  # type: ignore[misc]
@@ -232,7 +232,7 @@ register(
 
 
 def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:
-    """The larger of it and its lower limit, then the smaller of that and its upper one; a number limits as a clamp."""
+    """Return the larger of it and its lower limit, then the smaller of that and its upper one; a number limits as a clamp."""
     if min is not None:
         input = build(maximum, input, min) if isinstance(min, fx.Node) else build(clamp, input, min, None)
     if max is not None:

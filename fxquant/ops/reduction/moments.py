@@ -31,33 +31,33 @@ from fxquant.ops.pooling.pool import mean, sum
 
 
 def var(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """The variance over dimensions, of whose n elements n - correction are free."""
+    """Return the variance over dimensions, of whose n elements n - correction are free."""
     return torch.var(input, dim, correction=correction, keepdim=keepdim)
 
 
 def std(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """The root of the variance."""
+    """Return the root of the variance."""
     return torch.std(input, dim, correction=correction, keepdim=keepdim)
 
 
 def var_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The variance and the mean."""
+    """Return the variance and the mean."""
     return torch.var_mean(input, dim, correction=correction, keepdim=keepdim)
 
 
 def std_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The deviation and the mean."""
+    """Return the deviation and the mean."""
     return torch.std_mean(input, dim, correction=correction, keepdim=keepdim)
 
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """What is left of a tensor without its mean."""
+    """Subtract a tensor's mean from it."""
     centred: fx.Node = build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
     return centred
 
 
 def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> tuple[fx.Node, float]:
-    """The sum of the squares of what is left without the mean, and of how many elements."""
+    """Return the sum of the squares of what is left without the mean, and of how many elements."""
     centred = centre(build, input, dims)
     count = math.prod(_sizes(input, dims))
     return build(sum, build(mul, centred, centred, demand=WIDE), dims, keepdim, demand=WIDE), count
@@ -98,7 +98,7 @@ def _statistics(
 
 
 def reduced(input: Any, dim: Any) -> list[int] | str:
-    """The dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
+    """Return the dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
     known = fact(input) if isinstance(input, fx.Node) else None
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"
@@ -117,7 +117,7 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def refuses_reduction(input: Any, dims: list[int]) -> str | None:
-    """Why there is no integer sum over these dimensions; None if there is one."""
+    """Return why a sum over these dimensions cannot be computed on integers; None if it can."""
     known = fact(input)
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"
@@ -149,7 +149,7 @@ for _name, _function, _expand, _spelling in (
 
 
 def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Each group of channels with mean 0 and variance 1, then times weight, plus bias, per channel."""
+    """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -165,7 +165,7 @@ def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: 
 
 
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
-    """A tensor times weight, plus bias, of its channels."""
+    """Return a tensor times weight, plus bias, of its channels."""
     if weight is None and bias is not None:
         weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
     result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
@@ -219,7 +219,7 @@ def instance_norm(
     use_input_stats: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Each channel of each sample with mean 0 and variance 1, then times weight, plus bias; or with running statistics."""
+    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
 
 
@@ -283,7 +283,7 @@ register(
 
 
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The last dimensions over the root of their mean square, times weight."""
+    """Return the last dimensions over the root of their mean square, times weight."""
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 

@@ -27,13 +27,16 @@ from fxquant.ops.reduction.moments import reduced, refuses_reduction
 
 
 def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
-    """The p-norm over dimensions: (Σ |x|^p)^(1/p); for p = inf the largest magnitude, for -inf the smallest, for 0 how many are not 0."""
+    """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
+
+    For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
+    """
     value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
     return value
 
 
 def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    """The elements over the p-norm of theirs along dimensions."""
+    """Return the elements over the p-norm of theirs along dimensions."""
     value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
     return value
 
@@ -43,7 +46,7 @@ def _inverse_root(x: float, root: float = 2.0) -> float:
 
 
 def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
-    """x^(-1/root) of positive numbers, and 0 of 0."""
+    """Return x^(-1/root) of positive numbers, and 0 of 0."""
     return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
 
 
@@ -51,7 +54,7 @@ unary("inverse_root", inverse_root, _inverse_root, root=2.0)
 
 
 def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
-    """What the norm is a root of, and which; `last` says how its grid is found where it is the norm itself."""
+    """Return the tensor that the norm is a root of, and the degree; `last` says how its grid is found where it is the norm itself."""
     if p == 2:
         return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
     if p == 0:
@@ -121,7 +124,7 @@ def _linalg_norm(
 
 
 def sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
-    """The largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
+    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
     sums = input.abs().sum(summed, keepdim=True)
     return (sums.amax if largest else sums.amin)((summed, other), keepdim)
 

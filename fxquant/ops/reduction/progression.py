@@ -38,7 +38,7 @@ def along(build: Builder, input: fx.Node, dim: int, entry: Any) -> fx.Node:
 
 
 def length_of(input: fx.Node, dim: int) -> int:
-    """The size of a dimension, which does not depend on the batch."""
+    """Return the size of a dimension, which does not depend on the batch."""
     size = Builder.fact(input).shape[dim]
     assert isinstance(size, int)
     return size
@@ -56,12 +56,12 @@ def refuses_length(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def prod(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The product of the elements along a dimension; of all elements if `dim` is None."""
+    """Return the product of the elements along a dimension; of all elements if `dim` is None."""
     return torch.prod(input) if dim is None else torch.prod(input, dim, keepdim)
 
 
 def cumprod(input: Tensor, dim: int) -> Tensor:
-    """The product of the elements up to each one along a dimension."""
+    """Return the product of the elements up to each one along a dimension."""
     return torch.cumprod(input, dim)
 
 
@@ -114,17 +114,17 @@ def _running(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str
 
 
 def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
-    """What each element has more than the one before it along a dimension, n times over."""
+    """Subtract from each element the one before it along a dimension, n times over."""
     return torch.diff(input, n, dim, prepend, append)
 
 
 def trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
-    """The integral along a dimension by trapezoids of one width."""
+    """Return the integral along a dimension by trapezoids of one width."""
     return torch.trapezoid(input, dx=dx, dim=dim)
 
 
 def cumulative_trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
-    """The integral up to each element but the first, by trapezoids of one width."""
+    """Return the integral up to each element but the first, by trapezoids of one width."""
     return torch.cumulative_trapezoid(input, dx=dx, dim=dim)
 
 
@@ -138,7 +138,7 @@ def _expand_diff(build: Builder, input: fx.Node, n: int, dim: int, prepend: Any,
 
 
 def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> fx.Node:
-    """The area of each trapezoid."""
+    """Return the area of each trapezoid."""
     pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
     wide = WIDE if "int16" in build.activations else None
     made: fx.Node = build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)

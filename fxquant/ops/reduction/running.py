@@ -19,12 +19,12 @@ from fxquant.primitives import accumulate, comparison, shape
 
 
 def cumsum(input: Tensor, dim: int) -> Tensor:
-    """The sum of the elements up to each one along a dimension."""
+    """Return the sum of the elements up to each one along a dimension."""
     return torch.cumsum(input, dim)
 
 
 def _lower_cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
-    """The product with a triangle of ones, along the last dimension."""
+    """Return the product with a triangle of ones, along the last dimension."""
     rank, size = len(input.shape), input.shape[dim]
     assert isinstance(size, int)
     largest = lowering.prove(torch.tensor(float(size * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
@@ -64,12 +64,12 @@ register(
 
 
 def tril(input: Tensor, diagonal: int = 0) -> Tensor:
-    """The elements on and below a diagonal; zeros above."""
+    """Return the elements on and below a diagonal; zeros above."""
     return torch.tril(input, diagonal)
 
 
 def triu(input: Tensor, diagonal: int = 0) -> Tensor:
-    """The elements on and above a diagonal; zeros below."""
+    """Return the elements on and above a diagonal; zeros below."""
     return torch.triu(input, diagonal)
 
 

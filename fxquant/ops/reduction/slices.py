@@ -23,17 +23,17 @@ SMALL = 1e-7  # what renorm adds to a norm before it divides
 
 
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """The p-norm of all elements of a difference."""
+    """Return the p-norm of all elements of a difference."""
     return torch.dist(input, other, p)
 
 
 def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """The slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
+    """Return the slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
     return torch.renorm(input, p, dim, maxnorm)
 
 
 def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
-    """What a slice with this norm is multiplied by, so that its norm is at most `most`."""
+    """Return the factor for a slice with this norm that makes its norm at most `most`."""
     return torch.where(input > most, most / (input + SMALL), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Whole numbers chosen, joined, and along dimensions: sums, extremes and their places."""
+"""Integers chosen, concatenated, and reduced along dimensions: sums, extremes and their places."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from fxquant.primitives import whole as primitives
 
 
 def whole_where(condition: Tensor, input: Tensor, other: Tensor) -> Tensor:
-    """`input` where the condition holds, else `other`."""
+    """Return `input` where the condition holds, else `other`."""
     device = condition.device
     return torch.where(condition, as_whole(input).to(device), as_whole(other).to(device))
 
 
 def whole_sum(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The sum along dimensions."""
+    """Return the sum along dimensions."""
     return torch.sum(input, dim, keepdim)
 
 
 def whole_amax(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The largest along dimensions."""
+    """Return the largest along dimensions."""
     return torch.amax(input, dim, keepdim)
 
 
 def whole_amin(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The smallest along dimensions."""
+    """Return the smallest along dimensions."""
     return torch.amin(input, dim, keepdim)
 
 
 def whole_cumsum(input: Tensor, dim: int) -> Tensor:
-    """The sum up to each one along a dimension."""
+    """Return the sum up to each one along a dimension."""
     return torch.cumsum(input, dim)
 
 
 def whole_argmax(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """The place of the largest along a dimension, the first of equal ones."""
+    """Return the place of the largest along a dimension, the first of equal ones."""
     return torch.argmax(input, dim, keepdim)
 
 
 def whole_argmin(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """The place of the smallest along a dimension, the first of equal ones."""
+    """Return the place of the smallest along a dimension, the first of equal ones."""
     return torch.argmin(input, dim, keepdim)
 
 
@@ -107,13 +107,13 @@ for _function, _lower, _refuses in (
 
 
 def whole_largest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """The largest along a dimension, in a dtype, and their places."""
+    """Return the largest along a dimension, in a dtype, and their places."""
     values, places = torch.max(input, dim, keepdim)
     return values.to(dtype), places
 
 
 def whole_smallest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """The smallest along a dimension, in a dtype, and their places."""
+    """Return the smallest along a dimension, in a dtype, and their places."""
     values, places = torch.min(input, dim, keepdim)
     return values.to(dtype), places
 
@@ -130,7 +130,7 @@ for _function, _value, _where in ((whole_largest_along, whole_amax, whole_argmax
 
 
 def whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Whole numbers, or truth values, one after another."""
+    """Concatenate integers or booleans."""
     return torch.cat(tensors, dim)
 
 

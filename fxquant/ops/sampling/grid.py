@@ -48,7 +48,7 @@ class Positions:
 
 
 def normalized(spatial: Sequence[int], align_corners: bool) -> Positions:
-    """Of a grid whose -1 and 1 are the ends of the image."""
+    """Return the positions of a grid whose -1 and 1 are the ends of the image."""
     reversed_sizes = list(reversed(spatial))
     factor = [(size - 1) / 2 if align_corners else size / 2 for size in reversed_sizes]
     return Positions(factor, torch.tensor([(size - 1) / 2 for size in reversed_sizes], dtype=torch.float64, device="cpu"), align_corners)
@@ -60,7 +60,7 @@ def bits_of_positions(spatial: Sequence[int]) -> int:
 
 
 def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions, mode: str, padding: str) -> Any:
-    """The integers of the image at these positions, on its own grid."""
+    """Return the integers of the image at these positions, on its own grid."""
     spatial = [size for size in input.shape[2:] if isinstance(size, int)]
     bits, coordinates = bits_of_positions(spatial), coordinates_of(lowering, input, where, positions)
     largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
@@ -68,7 +68,7 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
 
 
 def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions) -> Any:
-    """The positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
+    """Return the positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
     bits = bits_of_positions([size for size in input.shape[2:] if isinstance(size, int)])
     device = input.scale.device
     offset = torch.round(positions.offset.to(device) * 2.0**bits)
@@ -88,7 +88,7 @@ def _held(lowering: Lowering, offset: Tensor) -> Any:
 
 
 def spatial_of(c: Call) -> list[int]:
-    """The size of the image that an operator reads."""
+    """Return the size of the image that an operator reads."""
     node = c.primitive(sample)
     assert node is not None
     found: Any = node.args[2]
@@ -96,7 +96,7 @@ def spatial_of(c: Call) -> list[int]:
 
 
 def refuses_image(input: Any, mode: str, padding: str) -> str | None:
-    """Why an image cannot be read between its pixels."""
+    """Return why an image cannot be read between its pixels."""
     known = fact(input)
     if mode not in MODES:
         return f"mode={mode!r} has no integer form"
@@ -116,25 +116,25 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
 def grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tensor:
-    """The image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
+    """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
 def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False) -> Tensor:
-    """The same by cubic interpolation, of images alone."""
+    """Sample the image at the positions of a grid by cubic interpolation, of images alone."""
     return F.grid_sample(input, grid, "bicubic", padding_mode, align_corners)
 
 
 def _sampled(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> dict[str, Any] | Instead:
-    """Cubic interpolation is an operator of its own."""
+    """Adapt grid_sample: cubic interpolation is an operator of its own."""
     arguments = {"input": input, "grid": grid, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
     return Instead(cubic_sample, arguments) if mode == "bicubic" else {**arguments, "mode": mode, "align_corners": align_corners}
 
 
 def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> dict[str, Any] | Instead:
-    """torch.grid_sampler: the modes by their places in a list."""
+    """Adapt torch.grid_sampler, which takes the modes by their places in a list."""
     return _sampled(input, grid, (*MODES, "bicubic")[interpolation_mode], PADDINGS[padding_mode], align_corners)
 
 
@@ -182,7 +182,7 @@ register(
 
 
 def warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
-    """The image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
+    """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
     if has_torch_function((input, flow)):
         result: Tensor = handle_torch_function(warp, (input, flow), input, flow, mode, padding_mode)
         return result
@@ -193,7 +193,7 @@ def warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str 
 
 
 def _pixels(height: int, width: int) -> Tensor:
-    """(x, y) of every pixel: float64 (height, width, 2)."""
+    """Return (x, y) of every pixel: float64 (height, width, 2)."""
     rows, columns = torch.arange(height, dtype=torch.float64, device="cpu"), torch.arange(width, dtype=torch.float64, device="cpu")
     return torch.stack((columns.expand(height, width), rows.unsqueeze(1).expand(height, width)), -1)
 
@@ -211,7 +211,7 @@ def _lower_warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, 
 
 
 def _onnx_warp(c: Call) -> str:
-    """GridSample of the positions on a grid from -1 to 1."""
+    """Write GridSample of the positions on a grid from -1 to 1."""
     if c.e.opset < GRID_SAMPLE_OPSET:
         return c.exported()
     height, width = spatial_of(c)
@@ -248,12 +248,12 @@ register(
 
 
 def affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    """The grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
+    """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
     return F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners))
 
 
 def _base(size: Sequence[int], align_corners: bool) -> Tensor:
-    """(x, y, …, 1) of every place in steps of 2^-14: float64 (places, rank + 1)."""
+    """Return (x, y, …, 1) of every place in steps of 2^-14: float64 (places, rank + 1)."""
     axes = []
     for count in size:
         places = torch.arange(count, dtype=torch.float64, device="cpu")
@@ -264,7 +264,7 @@ def _base(size: Sequence[int], align_corners: bool) -> Tensor:
 
 
 def _lower_affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None) -> Quantized:
-    """A product of the places, held as 16 bits, with every matrix."""
+    """Multiply the places, held as 16 bits, by every matrix."""
     base = lowering.constant("base", _base(size, bool(align_corners)).float().to(theta.scale.device), torch.int16)
     turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
     largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)

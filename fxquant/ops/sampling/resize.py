@@ -56,20 +56,20 @@ def interpolate(
     align_corners: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """The tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
     return F.interpolate(input, size, scale_factor, mode, align_corners, antialias=antialias)
 
 
 # ---- nearest --------------------------------------------------------------------------------------------------------
 
 
-# What is kept from one call to the next are plain numbers: a tensor would belong to the mode, the dtype and the device that
-# the first call was made with, and one of inference mode could never be trained with.
+# Plain numbers are cached from one call to the next: a tensor would belong to the mode, the dtype and the device of the first
+# call, and a tensor of inference mode could not be used in training.
 
 
 @functools.cache
 def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> tuple[int, ...]:
-    """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
+    """Return which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
     positions = torch.arange(length, dtype=torch.float32, device="cpu").reshape(1, 1, length)
     return tuple(F.interpolate(positions, size, factor, mode).flatten().int().tolist())
 
@@ -92,7 +92,7 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     """For every output the first of its two neighbours, and the weight of the second in steps of 2^-bits; both weights sum to 2^bits.
 
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
-    its two neighbours have the weights of linear interpolation, rounded half up. At the end there is no second, and it has no weight.
+    its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
     """
     count = math.floor(length * factor) if size is None and factor is not None else size
     assert count is not None
@@ -125,7 +125,7 @@ def _stepped_neighbours(length: int, size: int | None, factor: float | None, ali
 
 
 def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
-    """The weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
+    """Return the weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
     first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     weights = torch.zeros(len(neighbours), length, dtype=torch.float32, device=device)
     weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
@@ -133,7 +133,7 @@ def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, de
 
 
 def _second_weight(share: Fraction, bits: int) -> int:
-    """The second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
+    """Return the second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
     if share <= HALF:
         return int((share * 2**bits + HALF) // 1)
     return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
@@ -175,7 +175,7 @@ Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or th
 
 
 def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
-    """The weights of interpolation along one dimension."""
+    """Return the weights of interpolation along one dimension."""
     length, size, factor = axis
     count = math.floor(length * factor) if size is None and factor is not None else size
     assert count is not None
@@ -185,7 +185,7 @@ def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[
 
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
-    """Weights along every dimension, and one requantization. Cubic ones sum to less than 2 in magnitude."""
+    """Apply weights along every dimension, and requantize once. Cubic weights sum to less than 2 in magnitude."""
     rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
     changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
     bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
@@ -232,7 +232,7 @@ def _lower_interpolate(
 
 
 def _stays(arguments: dict[str, Any]) -> bool:
-    """Whether the result is on its operand's grid."""
+    """Return whether the result is on its operand's grid."""
     return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
 
 
@@ -261,7 +261,7 @@ def _interpolate_module(module: Any) -> dict[str, Any]:
 
 
 def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """A factor for every spatial dimension, or the sizes, read off the result, where there are no factors."""
+    """Return the arguments with a factor for every spatial dimension, or with the result's sizes where no factors are given."""
     result, factors = shape_of(node)[2:], arguments["scale_factor"]
     if factors is not None:
         factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
@@ -284,7 +284,7 @@ def _onnx_interpolate(c: Call) -> str:
     before, after = c.operand_shape, fact(c.node).shape
     nearest = c["mode"].startswith("nearest")
     if nearest and any(new % old for old, new in zip(before[2:], after[2:], strict=True)):
-        return c.selected()  # where a pixel comes from may depend on how the runtime rounds
+        return c.selected()  # the source of a pixel may depend on the runtime's rounding
     if c["mode"] == "area":
         return onnx_means(c, list(after[2:]))
     if c["antialias"]:
@@ -303,7 +303,7 @@ def _onnx_interpolate(c: Call) -> str:
 
 
 def _factor(old: Any, new: Any) -> float:
-    """The least float32 factor, from new/old upwards, that gives the new size."""
+    """Return the least float32 factor, from new/old upwards, that gives the new size."""
     factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
     while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
         factor = torch.nextafter(factor, torch.full_like(factor, math.inf))
