@@ -65,7 +65,7 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _marks(path: str, value: Any, said: Any) -> list[_Varying | None]:
-    """What is said of each leaf of an argument."""
+    """Return the mark of each leaf of an argument: its batch dimension, or None."""
     if isinstance(value, Tensor):
         return [_of_tensor(path, value, said)]
     if said is None or (isinstance(said, Mapping | tuple | list) and not said):

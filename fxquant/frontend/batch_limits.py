@@ -58,7 +58,7 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
 
 
 def noted_limits(made: fx.Graph) -> BatchLimits:
-    """What `note_batch_limits` noted of the graph that this one was made from."""
+    """Return the limits that `note_batch_limits` noted on the graph that this one was made from."""
     for node in made.find_nodes(op="placeholder"):
         return BatchLimits(graph.noted(node, SMALLEST) or 1, graph.noted(node, LARGEST))
     return BatchLimits()
@@ -138,7 +138,7 @@ def _shape(known: TensorFact, batch: int) -> tuple[int, ...]:
 
 
 class _Uneven(Exception):
-    """A size is no whole number at this batch size, as B/2 at an odd one: its fact says nothing there."""
+    """A size is not an integer at this batch size, as B/2 at an odd one: its fact says nothing there."""
 
 
 class _Runner:

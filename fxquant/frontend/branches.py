@@ -1,8 +1,7 @@
-"""What forward computes only where the model is in train mode: auxiliary heads, and outputs that a loss wants.
+"""Code that forward runs only in train mode: auxiliary heads, and outputs that a loss needs.
 
-The model is traced a second time as it is while training. What both traces have in common is one graph, which becomes integers; the rest
-is a module of its own, called on tensors of that graph, which does something only while the prepared model is in train mode, and is gone
-from the integer model.
+The model is traced a second time in train mode. The part that both traces share is one graph, which is quantized. The rest is a separate
+module, called on tensors of that graph. It runs only while the prepared model is in train mode, and the integer model does not have it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _DROPS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dro
 
 
 class TrainingBranch(nn.Module):
-    """What a model returns in train mode, from tensors of its graph; it holds the modules it calls without owning them.
+    """The part of a model that computes its result in train mode from tensors of its graph; it calls modules without owning them.
 
-    forward leaves the result in `result`, from where `ReturnInTraining` takes it.
+    forward stores the result in `result`, from which `ReturnInTraining` takes it.
     """
 
     def __init__(self, root: nn.Module, steps: fx.Graph, form: Any) -> None:
@@ -76,7 +75,7 @@ def attach_branch(module: fx.GraphModule) -> None:
 
 
 class Branch:
-    """What a trace in train mode has that one in eval mode has not.
+    """The part of a trace in train mode that the trace in eval mode does not have.
 
     steps    a graph of it, which returns what forward returned
     inputs   the nodes of the first trace that it reads, in the order of its placeholders
@@ -146,7 +145,7 @@ def _matched(first: Recording, second: Recording) -> dict[str, str]:
 
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
-    """What makes two nodes one: what they call, on the same."""
+    """Return a key that is equal for two nodes that call the same on the same operands."""
 
     def named(operand: fx.Node) -> Any:
         return _Named(name(operand))
@@ -174,7 +173,7 @@ def _returned(recorded: fx.Graph) -> list[fx.Node]:
 
 
 def _layer(node: fx.Node) -> set[Any]:
-    """What a node has parameters of: the module that it calls, or the tensors it reads."""
+    """Return the module that a node calls, or the parameters and tensors that it reads."""
     if node.op == "call_module":
         return {node.target}
     return {operand.target for operand in node.all_input_nodes if operand.op == "get_attr"} if node.op != "output" else set()

@@ -126,7 +126,7 @@ def _compare_at(
     args, kwargs = inputs.arguments(leaves)
     shells = Snapshot(model, own_buffers=True)
     attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
-    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where there is no gradient
+    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where gradients are off
     with torch.set_grad_enabled(hooked), undisturbed(attention, draws):
         try:
             expected = shells.root(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What may be traced: a float `nn.Module`, and what stands for one. Anything else is met here, before any work."""
+"""Models that may be traced: a float `nn.Module`, and what is converted to one. Anything else is refused here, before any work."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def is_traced(module: object) -> bool:
 
 
 def float_model(model: Any) -> nn.Module:
-    """The float model that is meant: the model itself, the one `torch.compile` has wrapped, or what an ExportedProgram computes.
+    """Return the float model that is meant: the model itself, the one `torch.compile` wrapped, or the module of an ExportedProgram.
 
-    Raises ConfigurationError for what is no float model: a prepared or an integer model of fxquant's, alone or inside of another
-    module, a model that torch.ao has prepared or converted, a scripted one, the module of an ExportedProgram, and what is no module.
+    Raises ConfigurationError for anything else: a prepared or an integer model of fxquant, alone or inside of another module, a model that
+    torch.ao has prepared or converted, a scripted model, the module of an ExportedProgram, and an object that is not a module.
     """
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)

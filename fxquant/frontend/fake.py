@@ -14,7 +14,7 @@ from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, re
 
 
 class Outcome:
-    """What an operator returns.
+    """The result of an operator.
 
     template   a `Value`, a `Number`, a `Sequenced` of such, or a plain Python value
     alias      which of the traced arguments the first tensor result shares its memory with, or None
@@ -40,7 +40,7 @@ class Sequenced:
         self.kind, self.items, self.keys = kind, items, keys
 
     def rebuild(self, items: Sequence[Any]) -> Any:
-        """The same kind of sequence with other items."""
+        """Return the same kind of sequence with other items."""
         if self.keys is not None:
             return dict(zip(self.keys, items, strict=True))
         return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
@@ -80,10 +80,9 @@ class Evaluator:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, fake: bool, substitutes: dict[int, Value]) -> Outcome:
-        """What `function` returns at both batch sizes.
+        """Return the outcome of `function` at both batch sizes.
 
-        `fake` says that the content of the arguments is not to be looked at; `substitutes` are the values of plain
-        tensors, by identity.
+        `fake` says that the content of the arguments must not be read; `substitutes` are the values of plain tensors, by identity.
         """
         a = _Side("a", None if fake else _KNOWN, substitutes)
         b = _Side("b", None if fake else _KNOWN, substitutes)
@@ -216,7 +215,7 @@ class _Filling:
 class _Side:
     """The arguments of a call as they are at one batch size.
 
-    content      None for fake tensors, `_KNOWN` for real ones, or what fills real tensors of unknown content: a number, or a `_Filling`
+    content      None for fake tensors, `_KNOWN` for known content, or what fills tensors of unknown content: a number, or a `_Filling`
     traced       the tensors that stand for traced ones, in order
     """
 

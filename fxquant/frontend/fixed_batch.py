@@ -40,7 +40,7 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
 
 
 def _at(known: Any, node: fx.Node, batch_size: int) -> Any:
-    """What is known of a node, at this batch size."""
+    """Return the facts of a node at this batch size."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):

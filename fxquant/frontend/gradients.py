@@ -1,4 +1,4 @@
-"""What forward says about gradients: regions without them, hooks on tensors, and custom functions with a backward of their own.
+"""Gradients in forward: regions without gradients, hooks on tensors, and custom functions with a backward of their own.
 
 with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
 return self.b(y)                           %detach = call_method detach(%a)
@@ -28,10 +28,10 @@ _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
 
 class Gradients:
-    """What one trace has found about gradients.
+    """The findings of one trace about gradients.
 
     rules   the modules that change gradients, by their paths in the graph
-    modes     source lines, and whether they have gradients in train mode, where that is another than in eval mode
+    modes     source lines, and whether they have gradients in train mode, where this differs from eval mode
     lines     source lines, and whether they were computed with gradients
     switched  whether forward has switched gradients on or off
     """
@@ -131,7 +131,7 @@ class Gradients:
 
 
 class _Handle:
-    """What `register_hook` returns: `remove` takes the hook away."""
+    """The handle that `register_hook` returns: `remove` removes the hook."""
 
     def __init__(self, node: fx.Node, hook: Callable[..., Any]) -> None:
         self.node, self.hook, self.kept = node, hook, True
@@ -166,7 +166,7 @@ _NOT_KEPT = {
 
 
 def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of tensors that is about gradients alone does to a trace; NotImplemented of any other function."""
+    """Apply a tensor function that only concerns gradients to the trace; return NotImplemented for any other function."""
     name = getattr(func, "__name__", "")
     if name == "register_hook":
         return _register_hook(handler, *args, **kwargs)
@@ -213,7 +213,7 @@ def _captured(hook: Any) -> Iterator[Any]:
 
 
 def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
-    """What a tensor is once it was changed in place where no gradient is recorded: it keeps the gradient that it had."""
+    """Return a tensor that was changed in place while no gradient is recorded: it keeps the gradient that it had."""
     if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
         return result
     with torch.enable_grad():
@@ -254,7 +254,7 @@ STAND_INS: tuple[tuple[Any, str, Any], ...] = (
 
 
 def _checkpointed(handler: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes. As in PyTorch, it has gradients only where one of its tensors has."""
+    """Compute a reentrant checkpoint. As in PyTorch, it has gradients only if one of its tensor arguments requires them."""
     tensors = [arg for arg in args if isinstance(arg, TracedTensor)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return function(*args)

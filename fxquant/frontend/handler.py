@@ -271,7 +271,7 @@ class Handler:
         self._describe(node, _fact(template))
 
     def wrap(self, node: fx.Node, template: Any) -> Any:
-        """What stands for the result of a node in the model's Python."""
+        """Return the object that represents the result of a node in the model's Python."""
         if isinstance(template, Value):
             return TracedTensor(node, template)
         if isinstance(template, Sequenced):

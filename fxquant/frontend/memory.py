@@ -1,4 +1,4 @@
-"""In-place operations: a graph changes nothing, so the Python object stands for another node from then on."""
+"""In-place operations: a graph changes nothing in place, so the Python object refers to another node from then on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Overwritten = Callable[[TracedTensor, fx.Node], TracedTensor]
 
 
 class Memory:
-    """What in-place operations have changed during one trace.
+    """The changes that in-place operations have made during one trace.
 
-    `record`, `note` and `overwritten` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity;
-    `known` is what is to be recorded when it is an argument, by identity, and grows by what is changed here.
+    `record`, `note` and `overwritten` are those of the trace. `tensors` are the names of the model's parameters and buffers, by identity.
+    `known` maps identities to the values that are recorded for an argument; each change here adds to it.
     """
 
     def __init__(

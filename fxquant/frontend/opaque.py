@@ -60,7 +60,7 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
     anything; it is wanted where the function cannot run on arbitrary numbers. Gradients pass through what is made of PyTorch's
     functions. A file that `save` wrote can be loaded where the function has been wrapped.
 
-    Raises ConfigurationError for what is no function, and for a name that the calling module does not have.
+    Raises ConfigurationError for an argument that is not a function, and for a name that the calling module does not have.
     """
     if function is None:
         return functools.partial(wrap, fake=fake)
@@ -174,7 +174,7 @@ def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs:
 
 
 def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:
-    """What is known of the result."""
+    """Return the known facts of the result."""
     try:
         return evaluator.run(function, args, kwargs, True, arguments.substitutes).template
     except Exception:  # whatever it does with a tensor that has no content
@@ -207,7 +207,7 @@ def _without_numbers(template: Any) -> Any:
 
 
 def _agreed(first: Any, second: Any) -> Any:
-    """What two runs have in common."""
+    """Return the common facts of two runs."""
     if isinstance(first, Sequenced) and isinstance(second, Sequenced):
         same = first.kind is second.kind and first.keys == second.keys and len(first.items) == len(second.items)
         return Sequenced(first.kind, list(map(_agreed, first.items, second.items)), first.keys) if same else UNKNOWN

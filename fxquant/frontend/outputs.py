@@ -1,8 +1,8 @@
-"""What a model returns: a graph returns tensors, numbers, and tuples, lists and dicts of them; a call of it, what the model does.
+"""The result of a model: a graph returns tensors, numbers, and tuples, lists and dicts of them; calling it returns the model's own type.
 
-A `ModelOutput` of two tensors stands in the graph as a dict of two nodes. The dict that a run gives is made a ModelOutput again by a
-forward hook, as far as PyTorch's pytree knows the class, or it is a dataclass that a model traced in this process returned. A file holds
-the class's name, which is looked up there and never imported; where it is not known, the model returns the dict.
+A `ModelOutput` of two tensors is a dict of two nodes in the graph. A forward hook turns the dict of a run into a ModelOutput again. This
+works if PyTorch's pytree knows the class, or if it is a dataclass that a model traced in this process returned. A file holds the class's
+name, which is looked up there and never imported; where it is not known, the model returns the dict.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Form = Any
 
 
 class Returned:
-    """What forward returned, as the nest that a graph returns.
+    """The result of forward, as the nest that a graph returns.
 
-    leaf   makes what stands in the nest for a tensor: its node
+    leaf   makes the entry of the nest for a tensor: its node
     note   records what was fixed
     """
 
@@ -122,7 +122,7 @@ class Returned:
 
 
 def nest_of(output: Any) -> Any:
-    """What a model returned, as the nest of tensors that its graph returns."""
+    """Return the result of a model as the nest of tensors that its graph returns."""
     return Returned(lambda tensor: tensor, lambda text: None).convert(output)[0]
 
 
@@ -206,7 +206,7 @@ def _name_of(kind: type) -> str:
 
 
 def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
-    """What makes an object of the class of this name out of its parts; None if nobody knows it."""
+    """Return a function that builds an object of the class of this name from its parts; None if the class is not known."""
     known = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
     if known is not None:
         return pytree.SUPPORTED_NODES[known].unflatten_fn

@@ -33,7 +33,7 @@ _MOVED = "fxquant.moved_by_forward"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
-    """What was fixed while tracing, one sentence each."""
+    """Return what was fixed while tracing, one sentence each."""
     found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
     return found
 

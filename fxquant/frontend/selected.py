@@ -29,7 +29,7 @@ _PURE = frozenset(
 
 
 class Selected:
-    """What `input[mask]` is, for a mask of the input's shape.
+    """The result of `input[mask]`, for a mask of the input's shape.
 
     whole  a tensor of that shape that holds the elements where the mask is true, and anything elsewhere
     mask   where they are
@@ -133,7 +133,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _as_it_is(tensor: TracedTensor) -> TracedTensor:
-    """What a tensor is now, whatever changes it later."""
+    """Return the present value of a tensor, which later changes do not affect."""
     tensor.shape  # noqa: B018  # brings it up to date with what was written through views
     return TracedTensor(tensor.node, tensor.value)
 
@@ -143,7 +143,7 @@ def _is_list_of_truth_values(place: Any) -> bool:
 
 
 def select(input: Any, index: Any) -> Any:
-    """`input[index]`, where the index is a mask of its shape, or holds lists of truth values; NotImplemented otherwise."""
+    """Return `input[index]`, where the index is a mask of its shape, or holds lists of booleans; NotImplemented otherwise."""
     places = index if isinstance(index, tuple) else (index,)
     if any(map(_is_list_of_truth_values, places)):
         return input[tuple(torch.tensor(place, device="cpu") if _is_list_of_truth_values(place) else place for place in places)]

@@ -1,7 +1,7 @@
-"""What is known of a layer's result without running the layer: the commonest ones give a tensor like the one they take.
+"""Facts of a layer's result without running the layer: the most common layers return a tensor like the one they take.
 
-PyTorch works a batch norm out from some fifteen operators on tensors without values, at four batch sizes; that was most of a trace.
-Where anything is unusual, from strides to the dtype of a parameter, nothing is known, and the layer runs.
+PyTorch computes a batch norm by about fifteen operators on tensors without values, at four batch sizes; that was most of a trace.
+Where anything is unusual, from strides to the dtype of a parameter, no fact is returned, and the layer runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A graph takes the tensors among the arguments, one after the other. A `forward(x, pair, mask=None)` that was traced with a
 tuple of two tensors and no mask takes x, pair_0 and pair_1; called with x and a pair, positional or by name, with `mask=None`
-or without, the model takes them apart. What is no tensor is fixed in the graph, so it must be what it was.
+or without, the model takes them apart. An argument that is not a tensor is fixed in the graph, so it must be what it was.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _form(value: Any, names: Iterator[str | None]) -> Form:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A forward pre-hook: the inputs of the graph out of the arguments of a call.
+    """A forward pre-hook that finds the inputs of the graph in the arguments of a call.
 
     They may also be given as the graph takes them: by the inputs' names, or, where arguments hold several, one after the other.
-    Raises ConfigurationError if they are not what forward takes, or what is no tensor is not what it was.
+    Raises ConfigurationError if they are not what forward takes, or if an argument that is not a tensor has changed.
 
     parameters  those of forward, as `signature_of` gives them
     names       the inputs of the graph

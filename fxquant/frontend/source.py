@@ -17,9 +17,9 @@ _texts: dict[tuple[CodeType, int], str] = {}
 
 
 def user_source(root: CodeType) -> str:
-    """The innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
+    """Return the innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
 
-    The search ends at a frame of `root`; if there is no user code inside it, the answer is an empty string.
+    The search ends at a frame of `root`. Without user code inside it, the result is an empty string.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

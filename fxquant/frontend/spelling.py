@@ -1,4 +1,4 @@
-"""How a function that PyTorch was asked for is spelled in the graph: a method, an operator or a function."""
+"""The call form of a PyTorch function in the graph: a method, an operator or a function."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def is_method(func: Any) -> bool:
 
 @functools.cache
 def spelling_of(func: Any) -> Spelling:
-    """The spelling of a function as `__torch_function__` or `__torch_dispatch__` reported it."""
+    """Return the call form of a function as `__torch_function__` or `__torch_dispatch__` reported it."""
     if isinstance(func, torch._ops.OpOverload):
         return _overload(func)
     name: str = getattr(func, "__name__", str(func))

@@ -1,4 +1,4 @@
-"""What forward changes between calls in train mode: buffers, tensors and numbers that a graph reads, and never moves."""
+"""State that forward changes between calls in train mode: buffers, tensors and numbers that a graph reads and never changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BATCH_NORMS: dict[Any, inspect.Signature] = {
 
 @dataclass
 class MovedState:
-    """What one call of forward in train mode has changed.
+    """The changes of one call of forward in train mode.
 
     moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
     numbers       names of attributes that hold another number afterwards
@@ -95,7 +95,7 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
-    """Whether there are buffers that are no batch norm's, or batch norms that are functions."""
+    """Return whether there are buffers other than those of batch norms, or batch norms that are functions."""
     if any(node.op == "call_function" and node.target in _BATCH_NORMS for node in graph.nodes):
         return True
     for module in model.modules():

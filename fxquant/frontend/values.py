@@ -1,8 +1,8 @@
-"""What a traced model sees in place of its tensors and of numbers that depend on the batch size.
+"""The stand-ins that a traced model sees for its tensors and for numbers that depend on the batch size.
 
-A traced tensor is a `torch.Tensor`, so that every library accepts it, and an `fx.Proxy`, so that libraries which
-ask whether they are being traced get the right answer. It holds the node that computes it and its `Value`: what it
-is at two batch sizes. A batch number is an `int` or `float` that knows both of its values and its node.
+A traced tensor is a `torch.Tensor`, so that every library accepts it. It is also an `fx.Proxy`, so that libraries which ask whether they
+are being traced get the right answer. It holds the node that computes it and its `Value`, its facts at two batch sizes. A batch number is
+an `int` or `float` that knows both of its values and its node.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Functions of PyTorch that are others, called: what they move, copy or join is recorded as those.
+"""Functions of PyTorch that only call others: their moves, copies and concatenations are recorded as those others.
 
     torch.block_diag(a, b)   →   torch.cat((F.pad(a, …), F.pad(b, …)))
 
-Each has the arguments of the function that it stands for and gives the same numbers. One that returns NotImplemented says that, with
-these arguments, the function is recorded as it stands.
+Each has the arguments of the function that it replaces and gives the same numbers. If one returns NotImplemented, the function is
+recorded as it is with these arguments.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
 
 @_stands_for(*_methods("index_put"))
 def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
-    """What is added up at places of the first dimensions is added to these as one dimension."""
+    """Accumulate at places of the first dimensions by an index_add along these dimensions flattened to one."""
     given = list(indices)
     sizes = input.shape[: len(given)]
     if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):
@@ -211,7 +211,7 @@ def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumul
     return flat.index_add(0, place.flatten(), source).reshape(input.shape)
 
 
-# ---- joined ---------------------------------------------------------------------------------------------------------
+# ---- concatenated ----------------------------------------------------------------------------------------------------
 
 
 def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
