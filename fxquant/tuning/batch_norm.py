@@ -1,4 +1,4 @@
-"""Batch norm re-estimation: running statistics are found anew from what the quantized weights give."""
+"""Batch norm re-estimation: compute running statistics again from the results of the quantized weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxquant.tuning.units import constant_arguments, operator_at
 
 @dataclass(frozen=True)
 class MovedStatistics:
-    """What became of the running statistics of one batch norm.
+    """The change of the running statistics of one batch norm.
 
     name      the node of the operator that it belongs to
     mean      by how much a channel's mean moved, in standard deviations that it had: the root mean square over channels
@@ -39,7 +39,7 @@ class MovedStatistics:
 
 @dataclass(frozen=True)
 class BatchNormResult:
-    """What `reestimate_batch_norm` returns: a row for each batch norm; iterates over them, and prints as a table.
+    """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table.
 
     skipped  those that it cannot re-estimate, each with the reason
     batches  how many it took

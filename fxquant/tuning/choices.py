@@ -1,4 +1,4 @@
-"""What of a prepared model can be quantized in one way or another: its tensors and weights, and the mapping that says how.
+"""The quantization choices of a prepared model: its tensors and weights, and the mapping that sets how each is quantized.
 
 A *choice* is a quantized tensor, or a group of them that shares a scale, whose dtype nothing demands; or the weight of a layer.
 """
@@ -54,16 +54,16 @@ class Choice:
     passes: int = 1
 
     def bytes(self, dtype: str) -> float:
-        """What it takes in this dtype, two int4 in a byte."""
+        """Return its size in bytes in this dtype; two int4 take one byte."""
         return self.elements * bits(dtype) / 8
 
 
 @dataclass(frozen=True)
 class Products:
-    """The sums of products of one layer: how many, and what is multiplied: a tensor, and a weight or another tensor.
+    """The sums of products of one layer: their number, and their factors: a tensor, and a weight or another tensor.
 
-    left, right    names of choices; "" where there is no choice
-    width          of each side its bits, where there is no choice
+    left, right    names of choices; "" for a side without a choice
+    width          the bits of each side that has no choice
     """
 
     layer: str
@@ -182,7 +182,7 @@ class Choices(Mapping[str, Choice]):
         return base
 
     def _rule(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig | None:
-        """The config of an operator with what is chosen for its result, its weight and the real numbers that it reads; None: as it is."""
+        """Return the operator's config with the choices for its result, its weight and the float values that it reads; None: no change."""
         read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
         own = [self._of.get(id(operator.output)), self._by_name.get(f"{operator.name}.weight"), *read]
         moved = [c for c in own if c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs)]
@@ -200,14 +200,14 @@ class Choices(Mapping[str, Choice]):
         if weight is not None:
             config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
         inputs = list(self._quantized_for(operator))
-        # What is read as a real number follows the output's config where it has none; it is to stay what it is. What a rule requantizes
-        # is requantized on; the default's input is the model's, and no operator's in particular.
+        # A float operand without an input config follows the output's config, and must not change with it. An operand that a rule
+        # requantizes stays requantized; the default's input config is that of the model's inputs, not of an operator.
         asked = config.input if decide(self.nodes[operator.name]).layer != DEFAULT else None
         input = self._config(inputs[0], config.input or config.output, dtypes, configs) if inputs else asked
         return replace(config, output=output, input=input)
 
     def _quantized_for(self, operator: QuantizedOperator) -> list[Quantizer]:
-        """The quantizers of the real numbers that an operator reads."""
+        """Return the quantizers of the float values that an operator reads."""
         boundary = {id(one.output) for one in quantized_operators(self.prepared).values() if one.operator is QUANTIZE}
         return [quantizer for quantizer in _operands(operator) if id(quantizer) in boundary]
 
@@ -220,7 +220,7 @@ class Choices(Mapping[str, Choice]):
         return configs.get(choice.name, config).of(dtypes.get(choice.name, choice.dtype))
 
     def dtypes(self) -> dict[str, str]:
-        """What every choice has now."""
+        """Return the present dtype of every choice."""
         return {name: choice.dtype for name, choice in self.items()}
 
 
@@ -267,5 +267,5 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a tensor of real numbers."""
+    """Return whether a value is a floating-point tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""An operator's integer function before its result is rounded: differentiable, also in what decides how its weight is rounded."""
+"""An operator's integer function before its result is rounded. It is differentiable, also with respect to the rounding of its weight."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fxquant.quantization.quantizer import Quantizer
 
 
 class RealLowering(EagerLowering):
-    """Forms sums of products as the integer function does, and leaves them as real numbers; integers may be such, too."""
+    """Forms sums of products as the integer function does, and leaves them as float values; operands need not be integers."""
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """What is no whole number has no parts, so every sum is formed in one."""
+        """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""
         return 0.0
 
     complete = Lowering.complete  # which requantizes with this
@@ -39,7 +39,7 @@ class RealLowering(EagerLowering):
         lift: Lift | None = None,
         kind: str = VALUE,
     ) -> Quantized:
-        """The real number that an accumulator stands for."""
+        """Return the dequantized accumulator."""
         value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
         return Quantized(value.float(), Grid(INT32, torch.ones((), dtype=torch.float32, device=value.device)), tuple(value.shape))
 
@@ -56,9 +56,9 @@ def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tens
 
 
 def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole: bool = True) -> Tensor:
-    """What a weighted operator puts out for real operands, which are not rounded, before its own result is.
+    """Compute the result of a weighted operator for float operands, which are not rounded, before the result is rounded.
 
-    The weight has its integers, or what its rounding gives in their place. Without `whole` the fused limits are left out.
+    The weight has its integers, or the values that its rounding gives in their place. Without `whole` the fused limits are left out.
     """
     given = dict(arguments)
     residual, clamp = given.pop("residual", None), given.pop("clamp", None)

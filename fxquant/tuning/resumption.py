@@ -1,4 +1,4 @@
-"""What files of finished work share: which call they are of, and how they are refused."""
+"""Shared parts of checkpoint files: the call that a file is of, and the errors for other files."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def model_digest(prepared: fx.GraphModule) -> str:
-    """The same of a model: its graph, its parameters and scales."""
+    """Return the digest of a model: its graph, its parameters and scales."""
     text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
     return digest([text, *prepared.state_dict().values()])

@@ -1,4 +1,4 @@
-"""What is tuned together: a layer with the function behind it."""
+"""The unit of tuning: a layer with the function after it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes of a prepared model, in the order they run, and what they are to each other.
+    """Nodes of a prepared model, in the order they run, and their roles.
 
     weighted  those whose rounded weight is tuned
-    exits     where it is compared with the float model: the real tensors that are read from outside, or else the last of `weighted`
+    exits     where it is compared with the float model: the floating-point tensors that are read from outside, else the last of `weighted`
     inputs    what they read from outside, parameters included
     """
 
@@ -105,7 +105,7 @@ def _function_behind(prepared: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, 
 
 
 class Lesson:
-    """What a unit is to learn: the operands it has in integers and in float, and the results it has in float, chunk by chunk."""
+    """The training data of a unit: its operands in integers and in float, and its float results, chunk by chunk."""
 
     def __init__(self, unit: Unit, samples: Samples, exact: Walk, real: Walk) -> None:
         self.prepared, self.unit, self.samples = exact.prepared, unit, samples

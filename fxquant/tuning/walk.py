@@ -1,7 +1,7 @@
-"""Samples that are led through a prepared model node by node, as the float model has them and as the integers have them.
+"""Run samples through a prepared model node by node, as the float model has them and as the integers have them.
 
-What a node gives is kept for every sample until all that reads it has run, so every node runs once for the whole of a method, and memory
-is that of the widest cut through the graph, twice, for all samples; no gradient is kept.
+The result of a node is kept for every sample until all its readers have run, so every node runs once for the whole of a method. Memory is
+that of the widest cut through the graph, twice, for all samples; no gradient is kept.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def taken(
     size: int,
     show_progress: bool | None = None,
 ) -> Samples:
-    """All batches, cut along the batch into chunks of at most `size` samples, of fewer where there would be less than four chunks.
+    """Return all batches, cut into chunks of at most `size` samples, of fewer where there would be less than four chunks.
 
-    A model of one batch size alone has its batches as chunks. Raises CalibrationError if there is no batch, one does not fit, or only one
+    A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
     whole: list[list[Any]] = []
@@ -150,7 +150,7 @@ class Walk:
         return found
 
     def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
-        """What has to run for these nodes, in the order of the graph."""
+        """Return the nodes that have to run for these nodes, in the order of the graph."""
         found: set[fx.Node] = set()
         left = [node for node in wanted if node not in self._done]
         while left:
