@@ -1,4 +1,4 @@
-"""What a page says, as plain numbers and text: read from the model, and from a comparison where there is one."""
+"""The contents of a page, as plain numbers and text: read from the model, and from a comparison where there is one."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _weights(model: fx.GraphModule) -> dict[str, list[float]]:
 
 
 def weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> Tensor | None:
-    """The weight of a layer as real numbers, in an integer model the rounded ones; None where there is none that the graph holds."""
+    """Return the weight of a layer as a float tensor, dequantized in an integer model; None if the graph holds none."""
     lowered, module = operation(node), quantized_operator(model, node)
     if lowered is not None and "weight" in lowered.constants:
         constant = lowered.constants["weight"]

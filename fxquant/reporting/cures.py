@@ -1,4 +1,4 @@
-"""Rules of a mapping that change how one tensor, or one weight, is quantized: what advice tells the user to give to `prepare`."""
+"""Rules of a mapping that change how one tensor, or one weight, is quantized: advice tells the user to give them to `prepare`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Cures:
         return _mapping({name: f"QConfig({config})"} if name in self.nodes else {})
 
     def weight(self, name: str) -> str:
-        """What is more exact for the weight of an operator of the float model's graph."""
+        """Return a cure that makes the weight of an operator of the float model's graph more exact."""
         if self.has_wide_weights:
             return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
         assert self.target is not None

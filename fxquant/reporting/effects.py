@@ -1,4 +1,4 @@
-"""What one tensor alone does to the outputs: one batch is run through the float model with that tensor changed.
+"""The effect of one tensor alone on the outputs: one batch is run through the float model with that tensor changed.
 
 effect = mean over outputs of Σ(y' - y)² / Σy²
 """
@@ -24,12 +24,12 @@ Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node r
 
 @dataclass(frozen=True)
 class Inside:
-    """What an operator itself makes wrong, given what the other form gives it to read.
+    """The error that an operator itself makes on the operands of the other form.
 
     noise      Σ (f(v) - v')² of the batch, of the operator f in float, the other form's operands v and its result v'
     signal     Σ f(v)²
-    effect     what that alone does to the outputs
-    constants  what it reads besides: parameters and buffers, by name
+    effect     the effect of that error alone on the outputs
+    constants  its other operands: parameters and buffers, by name
     """
 
     noise: float
@@ -119,7 +119,7 @@ class Effects:
         return list(hidden), list(read)
 
     def inside(self, reference: str, names: Sequence[str]) -> Inside | None:
-        """What the operator at these nodes makes wrong; None where what it reads is not known."""
+        """Return the error that the operator at these nodes makes; None if its operands are not known."""
         read = self.operands(reference, names)
         if read is None:
             return None
@@ -210,7 +210,7 @@ def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """The mean over outputs that are real numbers of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
+    """Compute the mean over floating-point outputs of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
     shares = []
     for one, other in zip(wanted, found, strict=True):
         if one.is_floating_point() and one.shape == other.shape:

@@ -1,4 +1,4 @@
-"""What a saved model or an exported ONNX file holds, for the command line: a description, and the difference of two."""
+"""The contents of a saved model or an exported ONNX file, for the command line: a description, and the difference of two."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds.
+    """The contents of a file.
 
     kind      "saved model" or "ONNX file"
     stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
     inputs    the inputs and outputs, one line each
     nodes     how many nodes there are, by operator
     rows      the quantized tensors, in the order they are computed
-    floats    what is left in float, and why
+    floats    the operators that run in float, and why
     tensors   weights, tables and constants by name; neither scales nor statistics
     text      the graph as text
     """
@@ -84,7 +84,7 @@ class Contents:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
+    """Read the contents of a file: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
     return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else of_model(Path(path), saved_model(path))
 
 
@@ -128,7 +128,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
 
 
 def of_model(path: Path, model: fx.GraphModule) -> Contents:
-    """What a graph holds; it is called by this path."""
+    """Return the contents of a graph; `path` is its name."""
     target, known = model_meta(model).get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")

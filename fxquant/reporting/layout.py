@@ -116,7 +116,7 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 
 def needs(package: str, error: ImportError) -> ConfigurationError:
-    """What is said where a package of the extra "report" is missing."""
+    """Return the error for a missing package of the extra "report"."""
     return ConfigurationError(
         f"{package} is needed for this, and is not installed", because=str(error), remedy='pip install "fxquant[report]"'
     )

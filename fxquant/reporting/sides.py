@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a form of a model, the facts of its tensors, and which tensor of the one is which of the other."""
+"""The two sides of a comparison: a form of a model, the facts of its tensors, and the pairs of tensors of both sides."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a tensor of one side.
+    """The facts of a tensor of one side.
 
     operator   what computes it
     source     the user's line
     grid       its scale and dtype; None where it is computed in float
     fused      the nodes that were fused into its node
-    reads      of a tensor that is quantized as it stands, what it is made of; "" of any other
+    reads      the source of a tensor that is quantized as it is; "" for any other
     because    why it is integer or float
     macs       multiply-accumulates that it takes
-    parts      of what holds several tensors on one grid: their names, and by how many dB this is coarser than their own
+    parts      for several tensors on one grid: their names, and by how many dB this grid is coarser than their own
     """
 
     operator: str
@@ -117,7 +117,7 @@ class Side:
                 self.exponents[name] = torch.tensor(entry["exponents"], device="cpu", dtype=torch.int64)
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
-        """These tensors of a batch as real numbers; inputs of the model are what was given. "output 0", … are the outputs."""
+        """Return these tensors of a batch as floats; inputs of the model are as they were given. "output 0", … are the outputs."""
         wanted = Wanted(frozenset(["outputs"]), frozenset(names) - frozenset(self.inputs), real=True)
         found = self.form.run(inputs, wanted)
         return found | {name: value for name, value in zip(self.inputs, inputs, strict=True) if name in names}

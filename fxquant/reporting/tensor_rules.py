@@ -1,6 +1,6 @@
-"""What can be wrong with one tensor: a rule each, in one table.
+"""Rules for the problems of one tensor, in one table.
 
-A rule says the cause, the cure, and which part of the tensor's own error the cure would leave.
+A rule returns the cause, the cure, and the share of the tensor's own error that the cure would leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
 
 @dataclass(frozen=True)
 class Judged:
-    """What rules see of one tensor.
+    """The facts of one tensor that rules read.
 
     name        in the second form
     facts       of it there
@@ -50,7 +50,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule found: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
+    """The finding of a rule: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
 
     cause: str
     cure: str
@@ -104,7 +104,7 @@ def masked(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def _masked_left(tensor: Judged, below: float) -> float:
-    """What is left of the error if the scale is that of the values below the gap, and what is beyond it is no matter."""
+    """Return the remaining share of the error if the scale is that of the values below the gap, and those above it do not count."""
     seen = tensor.statistics
     assert seen.steps is not None
     step = seen.steps.scale * below / max(seen.steps.high, -seen.steps.low)
@@ -208,7 +208,7 @@ def coarse(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def mask_cure(reaches: float) -> str:
-    """What to do about a mask whose other values reach so far."""
+    """Return the cure for a mask whose other values reach so far."""
     return (
         f"mask with a number of the size of the other values (about {-4 * reaches:.3g}), or with truth values: torch.where or masked_fill "
         "behind this layer, or right in front of a softmax, which takes masks out of the scale"
