@@ -1,4 +1,4 @@
-"""A model held against what a target allows: every limit that is broken, where, and what to do about it."""
+"""Check a model against the limits of a target: every limit that is broken, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `fxq.check` returns: true if nothing is broken and nothing left in float but what `adapt` has moved to the host.
+    """The result of `fxq.check`: true if no limit is broken and only operators that `adapt` has moved to the host run in float.
 
     Iterates over the findings, in the order of the graph.
     """

@@ -1,6 +1,6 @@
-"""What an operator costs: multiply-accumulates, and the bytes of its weights and of its result.
+"""The cost of an operator: multiply-accumulates, and the bytes of its weights and of its result.
 
-Sizes that depend on the batch are taken at batch size 1: of one item.
+Sizes that depend on the batch are taken at batch size 1, so that costs are those of one item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator wit
 
 @dataclass(frozen=True)
 class Cost:
-    """What `Layer` says of an operator: see there."""
+    """The cost of an operator, in the terms of `Layer`."""
 
     macs: int
     weight_bytes: int
@@ -100,7 +100,7 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
 
 
 def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
-    """The sizes at batch size 1; one that is B/2 is no whole number there. Others are ints: fractions take ten times as long."""
+    """Return the sizes at batch size 1, where one that is B/2 is not an integer. Others are ints: fractions take ten times as long."""
     return tuple([_whole(size) for size in shape])
 
 
@@ -132,10 +132,10 @@ def _tensors(known: Any) -> list[TensorFact]:
 
 
 def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | None, values: Mapping[str, Any]) -> int:
-    """What weight and bias will take once the operator is lowered.
+    """Compute the bytes of weight and bias once the operator is lowered.
 
-    A weight is stored in the dtype of its config, a bias in that of the accumulator; a batch norm brings a bias, and where it stands by
-    itself a weight for each channel.
+    A weight is stored in the dtype of its config, a bias in that of the accumulator. A batch norm adds a bias, and a weight for each
+    channel if it was not fused.
     """
     module, spec = quantized_operator(model, node), annotation(node)
     configured = None if spec is None or spec.config is None else spec.config.weight.type

@@ -1,4 +1,4 @@
-"""An integer model as its kernels run it: a form that `verify` compares, and what `explain` tells of it."""
+"""An integer model as its kernels run it: a form that `verify` compares, and that `explain` reports on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KernelForm(GraphForm):
 
 
 def runner_of(model: Any) -> Runner | None:
-    """What runs a model, where that is not its graph as it stands."""
+    """Return the runner of a model; None if the graph itself is run."""
     found = getattr(model, "__dict__", {}).get(RUNNER)
     return found if isinstance(found, Runner) else None
 

@@ -1,7 +1,7 @@
-"""What can be measured of an operator where it stands in a graph: the quantities that a target's limits are about.
+"""Measures of an operator at its place in a graph: the quantities that a target's limits are about.
 
-Windows have a file of their own. A measure returns nothing where it has nothing to say: about another operator, or about a size that
-depends on the batch.
+Windows have a file of their own. A measure returns nothing where it does not apply: to another operator, or to a size that depends on the
+batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model in segments, one after another, each of which runs on one device: the target's integers, or the host's float operators.
+"""A model in segments, one after another, each of which runs on one device: the target for integers, or the host for float operators.
 
-Segments are convex: nothing leaves one and comes back into it. There are as few as can be, in one order of the devices or the
-other, since every operator is in the first segment of its device that everything it reads is computed before.
+Segments are convex: data that leaves one does not come back into it. There are as few as possible, in either order of the devices: every
+operator is in the first segment of its device before which all its operands are computed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _reads(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | Sequence[str]]) -> dict[fx.Node, int]:
-    """Between which cuts every operator stands, from 0."""
+    """Return the number of cuts before every operator."""
     edges = nx.DiGraph()
     edges.add_nodes_from(working)
     edges.add_edges_from((read, node) for node in working for read in _reads(node))
@@ -120,7 +120,7 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
             for one in (node, *nx.ancestors(edges, node)):
                 stage.setdefault(one, number)
     for node in working:
-        # Real numbers go where their integers are, and a piece of what is no tensor where that is.
+        # Dequantized values are in the stage of their integers, and a part of a value that is not a tensor is in the stage of that value.
         held = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
         if held:
             stage[node] = stage[held[0]]
@@ -146,7 +146,7 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
 
 
 def _is_inside(node: fx.Node) -> bool:
-    """Whether a node of an integer graph is no tensor of the model, but between two of them."""
+    """Return whether a node of an integer graph is not a tensor of the model, but between two of them."""
     record = primitive_of(node)
     return record is not None and (record.kind == "accumulator" or is_inner(node))
 

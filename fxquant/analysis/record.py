@@ -46,12 +46,12 @@ class Form(Protocol):
         """The model's inputs out of a batch. Raises CalibrationError if it does not fit."""
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        """What is wanted of the tensors of one batch."""
+        """Return the wanted tensors of one batch."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which tensors are wanted: of these kinds, and of these names; with `real`, quantized ones as real numbers."""
+    """The tensors that are wanted: of these kinds, and of these names; with `real`, quantized ones are dequantized."""
 
     kinds: frozenset[str]
     names: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Wanted:
         return Wanted(frozenset(kinds) & frozenset(KINDS), frozenset(kinds) - frozenset(KINDS), real)
 
     def among(self, tensors: Mapping[str, str]) -> list[str]:
-        """The names of those among these."""
+        """Return the names of the wanted ones among these tensors."""
         return [name for name, kind in tensors.items() if kind in self.kinds or name in self.names]
 
     def check(self, form: Form) -> None:
@@ -96,7 +96,7 @@ class GraphForm:
         self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}
 
     def _kind(self, node: fx.Node) -> str | None:
-        """The kind of a node's tensor; None for an input, a parameter, or what is no tensor."""
+        """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""
         primitive = primitive_of(node)
         if primitive is not None:
             return PRIMITIVE_KINDS[primitive.kind]
@@ -183,7 +183,7 @@ def _real(value: Tensor, grid: QParams) -> Tensor:
 
 
 def outputs(result: Any) -> Values:
-    """What a model returns, by name."""
+    """Return the outputs of a model, by name."""
     found: list[Tensor] = []
     fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return {f"output {index}": value for index, value in enumerate(found)}
@@ -241,7 +241,7 @@ class OnnxForm:
         return int(self.onnx.tensors[name].get("zero_point", 0))
 
     def _stored(self, name: str) -> Tensor:
-        """A given value as the file stores it; truth values and whole numbers of float operators as they are."""
+        """Return a given value as the file stores it; booleans and integers of float operators are unchanged."""
         if "storage" not in self.onnx.tensors.get(name, {}):
             return self.given[name]
         return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])

@@ -1,4 +1,4 @@
-"""Where float operators on the host meet the integer segments of a model."""
+"""The boundaries between float operators on the host and the integer segments of a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxquant.prepared.nodes import is_dequantize, is_dynamic, is_quantize, primi
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """What float operators hand over to an integer segment, by name: quantized tensors made of it, truth values, whole numbers.
+    """Return the names of the tensors that float operators pass to an integer segment: quantized tensors, booleans and integers.
 
-    To a dynamic layer they hand over the real numbers that it makes integers of.
+    A dynamic layer gets the float values, which it quantizes itself.
     """
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]
 

@@ -1,4 +1,4 @@
-"""What a recurrence does alike at each of its steps."""
+"""The operations of a recurrence that are alike at each of its steps."""
 
 from __future__ import annotations
 

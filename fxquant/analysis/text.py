@@ -23,9 +23,9 @@ from fxquant.support.arguments import checked
 
 @checked()
 def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> str:
-    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph.
+    """Return the graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is not a graph.
 
-    Of a recurrence the first two steps and the last one are written out, and with `steps` all of them: the others are like the second.
+    The first two steps and the last one of a recurrence are written out, and with `steps` all of them: the others are like the second.
     With kernels="reference" an integer model is shown as a file holds it, by its primitives alone.
     """
     if not isinstance(gm, fx.GraphModule):

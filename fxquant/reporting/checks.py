@@ -93,7 +93,7 @@ class Memory(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The values of a tensor over all batches: extremes, ratio of the largest to the mean magnitude, and numbers of NaN and infinite ones."""
+    """The values of a tensor over all batches: extremes, ratio of the largest to the mean magnitude, and counts of NaN and infinity."""
 
     tensor: str
     low: float

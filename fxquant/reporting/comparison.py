@@ -132,7 +132,7 @@ FIGURES = ("sqnr", "own", "cosine", "mse", "steps", "clipped", "zeroed", "reach"
 
 
 def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step: int) -> None:
-    """Draw a histogram of the reference within DRAWN ranges of the grid, in the columns of the page."""
+    """Write a histogram of the reference within DRAWN ranges of the grid, in the columns of the page."""
     assert seen.steps is not None
     low, high = (end * seen.steps.scale for end in drawn(seen.steps))
     counts = seen.columns[1:-1]

@@ -225,7 +225,7 @@ def _without(weights: Sequence[Any], part: str) -> Iterator[None]:
 
 
 def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
-    """Yield the loss at the outputs by each correction of the calibration without which they are better."""
+    """Yield the cost at the outputs of each correction that calibration made, if they are better without it."""
     operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "bias correction": ("correct_bias=False", lambda weight: weight.correction is not None),

@@ -103,7 +103,7 @@ def _kept_of_model(name: str, value: Any) -> Any:
 
 
 def _preserved(model: fx.GraphModule) -> dict[str, Any]:
-    """The values among what is preserved of the float model; what no file can hold is told of."""
+    """Return the values among the preserved attributes of the float model; a warning lists those that no file can hold."""
     kept, left = {}, []
     for name, value in model.meta[CARRIED].preserved.items() if CARRIED in model.meta else ():
         try:

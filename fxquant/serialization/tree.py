@@ -1,4 +1,4 @@
-"""The tree of modules and its tensors: every module and every tensor once, however many places it stands in.
+"""The tree of modules and its tensors: every module and every tensor once, however many places refer to it.
 
 A module is written after the modules it refers to, and refers to them by their position; so a file holds no cycles.
 """
@@ -58,7 +58,7 @@ class TreeWriter:
         self._names: dict[int, str] = {}
 
     def contents(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """What every module holds; empty parts are left out."""
+        """Return the contents that every module has; empty parts are left out."""
         parts = {
             "training": expect(module.training, bool),
             "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
@@ -222,7 +222,7 @@ def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module
 
 
 def _interval(content: Any) -> Interval:
-    """What of an operator's values is observed; files that do not say so are of a time when all of them were."""
+    """Return the interval of an operator's values that is observed; a file without it is of a version that observed all of them."""
     if content is None:
         return EVERYTHING
     low, high = (expect(decode(bound), float) for bound in expect(content, list))
