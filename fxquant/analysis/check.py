@@ -92,7 +92,7 @@ class Findings:
         return table
 
     def __str__(self) -> str:
-        """The summary, then every finding as plain text: layer, operator and limit; the source line; the remedy."""
+        """Return the summary, then every finding as plain text: layer, operator and limit; the source line; the remedy."""
         return "\n".join([self.summary, *map(str, self.items)])
 
 
@@ -106,7 +106,7 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
 
 
 def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
-    """The limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
+    """Yield the limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
     if not target.limits:
         return
     limits = Limits(target)

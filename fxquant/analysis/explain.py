@@ -48,7 +48,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
 
 def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
-    """The operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
+    """Return the operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
 
     `again` are those like it at other steps.
     """
@@ -73,7 +73,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
 
 
 def _scale(grid: QParams | None) -> str:
-    """One scale, or the smallest and the largest of several; or why there is none."""
+    """Return one scale, or the smallest and the largest of several; or why there is none."""
     if grid is None:
         return ""
     if isinstance(grid.scale, float):
@@ -88,7 +88,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """One line: how many layers are integer, how many are left in float, and why.
+    """Return one line: how many layers are integer, how many are left in float, and why.
 
     A composite counts as one; the boundary between integer and float is not counted.
     """

@@ -44,7 +44,7 @@ def runner_of(model: Any) -> Runner | None:
 
 
 def kernel_forms(*models: Any) -> list[KernelForm]:
-    """The forms of those of the models that run with kernels."""
+    """Return the forms of those of the models that run with kernels."""
     return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 

@@ -146,7 +146,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
 
 
 def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """The layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
     return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 

@@ -41,7 +41,7 @@ class Segment:
 
 @checked()
 def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> tuple[Segment, ...]:
-    """The segments of a prepared or an integer model, in the order they run.
+    """Return the segments of a prepared or an integer model, in the order they run.
 
     `cut` names tensors, in order, behind which it is cut as well: everything that such a tensor is computed from, and that no earlier cut
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
@@ -57,7 +57,7 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
 
 
 def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
-    """The device and the nodes of every segment, in the order they run."""
+    """Return the device and the nodes of every segment, in the order they run."""
     working = [node for node in model.graph.nodes if _works(node)]
     stage = _stages(model, working, cut)
     device = {node: _device(model, node) for node in working}
@@ -73,7 +73,7 @@ def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[t
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
+    """Return whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
     return node.op not in ("placeholder", "get_attr", "output") and not is_parameter(node) and computes_tensor(node)
 
 
@@ -83,7 +83,7 @@ def _device(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """The number of the segment of every node of a stage, where the first one is of this device and devices take turns.
+    """Return the number of the segment of every node of a stage, where the first one is of this device and devices take turns.
 
     What an operator was lowered to stays together: nothing passes between segments but tensors of the model.
     """
@@ -97,7 +97,7 @@ def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> 
 
 
 def _reads(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
+    """Yield the operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
     for operand in node.all_input_nodes:
         if _works(operand) or operand.op == "placeholder":
             yield operand
@@ -162,7 +162,7 @@ def _segment(model: fx.GraphModule, nodes: list[fx.Node], device: str) -> Segmen
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether something outside reads a node, or the model returns it."""
+    """Return whether something outside reads a node, or the model returns it."""
     seen, waiting = set[fx.Node](), list(node.users)
     while waiting:
         user = waiting.pop()

@@ -43,7 +43,7 @@ class Form(Protocol):
     tensors: Mapping[str, str]
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """The model's inputs out of a batch. Raises CalibrationError if it does not fit."""
+        """Return the model's inputs out of a batch. Raises CalibrationError if it does not fit."""
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
         """Return the wanted tensors of one batch."""
@@ -77,7 +77,7 @@ class Wanted:
 
 
 def record(form: Form, batches: Iterable[Any], wanted: Wanted) -> Iterator[Values]:
-    """The wanted tensors of each batch, which is taken when they are asked for."""
+    """Yield the wanted tensors of each batch, which is taken when they are asked for."""
     wanted.check(form)
     return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(batches))
 
@@ -122,7 +122,7 @@ class GraphForm:
         return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
-        """A tensor as it is recorded; None where integers are wanted and it has none."""
+        """Return a tensor as it is recorded; None where integers are wanted and it has none."""
         kind, module = self.tensors[node.name], quantized_operator(self.model, node)
         if kind in (FLOAT, DYNAMIC) or (module is not None and real):
             return value.clone()  # float operators may write into their operand
@@ -206,7 +206,7 @@ class OnnxForm:
         self.given: Values = {}
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """The leading tensors of a batch, or those of the inputs' names."""
+        """Return the leading tensors of a batch, or those of the inputs' names."""
         names = self.onnx.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):

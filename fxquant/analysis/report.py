@@ -237,5 +237,5 @@ def _steps(values: Tensor) -> list[int]:
 
 
 def differing(one: Tensor, other: Tensor) -> int:
-    """How many elements that are."""
+    """Return how many elements that are."""
     return int(different(one, other).sum())

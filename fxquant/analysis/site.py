@@ -47,7 +47,7 @@ class Site:
         return len(self.shape()) - 2
 
     def spatial(self, name: str) -> list[int]:
-        """An argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
+        """Return an argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
         value = self.arguments.get(name)
         if name == "stride" and value in (None, [], ()):
             value = self.arguments.get("kernel_size")
@@ -69,5 +69,5 @@ def measure(name: str) -> Callable[[Measure], Measure]:
 
 
 def known(values: Any) -> list[int]:
-    """The sizes that do not depend on the batch."""
+    """Return the sizes that do not depend on the batch."""
     return [value for value in values if isinstance(value, int)]

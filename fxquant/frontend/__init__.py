@@ -102,7 +102,7 @@ def trace(
 def _traced(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
 ) -> tuple[fx.GraphModule, bool, Set[str]]:
-    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
+    """Return the graph, whether the model draws random numbers, and the tensors that it reads besides parameters and buffers."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
@@ -164,7 +164,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
 
 
 def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
-    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    """Return whether a model that cannot be traced at any batch size can be at the example's."""
     try:
         record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
     except FxQuantError:

@@ -100,7 +100,7 @@ def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
 
 
 def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
-    """Whether a dimension varies that is marked so, and the name that it is given."""
+    """Return whether a dimension varies that is marked so, and the name that it is given."""
     if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC"):
         return False, None
     if type(entry) is int and entry == size:

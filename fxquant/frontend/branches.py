@@ -43,7 +43,7 @@ class TrainingBranch(nn.Module):
         self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
 
     def train(self, mode: bool = True) -> TrainingBranch:
-        """As any module's; methods that are kept as Python, which only the branch calls, are in the same mode."""
+        """Set the mode, as any module does; methods that are kept as Python, which only the branch calls, follow it."""
         super().train(mode)
         for module in self.held[0].modules():
             if isinstance(module, Method):
@@ -117,7 +117,7 @@ class Branch:
         self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
 
     def targets(self) -> set[Any]:
-        """The paths of the modules and tensors that it reads."""
+        """Return the paths of the modules and tensors that it reads."""
         return {node.target for node in self.steps.nodes if node.op in ("call_module", "get_attr")}
 
     def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
@@ -133,7 +133,7 @@ class Branch:
 
 
 def _matched(first: Recording, second: Recording) -> dict[str, str]:
-    """Of the constants of the second trace, the names of equal ones of the first; others join these under names that are free."""
+    """Return the names of the second trace's constants: those of equal ones of the first, or free names, under which they are added."""
     found: dict[str, str] = {}
     for name, constant in second.constants.items():
         same = next((known for known, other in first.constants.items() if same_tensor(constant, other)), None)

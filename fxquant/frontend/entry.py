@@ -25,7 +25,7 @@ _WRITTEN_BY_USERS = frozenset(("FloatFunctional", "FXFloatFunctional"))  # float
 
 
 def is_traced(module: object) -> bool:
-    """Whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
+    """Return whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
     return model_meta(module).get(STAGE) == "traced" and stage_of(module) is None
 
 
@@ -58,7 +58,7 @@ def float_model(model: Any) -> nn.Module:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has wrapped; any other module itself."""
+    """Return the module that `torch.compile` has wrapped; any other module itself."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported before somebody compiles
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module.get_submodule("_orig_mod")

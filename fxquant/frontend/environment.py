@@ -298,12 +298,12 @@ free_in_child(_OwnRandomNumbers, "_lock", threading.RLock)
 
 @functools.cache
 def _draws(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
-    """The generator a device's numbers are drawn from by default."""
+    """Return the generator a device's numbers are drawn from by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -315,7 +315,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _python_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the model's classes, and those whose functions and classes these use."""
+    """Return the Python modules that define the model's classes, and those whose functions and classes these use."""
     classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     direct = {kind.__module__ for kind in classes}
     used = set(direct)

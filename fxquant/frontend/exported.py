@@ -62,7 +62,7 @@ def _in_python(module: Any) -> list[str]:
 
 
 def _in_gradient_mode(enabled: bool, function: Any, *args: Any) -> Any:
-    """A part of a program that was exported in this gradient mode."""
+    """Return a part of a program that was exported in this gradient mode."""
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return function(*args)
 
@@ -83,7 +83,7 @@ def lost_gradients(module: nn.Module) -> list[str]:
 
 
 def is_unpacked(module: nn.Module) -> bool:
-    """Whether a module is what `ExportedProgram.module()` or `torch.export.unflatten` returned, and not what `module_of` returned."""
+    """Return whether a module was returned by `ExportedProgram.module()` or `torch.export.unflatten`, and not by `module_of`."""
     if isinstance(module, torch.export.UnflattenedModule):
         return True
     if not isinstance(module, fx.GraphModule) or model_meta(module).get(_READ) or not isinstance(module.graph._codegen, _PyTreeCodeGen):
@@ -105,7 +105,7 @@ def _path(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, own: bool = False) -> str:
-    """The innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
+    """Return the innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own_frames = [frame for frame in frames if not is_library(frame[0])] or ([] if own else frames)
     if not own_frames:

@@ -59,7 +59,7 @@ class Evaluator:
         self._interned: dict[tuple[Any, ...], Value] = {}
 
     def intern(self, a: torch.Tensor, b: torch.Tensor) -> Value:
-        """The one fake `Value` of these shapes, strides, dtypes and devices."""
+        """Return the one fake `Value` of these shapes, strides, dtypes and devices."""
         key = (a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride())
         value = self._interned.get(key)
         if value is None:
@@ -67,12 +67,12 @@ class Evaluator:
         return value
 
     def new(self, a: Sequence[int], b: Sequence[int], like: Value) -> Value:
-        """The value of a new tensor of these shapes, with the dtype and on the device of another."""
+        """Return the value of a new tensor of these shapes, with the dtype and on the device of another."""
         with self.mode:
             return self.intern(*(torch.empty(shape, dtype=like.dtype, device=like.device) for shape in (a, b)))
 
     def known(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor whose content is known while tracing."""
+        """Return the value of a tensor whose content is known while tracing."""
         return Value(tensor, tensor, self.intern(tensor, tensor))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Evaluator:
         return self._outcome(function, args, kwargs, a, b)
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
-        """As `run`, for a function whose shapes follow from the content of arguments that is known while tracing.
+        """Run a function, as `run` does, whose shapes follow from the content of arguments that is known while tracing.
 
         None if they depend on unknown content as well.
         """
@@ -102,11 +102,11 @@ class Evaluator:
         return zeros if same else None
 
     def run_filled(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value], sample: int) -> Outcome:
-        """As `run`, on tensors filled with 0, with 1, or with numbers drawn from another seed, where their content is not known."""
+        """Run a function as `run` does, on tensors of unknown content filled with 0, with 1, or with numbers drawn from another seed."""
         return self._outcome(function, args, kwargs, *(_Side(name, _Filling(sample), substitutes) for name in ("a", "b")))
 
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
-        """As `run`, for a function whose form for fake tensors refuses what it computes of real ones; None if it does not compute it."""
+        """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
         try:
             found = self.run_filled(function, args, kwargs, substitutes, 0)
         except Exception:  # the error of the fake tensors is the one that tells
@@ -190,7 +190,7 @@ def refuse_batch_condition() -> NoReturn:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether a fake tensor was asked for its content."""
+    """Return whether a fake tensor was asked for its content."""
     name = type(error).__name__
     return "DataDependent" in name or "DynamicOutput" in name
 
@@ -226,7 +226,7 @@ class _Side:
         self.traced: list[torch.Tensor] = []
 
     def arguments(self, arg: Any) -> Any:
-        """One argument, or a nest of them."""
+        """Return one argument, or a nest of them."""
         if isinstance(arg, TracedTensor):
             self.traced.append(self._tensor(arg.value))
             return self.traced[-1]

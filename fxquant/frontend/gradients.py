@@ -59,7 +59,7 @@ class Gradients:
         (self._asked.add if wanted else self._asked.discard)(node)
 
     def required(self, handler: Any, node: fx.Node) -> bool:
-        """Whether a tensor has a gradient while the float model trains: it depends on a parameter, outside of regions without gradients."""
+        """Return whether a tensor has a gradient while the float model trains: it depends on a parameter, in a region with gradients."""
         found, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
@@ -80,7 +80,7 @@ class Gradients:
         return self._hooks[-1]
 
     def add(self, rule: GradientRule, name: str) -> str:
-        """The path at which the graph calls a rule."""
+        """Return the path at which the graph calls a rule."""
         base = "gradient_" + "".join(letter if letter.isalnum() else "_" for letter in name)
         path, number = base, 0
         while path in self.rules or path in self._taken:
@@ -126,7 +126,7 @@ class Gradients:
             user.replace_input_with(node, made)
 
     def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
-        """Whether a node reads another for its value alone, and passes no gradient to it."""
+        """Return whether a node reads another for its value alone, and passes no gradient to it."""
         return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
 
 
@@ -148,7 +148,7 @@ class _Handle:
 
 
 def is_stop(node: fx.Node) -> bool:
-    """Whether a node passes its operand on without gradients, as the user wrote it."""
+    """Return whether a node passes its operand on without gradients, as the user wrote it."""
     return node.target in ("detach", torch.detach, stopped) and node.op in ("call_method", "call_function")
 
 
@@ -198,7 +198,7 @@ def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any])
 
 
 def _captured(hook: Any) -> Iterator[Any]:
-    """The values that a function carries with it."""
+    """Yield the values that a function carries with it."""
     if isinstance(hook, MethodType):
         yield hook.__self__
         yield from _captured(hook.__func__)
@@ -295,12 +295,12 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
 
 
 def _in_place(handler: Any, returned: Any, made: Any, operands: list[Any]) -> Any:
-    """A result that is an operand, which the function has changed in place, stands for the new tensor everywhere."""
+    """Advance the memory of an operand that the function returns, changed in place: everywhere it now stands for the new tensor."""
     return handler.memory.advance(returned, made) if any(returned is each for each in operands) else made
 
 
 def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operands: list[Any]) -> bool:
-    """Whether the function saves no tensor, so that its backward is a function of the gradient alone."""
+    """Return whether the function saves no tensor, so that its backward is a function of the gradient alone."""
     if not isinstance(operands[0], TracedTensor):
         return False
     paused, handler.paused = handler.paused, True
@@ -322,7 +322,7 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
 def _rerouted(
     handler: Any, cls: Any, result: TracedTensor, rule: CustomBackward, nodes: tuple[fx.Node, ...], alone: fx.Node | None
 ) -> TracedTensor:
-    """The result of a custom function, whose gradient goes where the function's backward sends it.
+    """Return the result of a custom function, whose gradient goes where the function's backward sends it.
 
     `alone` is its only operand, where the backward is a function of the gradient alone.
     """

@@ -127,7 +127,7 @@ class InputCheck:
 
 
 def input_check(module: fx.GraphModule) -> InputCheck:
-    """The check of the inputs that the placeholders of a graph describe."""
+    """Return the check of the inputs that the placeholders of a graph describe."""
     inputs = module.graph.find_nodes(op="placeholder")
     made = "prepared" if "target" in module.meta else "traced"
     return InputCheck(tuple(map(_described, inputs)), made, noted_limits(module.graph))

@@ -34,7 +34,7 @@ _HOME = "torch.nn.modules."
 
 
 def default_leaf(module: nn.Module, path: str) -> bool:
-    """Whether a module is one of PyTorch's own layers, and not a container of others."""
+    """Return whether a module is one of PyTorch's own layers, and not a container of others."""
     return type(module).__module__.startswith(_HOME) and not isinstance(module, _CONTAINERS)
 
 
@@ -53,7 +53,7 @@ class Chosen:
 
 
 def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
-    """The rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
+    """Return the rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
     if leaf is None:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):

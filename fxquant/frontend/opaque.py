@@ -82,7 +82,7 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
 
 
 def _callers_globals() -> dict[str, Any]:
-    """The globals of the module that has called `wrap`."""
+    """Return the globals of the module that has called `wrap`."""
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("fxquant.") and frame.f_back is not None:
         frame = frame.f_back
@@ -123,7 +123,7 @@ class Wrapped:
 
 
 def _found(key: str) -> Wrapped:
-    """The wrapped function of that name, of whose module the import may have to come first."""
+    """Return the wrapped function of that name, of whose module the import may have to come first."""
     if key not in WRAPPED:
         importlib.import_module(key.partition(":")[0])
     return WRAPPED[key]
@@ -140,7 +140,7 @@ class Method(nn.Module):
         return self.function(self.held[0], *args, **kwargs)
 
     def train(self, mode: bool = True) -> Method:
-        """As any module's; the owner is in the same mode, for what the method does in train mode alone."""
+        """Set the mode, as any module does; the owner follows it, for what the method does in train mode alone."""
         super().train(mode)
         self.held[0].train(mode)
         return self
@@ -198,7 +198,7 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
 
 
 def _without_numbers(template: Any) -> Any:
-    """The result of a run on certain numbers, without what may follow from them."""
+    """Return the result of a run on certain numbers, without what may follow from them."""
     if isinstance(template, Sequenced):
         return Sequenced(template.kind, [_without_numbers(item) for item in template.items], template.keys)
     if isinstance(template, Value):

@@ -43,7 +43,7 @@ class Returned:
         self._leaf, self._note = leaf, note
 
     def convert(self, output: Any) -> tuple[Any, Form]:
-        """The nest, and its form."""
+        """Return the nest, and its form."""
         if isinstance(output, torch.Tensor):
             return self._leaf(output), None
         if isinstance(output, Selected):
@@ -81,7 +81,7 @@ class Returned:
         return nest, ["class", name, context, forms]
 
     def _dataclass(self, output: Any) -> tuple[Any, Form] | None:
-        """The fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
+        """Return the fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
         own = fields(output)
         if not all(each.init for each in own) or self._attributes(output, _DEEPEST) is None:
             return None
@@ -94,7 +94,7 @@ class Returned:
         return {key: part for key, (part, _) in parts.items()}, ["class", name, None, [form for _, form in parts.values()]]
 
     def _object(self, output: Any) -> Any:
-        """The attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
+        """Return the attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
         nest = self._attributes(output, _DEEPEST)
         if nest is None:
             refuse(
@@ -108,7 +108,7 @@ class Returned:
         return nest
 
     def _attributes(self, value: Any, depth: int) -> Any:
-        """A nest of the tensors an object holds; None if it holds none."""
+        """Return a nest of the tensors an object holds; None if it holds none."""
         if isinstance(value, (torch.Tensor, BatchNumber, Selected)):
             return self.convert(value)[0]
         if isinstance(value, (type, nn.Module)) or depth == 0:
@@ -165,7 +165,7 @@ def set_form(module: fx.GraphModule, form: Form) -> None:
 
 
 def is_form(meta: dict[str, Any]) -> bool:
-    """Whether what `meta` of a loaded model holds is a form; none at all counts as well."""
+    """Return whether what `meta` of a loaded model holds is a form; none at all counts as well."""
     try:
         return _RETURNED not in meta or all(isinstance(name, str) for name in _classes(meta[_RETURNED]["form"]))
     except (IndexError, KeyError, TypeError, ValueError):
@@ -185,7 +185,7 @@ def _classes(form: Form) -> Iterator[str]:
 
 
 def rebuilt(form: Form, value: Any) -> Any:
-    """The nest with the classes made again that pytree knows in this process."""
+    """Return the nest with the classes made again that pytree knows in this process."""
     if form is None or not isinstance(value, (dict, list, tuple)):
         return value
     parts = list(value.values()) if isinstance(value, dict) else list(value)

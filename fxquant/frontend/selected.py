@@ -66,7 +66,7 @@ class Selected:
 
 
 def _binary(name: str) -> None:
-    """A Python operator, its reflected form and its form in place."""
+    """Define a Python operator, its reflected form and its in-place form."""
     function = getattr(operator, name)
     setattr(Selected, f"__{name}__", lambda self, other: _everywhere(function, name, (self, other), {}))
     setattr(Selected, f"__r{name}__", lambda self, other: _everywhere(function, name, (other, self), {}))
@@ -97,7 +97,7 @@ def _refuse(at: Any = None) -> NoReturn:
 
 
 def _everywhere(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Selected:
-    """An elementwise function of selected elements and numbers; changed in place are the elements, never what they were selected from."""
+    """Apply an elementwise function to selected elements and numbers. In place it changes the elements, never the tensor they are from."""
     of = [each for each in (*args, *kwargs.values()) if isinstance(each, Selected)]
     others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Selected)]
     divided = name.startswith(("div", "true_divide")) and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
@@ -122,7 +122,7 @@ def _into(target: Selected, result: Selected) -> Selected:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two nodes have one value: they are one, or the same comparison of the same."""
+    """Return whether two nodes have one value: they are one, or the same comparison of the same."""
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return type(one) is type(other) and bool(one == other)
     if one is other:

@@ -35,7 +35,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Iterator[str | None]) -> list[list[Any]]:
-    """The signature of `model.forward` as it was called; `names` are those of the leaves of the arguments, None where no tensor is."""
+    """Return the signature of `model.forward` as called; `names` are those of the arguments' leaves, None for those without a tensor."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     given = {name: _form(value, names) for name, value in bound.arguments.items()}
     entries = []
@@ -58,7 +58,7 @@ def _default(parameter: inspect.Parameter) -> Form:
 
 
 def _form(value: Any, names: Iterator[str | None]) -> Form:
-    """The form of an argument; takes as many names as it has leaves."""
+    """Return the form of an argument; takes as many names as it has leaves."""
     if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return ["items", [_form(item, names) for item in value]]
     if isinstance(value, dict) and type(value) in pytree.SUPPORTED_NODES and all(type(key) in _ATOMS for key in value):
@@ -201,7 +201,7 @@ def set_signature(module: fx.GraphModule, signature: list[list[Any]]) -> None:
 
 
 def is_signature(meta: dict[str, Any], inputs: list[str]) -> bool:
-    """Whether what `meta` of a loaded model holds is a signature whose tensors are the inputs; none at all counts as well."""
+    """Return whether what `meta` of a loaded model holds is a signature whose tensors are the inputs; none at all counts as well."""
     if _SIGNATURE not in meta:
         return True
     try:

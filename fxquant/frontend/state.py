@@ -107,12 +107,12 @@ def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether this is a batch norm whose forward is PyTorch's."""
+    """Return whether this is a batch norm whose forward is PyTorch's."""
     return isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _in_norm() -> bool:
-    """Whether a batch norm of PyTorch's is calling the function that is being seen."""
+    """Return whether a batch norm of PyTorch's is calling the function that is being seen."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):
         if frame is not None and frame.f_code in _FORWARDS:
@@ -180,7 +180,7 @@ class _Watch(TorchFunctionMode):
             self._lines.setdefault(id(tensor), user_source(_call.__code__))
 
     def moved(self) -> dict[str, str]:
-        """The names of tensors that were changed or replaced, with the line."""
+        """Return the names of tensors that were changed or replaced, with the line."""
         found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
         return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
 
@@ -190,7 +190,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The numbers and tensors that are plain attributes, also inside of lists and dicts."""
+    """Yield the numbers and tensors that are plain attributes, also inside of lists and dicts."""
     for name, value in vars(module).items():
         if name[0] == "_" or name == "training":
             continue

@@ -143,7 +143,7 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
 
 
 def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
-    """The node of a tensor that forward returned."""
+    """Return the node of a tensor that forward returned."""
     tensor = handler.memory.current(tensor)
     if not isinstance(tensor, TracedTensor):
         return handler.attribute(tensor)[0]
@@ -167,7 +167,7 @@ def _placeholder(
 
 
 def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, batches: tuple[int, ...]) -> Value:
-    """An input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
+    """Return an input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
     with evaluator.mode:

@@ -115,7 +115,7 @@ def tracing(handler: Any) -> Iterator[None]:
 
 
 def active() -> Any:
-    """The handler of the trace in progress in this thread. Raises TraceError if there is none."""
+    """Return the handler of the trace in progress in this thread. Raises TraceError if there is none."""
     if not _traces.handlers:
         raise TraceError(
             "a tensor of a trace is used where nothing is traced",
@@ -126,7 +126,7 @@ def active() -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether a trace is in progress in this thread."""
+    """Return whether a trace is in progress in this thread."""
     return bool(_traces.handlers)
 
 
@@ -364,7 +364,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
-    """The fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
+    """Return the fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
     if a == b:
         return a
     return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None

@@ -33,7 +33,7 @@ WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem_
 
 
 def written_out(function: Any, args: Any, kwargs: Any) -> Any:
-    """The result of the calls that a call of this function is; NotImplemented where it is none of others."""
+    """Return the result of the calls that a call of this function is; NotImplemented where it is none of others."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
     if isinstance(function, torch._ops.OpOverload):
@@ -69,12 +69,12 @@ def _stands_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _methods(*names: str) -> list[Any]:
-    """The functions of these names, and the methods."""
+    """Return the functions of these names, and the methods."""
     return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
 
 
 def _fixed(input: Any) -> bool:
-    """Whether no size of a tensor depends on the batch."""
+    """Return whether no size of a tensor depends on the batch."""
     return all(type(size) is int for size in input.shape)
 
 
@@ -153,7 +153,7 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
 
 
 def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True) -> Callable[..., Any]:
-    """A reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
+    """Return a reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = len(args) >= place or "dim" in kwargs or "axis" in kwargs

@@ -120,12 +120,12 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
 
 
 def _is_another(seen: TensorStatistics) -> bool:
-    """Whether an input cannot be like calibration's, whatever it costs: no observer clips as much, or leaves as much of a grid unused."""
+    """Return whether an input must differ from calibration's: no observer clips as much, or leaves as much of a grid unused."""
     return seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
-    """The tensors without those that have the grid of one before them: what shares a scale has no say in it."""
+    """Yield the tensors, without those that share the grid of one before them and so do not decide its scale."""
     there: set[object] = set()
     for tensor in tensors:
         grid = tensor.facts.grid
@@ -140,13 +140,13 @@ def _order(advice: Advice) -> tuple[int, float, float]:
 
 
 def gain_of(total: float, effect: float, left: float) -> float:
-    """By how many dB the outputs, which lose `total`, get nearer where `left` is left of the effect of one tensor."""
+    """Return the gain in dB at the outputs, whose noise is `total`, if the share `left` of one tensor's effect remains."""
     after = max(total - effect * (1 - left), total * 1e-12)
     return 10 * math.log10(total / after) if total > 0 else 0.0
 
 
 def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
-    """The first tensor with NaN in it; those behind it have theirs from there."""
+    """Yield the first tensor with NaN in it; later ones get theirs from it."""
     for tensor in tensors:
         count = tensor.statistics.not_a_number
         if count:
@@ -248,7 +248,7 @@ def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noi
 
 
 def grid_text(grid: QParams | None) -> str:
-    """A dtype and a scale in a few characters."""
+    """Return a dtype and a scale in a few characters."""
     if grid is None:
         return "float"
     return f"{grid.dtype} {grid.scale:.4g}" if isinstance(grid.scale, float) else f"{grid.dtype}, a scale for each channel"

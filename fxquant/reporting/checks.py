@@ -130,7 +130,7 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
 
 @checked(model=instance("an nn.Module", nn.Module))
 def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
-    """How often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
+    """Return how often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
     traced = trace(model, example_inputs)
     calls: dict[str, list[str]] = {}
     for node in traced.graph.nodes:
@@ -182,13 +182,13 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
 
 
 def grid_text_of(module: Any) -> str:
-    """The scale of an operator's result."""
+    """Return the scale of an operator's result."""
     return f"{float(module.output.scale):.4g}"
 
 
 @checked()
 def compare_weights(a: Any, b: Any) -> Rows[Weight]:
-    """The weights of the layers of two prepared or integer models, worst first; those of an integer model are what it computes with."""
+    """Return the weights of the layers of two prepared or integer models, worst first; an integer model's are those it computes with."""
     one, other = _weights(a), _weights(b)
     found = []
     for name, weight in one.items():
@@ -217,7 +217,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 @checked(model=GRAPH)
 def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
-    """The groups of tensors of a prepared or integer model that are on one grid."""
+    """Return the groups of tensors of a prepared or integer model that are on one grid."""
     _require(model, "PREPARED", "INTEGER")
     groups: dict[Any, list[str]] = {}
     grids: dict[Any, str] = {}
@@ -309,7 +309,7 @@ def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Value
 
 @checked(model=GRAPH)
 def devices(model: fx.GraphModule) -> Rows[Device]:
-    """Where every operator of a graph runs: the target, or the host, and why."""
+    """Return where every operator of a graph runs: the target, or the host, and why."""
     return Rows("devices", tuple(Device(each.name, each.operator, each.device, each.dtype, each.reason) for each in layers(model)))
 
 

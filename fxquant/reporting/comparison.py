@@ -78,7 +78,7 @@ class Comparison(Mapping[str, LayerComparison]):
 
     @checked(n=POSITIVE)
     def worst(self, n: int = 10) -> tuple[LayerComparison, ...]:
-        """The layers with the largest effect on the outputs, where that was measured, then those with the largest error of their own."""
+        """Return the layers with the largest measured effect on the outputs, then those with the largest error of their own."""
         return tuple(sorted(self.layers, key=_badness)[:n])
 
     def __rich__(self) -> Table:

@@ -119,7 +119,7 @@ class Estimate(Rows[LayerEstimate]):
         return f"{super().__str__()}\n{self.summary}"
 
     def plot(self) -> Any:
-        """A plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
+        """Return a plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
 
         Needs plotly, of the extra "report". Raises ConfigurationError without it.
         """
@@ -230,7 +230,7 @@ def _row(
 
 
 def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:
-    """How many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
+    """Return how many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
     lowered = operation(node)
     held = None if lowered is None else lowered.constants.get("weight")
     widths = [8 * _itemsize(known[name].dtype) for name in operands if name in known][:2]

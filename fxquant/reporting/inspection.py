@@ -89,7 +89,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
 
 def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
-    """The model in a file that `save` wrote. Raises ExportError if it holds none."""
+    """Return the model in a file that `save` wrote. Raises ExportError if it holds none."""
     loaded = load_file(path, backends.get)
     if not isinstance(loaded, fx.GraphModule):
         raise ExportError(
@@ -151,7 +151,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
 
 
 def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
-    """The quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
+    """Return the quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
     inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
     return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
 
@@ -185,7 +185,7 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def describe(contents: Contents) -> str:
-    """The file in a few lines, then a table of its quantized tensors, then what is left in float."""
+    """Return the file in a few lines, then a table of its quantized tensors, then what is left in float."""
     where = f" for {contents.target}" if contents.target else ""
     lines = [f"{contents.path}: {contents.kind}, {contents.stage}{where}, {contents.path.stat().st_size:,} bytes"]
     sizes: Counter[str] = Counter()
@@ -229,12 +229,12 @@ def _range(rows: Sequence[Row]) -> str:
 
 
 def _scale(values: Sequence[float]) -> str:
-    """One scale, or the range of several; empty if there is none."""
+    """Return one scale, or the range of several; empty if there is none."""
     return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
 
 
 def _grid(row: Row) -> str:
-    """The scale or scales, and a zero point."""
+    """Return the scale or scales, and a zero point."""
     return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
@@ -248,7 +248,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def difference(a: Contents, b: Contents) -> str:
-    """Where two files of one kind differ: their graphs as text, scales, tensors. Empty if they hold the same.
+    """Return the difference of two files of one kind: their graphs as text, scales, tensors. Empty if they hold the same.
 
     Raises ConfigurationError for files of different kinds.
     """

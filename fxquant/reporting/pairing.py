@@ -104,7 +104,7 @@ class Pairing:
         return Effects(self.left, inputs, others, results)
 
     def judged(self) -> list[Judged]:
-        """The pairs in the order of the right side, one for tensors of a recurrence that are alike."""
+        """Return the pairs in the order of the right side, one for tensors of a recurrence that are alike."""
         members: dict[str, list[str]] = {}
         for name, reference in self.found.items():
             members.setdefault(self.firsts.get(name, name), []).append(reference)
@@ -124,5 +124,5 @@ def _negative(exponents: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _channel_axis(value: torch.Tensor) -> int | None:
-    """The dimension of channels: behind the batch in maps, the last one otherwise."""
+    """Return the dimension of channels: behind the batch in maps, the last one otherwise."""
     return None if value.dim() < 2 else 1 if value.dim() > 3 else -1

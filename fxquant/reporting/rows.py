@@ -58,7 +58,7 @@ class Rows(Sequence[Row], Generic[Row]):
 
 
 def cell(value: Any) -> str:
-    """A value in a table."""
+    """Return a value in a table."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4g}"
     if isinstance(value, bool):

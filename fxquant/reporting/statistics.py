@@ -122,7 +122,7 @@ class TensorStatistics:
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def noise_at(self, factor: float) -> float:
-        """The squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
+        """Return the squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
         assert self.steps is not None
         total = 0.0
         middle = torch.exp2((torch.arange(self.octaves.shape[1], dtype=torch.float64, device="cpu") + 0.5) / FINENESS + LOWEST)
@@ -134,7 +134,7 @@ class TensorStatistics:
         return total * self.steps.scale**2
 
     def best_factor(self) -> float:
-        """The factor, a root of a power of two, for which that is least."""
+        """Return the factor, a root of a power of two, for which that is least."""
         return min((2 ** (k / 2) for k in range(-24, 80)), key=self.noise_at)
 
     def populations(self) -> tuple[float, float] | None:
@@ -147,7 +147,7 @@ class TensorStatistics:
         return 2 ** ((int(there[at]) + 1) / FINENESS + LOWEST), 2 ** (int(there[at + 1]) / FINENESS + LOWEST)
 
     def above(self, magnitude: float) -> tuple[int, float]:
-        """How many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
+        """Return how many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
         first = max(math.floor((math.log2(magnitude) - LOWEST) * FINENESS + 0.5), 0)
         counts = self.octaves.sum(0)[first:]
         there = torch.nonzero(counts).flatten()
@@ -174,7 +174,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def ratio(part: float, whole: float) -> float:
-    """A share of something, 0 of nothing."""
+    """Return a share of something, 0 of nothing."""
     return part / whole if whole else 0.0
 
 

@@ -66,7 +66,7 @@ def _left(tensor: Judged, noise: float) -> float:
 
 
 def input_range(tensor: Judged, cures: Cures) -> Found | None:
-    """An input has values that calibration has not seen."""
+    """Detect an input with values that calibration has not seen."""
     seen = tensor.statistics
     if not tensor.is_input or seen.steps is None:
         return None
@@ -82,7 +82,7 @@ def input_range(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def masked(tensor: Judged, cures: Cures) -> Found | None:
-    """A few values, all alike, are far beyond all others, and stretch the scale."""
+    """Detect a few equal values far beyond all others, which stretch the scale."""
     seen = tensor.statistics
     gap = seen.populations() if seen.steps is not None else None
     if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
@@ -125,7 +125,7 @@ def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
-    """One channel, or a few, reach much further than the others, and set the scale for all."""
+    """Detect one channel, or a few, that reach much further than the others, and set the scale for all."""
     seen = tensor.statistics
     if seen.channels is None or seen.steps is None or len(seen.channels) < 4:
         return None
@@ -154,7 +154,7 @@ def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
 
 
 def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
-    """The grid ends long before the values do."""
+    """Detect a grid that ends long before the values do."""
     seen = tensor.statistics
     if seen.steps is None or seen.truncation <= 3 * seen.rounding:
         return None
@@ -174,7 +174,7 @@ def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
-    """The grid reaches far beyond what the values need."""
+    """Detect a grid that reaches far beyond what the values need."""
     seen = tensor.statistics
     if seen.steps is None or seen.truncation > 3 * seen.rounding:
         return None

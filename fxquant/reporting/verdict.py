@@ -79,7 +79,7 @@ class Verdict:
 
 
 def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
-    """The verdict on these outputs; None where there is none."""
+    """Return the verdict on these outputs; None where there is none."""
     if not outputs:
         return None
     worst = min(outputs, key=lambda output: output.sqnr)
@@ -124,7 +124,7 @@ def causes_of(
 
 
 def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, total: float) -> _Share:
-    """Whether activations make most of the noise, or weights."""
+    """Return whether activations make most of the noise, or weights."""
     grids = {
         reference: (steps, factors[each.name])
         for each in tensors
@@ -138,7 +138,7 @@ def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effec
 
 
 def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
-    """The shortest range of layers that makes most of the noise, where it is short."""
+    """Yield the shortest range of layers that makes most of the noise, where it is short."""
     there = [each for each in tensors if each.reference in errors]
     if len(there) < FEWEST:
         return
@@ -179,7 +179,7 @@ def _power(tensor: Judged) -> float:
 
 
 def _crest(tensor: Judged) -> float:
-    """The largest magnitude over the root mean square."""
+    """Return the largest magnitude over the root mean square."""
     seen = tensor.statistics
     return ratio(max(abs(seen.low), abs(seen.high)), math.sqrt(_power(tensor))) if seen.low <= seen.high else 0.0
 

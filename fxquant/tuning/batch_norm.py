@@ -77,7 +77,7 @@ def reestimate_batch_norm(
     *,
     show_progress: bool | None = None,
 ) -> BatchNormResult:
-    """The running statistics of every batch norm are the mean of what the batches have, behind quantized weights; the state is VALIDATE.
+    """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
 
     All that moves are means, variances and their counts, of batch norms that are modules and keep such, frozen ones included; scales and
     parameters stay, and dropout is off. Batches are seen as in training, each with its own statistics, so they should be of training's
@@ -100,7 +100,7 @@ def reestimate_batch_norm(
 
 
 def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOperator, Any]], list[tuple[str, str]]]:
-    """The batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
+    """Return the batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
     found: list[tuple[str, QuantizedOperator, Any]] = []
     skipped = []
     for node in prepared.graph.nodes:

@@ -241,7 +241,7 @@ def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Te
 
 
 def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:
-    """The correction is there if it lowers the error of what is held out."""
+    """Apply the correction, and keep it if it lowers the error on held-out samples."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.correction
     before = lesson.error()
     added = BiasCorrection(len(correction)).to(correction.device)

@@ -47,7 +47,7 @@ class Checkpoint:
         return Learned(of(_OFFSET), of(_SCALE), of(_SHARE))
 
     def add(self, row: TunedLayer, learned: Learned | None) -> None:
-        """A row is finished; what was learned is kept where it is in the model."""
+        """Add a finished row, and what was learned if the model keeps it."""
         self.rows[row.name] = row
         if learned is not None:
             for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):

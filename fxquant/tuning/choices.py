@@ -120,7 +120,7 @@ class Choices(Mapping[str, Choice]):
         return list(self._of.values())
 
     def _is_free(self, operator: QuantizedOperator) -> bool:
-        """Whether a rule of a mapping can say which dtype the result has."""
+        """Return whether a rule of a mapping can say which dtype the result has."""
         node = self.nodes[operator.name]
         if operator.operator is QUANTIZE:
             return all(_has_rules(reader) and part(reader) is None for reader in node.users)
@@ -163,7 +163,7 @@ class Choices(Mapping[str, Choice]):
     def mapping(
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
     ) -> QConfigMapping:
-        """The base with a rule for every node whose tensor or weight gets another of these dtypes, or config, by the names of choices."""
+        """Return the base with a rule for each node whose tensor or weight gets another dtype, or config, by the names of choices."""
         wanted: dict[str, QConfig] = {}
         for name, node in self.nodes.items():
             operator = quantized_operator(self.prepared, node)
@@ -225,13 +225,13 @@ class Choices(Mapping[str, Choice]):
 
 
 def bits(dtype: str) -> int:
-    """Of one number."""
+    """Return the bits of one number."""
     known = ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]
     return known.bits
 
 
 def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
-    """The dtypes of these widths that are offered, one of each, and the one that is there."""
+    """Return the dtypes of these widths that are offered, one of each, and the one that is there."""
     found = {known[dtype].bits: dtype}
     for name in offered:
         if name != "int32" and known[name].bits in widths:
@@ -240,12 +240,12 @@ def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequenc
 
 
 def _has_rules(node: fx.Node) -> bool:
-    """Whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
+    """Return whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
     return all(rules[0][0].kind not in ("attribute", "call") for rules in matched_rules(node))
 
 
 def _has_own_name(node: fx.Node) -> bool:
-    """Whether a node has the name that the user's operator had, and not one of a part of it."""
+    """Return whether a node has the name that the user's operator had, and not one of a part of it."""
     known = part(node)
     return known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
 
@@ -258,7 +258,7 @@ def _demands_dtype(operator: Operator, node: fx.Node) -> bool:
 
 
 def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
-    """The quantizers of an operator's operands, in order, without the residual that is fused into it."""
+    """Return the quantizers of an operator's operands, in order, without the residual that is fused into it."""
     found: list[Quantizer] = []
     for name, quantizer in ({} if operator is None else operator.inputs).items():
         if name != "residual":

@@ -133,7 +133,7 @@ class _Weight:
         self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()
 
     def begin(self) -> None:
-        """The operator computes with what is learned from here on."""
+        """Replace the operator's rounding, scale and bias by those that are learned."""
         rounding = AdaptiveRounding(tuple(self.moved.shape)).to(self.moved.device)
         rounding.soft = self._integers
         self.quantizer.rounding = rounding
@@ -239,7 +239,7 @@ class _Pupil:
 
     @torch.no_grad()
     def error(self) -> float:
-        """The share of noise in what it returns, on average over the tensors, over what is held out."""
+        """Return the share of noise in what it returns, on average over the tensors, over what is held out."""
         errors = [0.0] * len(self.power)
         for inputs, wanted in zip(self.judging, self.held_out, strict=True):
             for place, (found, right) in enumerate(zip(self._run(inputs, exact=True)[0], wanted, strict=True)):
@@ -290,7 +290,7 @@ class _Pupil:
         return self._moved([self._mixed([item[place] for item in alike], place, order, other, shares) for place in range(len(self.axes))])
 
     def _copies(self, inputs: list[Any]) -> Iterator[list[Any]]:
-        """The inputs, and copies that are moved, where anything is."""
+        """Yield the inputs, and copies that are moved, where anything is."""
         yield inputs
         if any(self.moves):
             yield from (self._moved(inputs) for _ in range(COPIES))
@@ -313,7 +313,7 @@ class _Pupil:
         return int(torch.randint(below, (), generator=self.generator, device="cpu"))
 
     def _mixed(self, values: list[Any], place: int, order: Tensor, other: Tensor, shares: Tensor) -> Any:
-        """One input of the chosen samples, each with its share of another."""
+        """Return one input of the chosen samples, each with its share of another."""
         axis = self.axes[place]
         if axis is None:
             return values[int(order[0])]
@@ -337,7 +337,7 @@ class _Pupil:
     def _resumed(
         self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
     ) -> int:
-        """The steps that are done; everything is as it was behind them."""
+        """Return the number of finished steps; restore the state after them."""
         known = read_tensors(checkpoint, call)
         if known is None:
             return 0
@@ -353,7 +353,7 @@ class _Pupil:
         return int(document["done"])
 
     def settled(self, before: float) -> float:
-        """The model has what was learned, if its error is less than before; what the error is now."""
+        """Keep what was learned in the model if its error is less than before, and return the error."""
         after = self.error()
         if not after < before:
             for weight in self.weights:
@@ -390,5 +390,5 @@ def _shifted(images: Tensor, ways: Tensor) -> Tensor:
 
 
 def _share(found: Tensor, wanted: Tensor) -> Tensor:
-    """The share of noise in a tensor."""
+    """Return the share of noise in a tensor."""
     return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30)

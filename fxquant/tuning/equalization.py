@@ -114,7 +114,7 @@ def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[lis
 
 
 def _begun(prepared: fx.GraphModule) -> bool:
-    """Whether anything was observed."""
+    """Return whether anything was observed."""
     operators = [operator for operator in quantized_operators(prepared).values() if operator.owns_output]
     return any(operator.output.observer is not None and operator.output.observer.observed for operator in operators)
 
@@ -144,7 +144,7 @@ def _equalize(
 
 
 def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
-    """Whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
+    """Return whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
     return quantized_operator(prepared, node) is not None and (
         bool(known.tensors[node].any()) or any(user in known.read for user in node.users)
     )
@@ -185,7 +185,7 @@ class _Problem:
 
 
 def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Statistics, gain: Tensor) -> LayerNoise | None:
-    """The weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
+    """Return the weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
 
     `gain` holds what an error of mean square one in a channel costs, by label; what it costs in this layer is added.
     """
@@ -240,7 +240,7 @@ def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
-    """The tensors that are quantized, those of one grid together."""
+    """Return the tensors that are quantized, those of one grid together."""
     held: dict[int, tuple[Any, list[str]]] = {}
     nodes = {node.name: node for node in known.tensors}
     for name, operator in quantized_operators(prepared).items():
@@ -266,12 +266,12 @@ def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Te
 
 
 def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tensor:
-    """The exponent of every label."""
+    """Return the exponent of every label."""
     problem = _Problem(prepared, known, seen)
     exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
 
     def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
-        """The exponents with those of a group changed, if that is worth it."""
+        """Return the exponents with those of a group changed, if that is worth it."""
         costs = _Costs(group, terms)
         least = before = costs.of(exponents).error
         best, most = exponents, WORTH * costs.of(exponents).doubtful()

@@ -100,7 +100,7 @@ class FirstSamples:
         self.enough = ENOUGH if correct_bias is None else 0
 
     def take(self, inputs: Sequence[Any]) -> None:
-        """The model's inputs of the next batch."""
+        """Take the model's inputs of the next batch."""
         kept = self.kept
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         axes = batch_axes(self.prepared)
@@ -181,7 +181,7 @@ class FirstSamples:
         bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
     def _seen_by_all(self, distributed: bool) -> int:
-        """How many samples went by in the ranks that calibrate together."""
+        """Return how many samples went by in the ranks that calibrate together."""
         return sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
@@ -224,7 +224,7 @@ def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
 
 
 def _counts(prepared: fx.GraphModule) -> int:
-    """How many batches all observers together have seen."""
+    """Return how many batches all observers together have seen."""
     counts = [module.count for module in prepared.modules() if isinstance(module, Observer)]
     return int(torch.stack([count.cpu() for count in counts]).sum()) if counts else 0
 

@@ -72,7 +72,7 @@ class _Choice:
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
-        """The weight between the integers beside it; the first call says where it is."""
+        """Return the weight between the integers beside it; the first call says where it is."""
         if self.value is None:
             self.start = real.detach().clone()
             share = self.start - torch.floor(self.start)
@@ -86,7 +86,7 @@ class _Choice:
 
     @torch.no_grad()
     def decided(self) -> AdaptiveRounding:
-        """A rounding that gives the integer h(v) is nearer to."""
+        """Return a rounding that gives the integer h(v) is nearer to."""
         rounding = AdaptiveRounding(self.shape).to(self.start.device)
         rounding.settle(self.start, torch.floor(self.start) + torch.round(self.share()))
         return rounding
@@ -154,7 +154,7 @@ class Student:
             yield
 
     def _loss(self, index: int) -> Tensor:
-        """The mean squared error of its results for one chunk, with what is learned as it is."""
+        """Return the mean squared error of its results for one chunk, with what is learned as it is."""
         values, targets = self._operands(index), self.lesson.targets[index]
         for node in self.unit.nodes:
             operator = self.operators.get(node)
@@ -183,7 +183,7 @@ class Student:
         return torch.where(chosen.to(rounded.device), rounded, real)
 
     def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:
-        """The value on its grid, with LSQ's gradients to it and to the scale."""
+        """Return the value on its grid, with LSQ's gradients to it and to the scale."""
         if quantizer.follows_sum:
             return real
         grid = quantizer.grid
@@ -257,7 +257,7 @@ class Learned:
 
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
-    """The quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
+    """Return the quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
     inside = {operator.name for operator in operators}
     shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
     found = {id(o.output): o.output for o in operators if not o.plain}

@@ -86,7 +86,7 @@ class LayerNoise:
         return float(costs.sum())
 
     def _steps(self, factors: Tensor, read: Tensor) -> Tensor:
-        """The scale of every output's weights, in numbers of the float model, (out,)."""
+        """Return the scale of every output's weights, in numbers of the float model, (out,)."""
         found = torch.empty(len(self.read), dtype=torch.float64, device="cpu")
         for (largest, step), (_, met) in zip(
             self._blocks(self.largest, found.unsqueeze(1)), self._blocks(self.largest, by_group=read), strict=True
@@ -131,7 +131,7 @@ class TensorNoise:
     divisor: float
 
     def steps(self, factors: Tensor) -> Tensor:
-        """The scale, in numbers of the float model, for each channel."""
+        """Return the scale, in numbers of the float model, for each channel."""
         own = factors[self.labels]
         return (self.largest * own).amax() / self.divisor / own
 

@@ -92,7 +92,7 @@ def _of_chunk(
 
 
 def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
-    """Where the result of a node is within its limits, and its dimension of channels; None where these are not those of its weight."""
+    """Return where the result of a node is within its limits, and its dimension of channels; None if these are not its weight's."""
     operator = operator_at(prepared, node)
     assert operator is not None
     arguments, result = bound_arguments(node, operator, values), values[node].detach()

@@ -45,12 +45,12 @@ class RealLowering(EagerLowering):
 
 
 def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
-    """Whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
+    """Return whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
     return operator.operator.sums and weight_of(operator, arguments) is not None
 
 
 def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
-    """Its weight as it is rounded: channels are dimension 0; None where there is none."""
+    """Return its weight as it is rounded: channels are dimension 0; None if there is none."""
     weight = None if operator.plain else operator.operator.weight(**arguments)
     return weight if isinstance(weight, Tensor) else None
 
@@ -76,7 +76,7 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 
 
 def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
-    """The result of a layer, shape (C, places); None where its channels are not those of the weight, which has so many dimensions."""
+    """Return the result of a layer, shape (C, places); None if its channels are not those of the weight, which has so many dimensions."""
     axis = result.dim() - 1 - max(rank - 2, 0)
     if axis < 0 or result.shape[axis] != channels:
         return None

@@ -85,12 +85,12 @@ class TuningResult:
         return table
 
     def __str__(self) -> str:
-        """The table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
+        """Return the table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
         return as_text(self.__rich__())
 
 
 def as_text(table: Table) -> str:
-    """A table without colours, as wide as it needs to be."""
+    """Return a table without colours, as wide as it needs to be."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
     console.print(table)
     written: io.StringIO = console.file  # type: ignore[assignment]

@@ -19,7 +19,7 @@ Metric = Callable[[Any], float]
 
 
 def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, batch_fn: Callable[[Any], Any] | None) -> list[list[Any]]:
-    """The model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
+    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
     found = [
         model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), index)
         for index, batch in enumerate(first_batches(as_batches(batches), num_batches))

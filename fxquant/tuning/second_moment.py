@@ -101,7 +101,7 @@ Rounded = dict[str, Settled]  # by layer
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
-    """Whether a weight of at most so many bits is rounded to the nearest."""
+    """Return whether a weight of at most so many bits is rounded to the nearest."""
     return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
@@ -126,7 +126,7 @@ Roundings = tuple[type[Rounding], ...]
 
 
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
-    """Whether it has a weight of at most so many bits with one of these roundings."""
+    """Return whether it has a weight of at most so many bits with one of these roundings."""
     quantizer = operator.weight_quantizer
     return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings
 
@@ -200,7 +200,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
 
 
 def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
-    """By how much results are too large, of shape (C,), or (1,) where one scale is for all; None where channels cannot be told."""
+    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
     for each in values:
         result = real_result(operator, bound_arguments(node, operator, each))
@@ -317,7 +317,7 @@ class _Layer(NamedTuple):
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
-        """The integers that leave least noise in the samples that judge, what those so far leave, and what these do.
+        """Return the integers that leave least noise in the samples that judge, what those so far leave, and what these do.
 
         Without an effect on what the model returns, noise is its share in the sums of an output, on average over all.
         """

@@ -117,7 +117,7 @@ def real_outputs(result: Any) -> list[Tensor]:
 
 
 def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None = None) -> Grid:
-    """The grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
+    """Return the grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
     kind = ACTIVATION_TYPES[dtype]
     if config is None and kind == quantizer.dtype:
         return quantizer.grid
@@ -132,7 +132,7 @@ def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None =
 
 
 def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | None:
-    """A config's observer with what calibration has gathered in the quantizer; None where nothing gathered in its way."""
+    """Return a config's observer with what calibration has gathered in the quantizer; None where nothing gathered in its way."""
     observer = config.new_observer()
     way = gathering(observer)
     for known in quantizer.observers:
@@ -146,7 +146,7 @@ def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | No
 
 
 def weight_name(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> str:
-    """The parameter of an operator that its weight is."""
+    """Return the parameter of an operator that its weight is."""
     return "weight" if "weight" in arguments else "other"
 
 
