@@ -1,4 +1,4 @@
-"""Which limits of a target an operator breaks, where it stands."""
+"""The limits of a target that an operator breaks at its place in the graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
                 self.special.setdefault(name, []).append(limit)
 
     def broken(self, site: Site) -> list[Breach]:
-        """What the operator breaks; of one that the target does not have, nothing else is said."""
+        """Return the limits that the operator breaks; if the target does not have the operator, only that is reported."""
         mine = self.special.get(site.operator.name, [])
         absent = [limit for limit in mine if limit.measure is None]
         if absent:

@@ -1,4 +1,4 @@
-"""A model held against what a target allows: every limit that is broken, where, and what to do about it."""
+"""Check a model against the limits of a target: every limit that is broken, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `fxq.check` returns: true if nothing is broken and nothing left in float but what `adapt` has moved to the host.
+    """The result of `fxq.check`: true if no limit is broken and only operators that `adapt` has moved to the host run in float.
 
     Iterates over the findings, in the order of the graph.
     """
@@ -92,7 +92,7 @@ class Findings:
         return table
 
     def __str__(self) -> str:
-        """The summary, then every finding as plain text: layer, operator and limit; the source line; the remedy."""
+        """Return the summary, then every finding as plain text: layer, operator and limit; the source line; the remedy."""
         return "\n".join([self.summary, *map(str, self.items)])
 
 
@@ -106,7 +106,7 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
 
 
 def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
-    """The limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
+    """Yield the limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
     if not target.limits:
         return
     limits = Limits(target)

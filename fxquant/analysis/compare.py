@@ -72,7 +72,7 @@ def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: Devia
 
 
 def _step(entry: dict[str, Any] | None) -> Tensor | None:
-    """The scale of a described tensor, shaped to broadcast."""
+    """Return the scale of a described tensor, shaped to broadcast."""
     if entry is None or "scale" not in entry:
         return None
     scale = torch.tensor(entry["scale"], dtype=torch.float32, device="cpu")
@@ -112,7 +112,7 @@ def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.Gr
 
 
 def _compared_operands(node: fx.Node, compared: Set[str]) -> Iterator[str]:
-    """The nearest values before a node that both forms show, or that are inputs of the model."""
+    """Yield the nearest values before a node that both forms show, or that are inputs of the model."""
     for operand in node.all_input_nodes:
         if operand.name in compared or operand.op == "placeholder":
             yield operand.name

@@ -1,6 +1,6 @@
-"""What an operator costs: multiply-accumulates, and the bytes of its weights and of its result.
+"""The cost of an operator: multiply-accumulates, and the bytes of its weights and of its result.
 
-Sizes that depend on the batch are taken at batch size 1: of one item.
+Sizes that depend on the batch are taken at batch size 1, so that costs are those of one item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator wit
 
 @dataclass(frozen=True)
 class Cost:
-    """What `Layer` says of an operator: see there."""
+    """The cost of an operator, in the terms of `Layer`."""
 
     macs: int
     weight_bytes: int
@@ -34,7 +34,7 @@ class Cost:
 
 
 def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> Cost:
-    """The cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None where it is float."""
+    """Return the cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None if it is float."""
     lowered = operation(node)
     if lowered is not None:
         # A loaded model may have a function of the user's that this process has not declared.
@@ -62,13 +62,13 @@ def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> 
 
 
 def _lowered(lowered: Operation, nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
-    """The arguments of what has become primitives, by name, its constants among them."""
+    """Return the arguments of what has become primitives, by name, its constants among them."""
     given = {name: nodes[value.node] if isinstance(value, Reference) else value for name, value in lowered.arguments.items()}
     return given | {role: nodes[constant.node] for role, constant in lowered.constants.items()}
 
 
 def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
-    """The operator at a node and its arguments by name; of one that is not canonical yet, only if it forms sums of products."""
+    """Return the operator at a node and its arguments by name; of one that is not canonical yet, only if it forms sums of products."""
     operator = record_of(model, node)
     if operator is not None:
         return operator, operator.arguments(node)
@@ -100,7 +100,7 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
 
 
 def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
-    """The sizes at batch size 1; one that is B/2 is no whole number there. Others are ints: fractions take ten times as long."""
+    """Return the sizes at batch size 1, where one that is B/2 is not an integer. Others are ints: fractions take ten times as long."""
     return tuple([_whole(size) for size in shape])
 
 
@@ -115,7 +115,7 @@ def _whole(size: Size) -> int | Fraction:
 
 
 def bytes_of(known: Any) -> int:
-    """The bytes of all tensors of a nest of facts, of one item."""
+    """Return the bytes of all tensors of a nest of facts, of one item."""
     return sum(map(_bytes, _tensors(known)))
 
 
@@ -124,7 +124,7 @@ def _bytes(known: TensorFact, itemsize: int | None = None) -> int:
 
 
 def _tensors(known: Any) -> list[TensorFact]:
-    """All tensors of a nest of facts."""
+    """Return all tensors of a nest of facts."""
     if isinstance(known, TensorFact):
         return [known]
     items = known.values() if isinstance(known, dict) else known if isinstance(known, list | tuple) else ()
@@ -132,10 +132,10 @@ def _tensors(known: Any) -> list[TensorFact]:
 
 
 def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | None, values: Mapping[str, Any]) -> int:
-    """What weight and bias will take once the operator is lowered.
+    """Compute the bytes of weight and bias once the operator is lowered.
 
-    A weight is stored in the dtype of its config, a bias in that of the accumulator; a batch norm brings a bias, and where it stands by
-    itself a weight for each channel.
+    A weight is stored in the dtype of its config, a bias in that of the accumulator. A batch norm adds a bias, and a weight for each
+    channel if it was not fused.
     """
     module, spec = quantized_operator(model, node), annotation(node)
     configured = None if spec is None or spec.config is None else spec.config.weight.type
@@ -154,13 +154,13 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
 
 
 def _on_meta(value: Any) -> Any:
-    """A parameter as a tensor without data; anything else as it is."""
+    """Return a parameter as a tensor without data; anything else as it is."""
     shape = _shape(value) if isinstance(value, fx.Node) and is_parameter(value) else None
     return value if shape is None else torch.empty([size for size in shape if isinstance(size, int)], device="meta", dtype=torch.float32)
 
 
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
-    """The parameters and buffers of a module, and the parameters that a function reads."""
+    """Return the parameters and buffers of a module, and the parameters that a function reads."""
     read = [operand for operand in node.all_input_nodes if operand.op == "get_attr"] + [node] * (node.op == "call_module")
     held = [resolve(model, str(each.target)) for each in read]
     tensors = [

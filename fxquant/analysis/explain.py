@@ -22,14 +22,14 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 @checked()
 def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
-    """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
+    """Return a table of all operators: integer or float, dtype, scale, and the reason; then what is fixed, and which requests were not met.
 
-    What a recurrence does alike at each of its steps has one row, under the name of the first; with `steps`, one for each.
+    Operations of a recurrence that are alike at each of its steps have one row, under the name of the first; with `steps`, one for each.
 
-    Of an integer model that has run, kernels that are not used on this machine follow, with the reason. `machine` tells of every
-    kernel, and runs the model once where it has not run yet.
+    For an integer model that has run, kernels that are not used on this machine follow, with the reason. `machine` lists every kernel, and
+    runs the model once if it has not run yet.
 
-    For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
+    For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is not a graph.
     """
     known = layers(model)
     rows = [row for layer, again in (((layer, ()) for layer in known) if steps else alike(known)) for row in _rows(layer, again)]
@@ -48,7 +48,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
 
 def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
-    """The operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
+    """Return the operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
 
     `again` are those like it at other steps.
     """
@@ -73,7 +73,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
 
 
 def _scale(grid: QParams | None) -> str:
-    """One scale, or the smallest and the largest of several; or why there is none."""
+    """Return one scale, or the smallest and the largest of several; or why there is none."""
     if grid is None:
         return ""
     if isinstance(grid.scale, float):
@@ -88,7 +88,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """One line: how many layers are integer, how many are left in float, and why.
+    """Return one line: how many layers are integer, how many are left in float, and why.
 
     A composite counts as one; the boundary between integer and float is not counted.
     """

@@ -1,4 +1,4 @@
-"""An integer model as its kernels run it: a form that `verify` compares, and what `explain` tells of it."""
+"""An integer model as its kernels run it: a form that `verify` compares, and that `explain` reports on."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class KernelForm(GraphForm):
 
 
 def runner_of(model: Any) -> Runner | None:
-    """What runs a model, where that is not its graph as it stands."""
+    """Return the runner of a model; None if the graph itself is run."""
     found = getattr(model, "__dict__", {}).get(RUNNER)
     return found if isinstance(found, Runner) else None
 
 
 def kernel_forms(*models: Any) -> list[KernelForm]:
-    """The forms of those of the models that run with kernels."""
+    """Return the forms of those of the models that run with kernels."""
     return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 

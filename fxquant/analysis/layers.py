@@ -1,4 +1,4 @@
-"""The facts of a model's operators, as values: what `explain`, `check`, `inspect` and every report tell, gathered in one place."""
+"""The facts of a model's operators, as values: the common source of `explain`, `check`, `inspect` and every report."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Layer:
 
     name              of its node: the same in the prepared model, the integer model and the ONNX file
     operator          PyTorch's name of what it computes ("conv2d"); in a traced graph as it was written ("Conv2d")
-    integer           whether it is computed on integers: its result is a quantized tensor, or truth values or whole numbers of such
-    dynamic           whether it is a linear layer whose operand becomes integers at run time, and whose result is a real number again
-    boundary          whether it is where real numbers become integers, or integers real numbers
-    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" where it is no tensor
+    integer           whether it is computed on integers: its result is a quantized tensor, or booleans or integers computed from such
+    dynamic           whether it is a linear layer whose operand is quantized at run time, and whose result is dequantized
+    boundary          whether it quantizes float values, or dequantizes
+    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" if it is not a tensor
     grid              the scale and dtype of its quantized result: one scale, NaN until it is known, or several along an axis; none, (), in
                       a prepared model whose 32-bit output has the scale of its sum. None for a float operator, and before there
                       are quantizers
-    shape             of its result: whole numbers, and sizes that depend on the batch as text ("B"); () where it is not one tensor
+    shape             of its result: integers, and sizes that depend on the batch as text ("B"); () if it is not one tensor
     source            the user's line
     module            the dotted path of the user's module; "" for the model itself
     device            where it runs: the target's name ("bayes-e") if it is integer, or a float operator that the target computes in
@@ -131,10 +131,10 @@ class Layer:
 
 @checked()
 def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
-    """The operators of a graph at any stage, in the order they run.
+    """Return the operators of a graph at any stage, in the order they run.
 
-    An operator that leaves nothing behind in integers (an identity, a dropout) is no layer of the integer model; all others have the
-    same names in both. Linear in the nodes. Raises ConfigurationError for a model that is no graph.
+    An operator that has no counterpart in integers (an identity, a dropout) is not a layer of the integer model; all others have the
+    same names in both. Linear in the nodes. Raises ConfigurationError for a model that is not a graph.
     """
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
@@ -146,7 +146,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
 
 
 def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """The layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
     return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 

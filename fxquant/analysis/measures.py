@@ -1,7 +1,7 @@
-"""What can be measured of an operator where it stands in a graph: the quantities that a target's limits are about.
+"""Measures of an operator at its place in a graph: the quantities that a target's limits are about.
 
-Windows have a file of their own. A measure returns nothing where it has nothing to say: about another operator, or about a size that
-depends on the batch.
+Windows have a file of their own. A measure returns nothing where it does not apply: to another operator, or to a size that depends on the
+batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["MEASURES", "Site", "windows"]
 
 
 def is_power_of_two(value: Fraction) -> bool:
-    """Whether a positive number is a power of two, or one divided by one."""
+    """Return whether a positive number is a power of two, or one divided by one."""
     return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
 
 
@@ -33,7 +33,7 @@ def is_power_of_two(value: Fraction) -> bool:
 
 @measure("channels")
 def _channels(site: Site) -> list[Any]:
-    """Of every activation it reads."""
+    """Return the channels of every activation that it reads."""
     shapes = [fact(operand).shape for operand in site.operands]
     return known(shape[1] for shape in shapes if len(shape) > 1)
 
@@ -108,14 +108,14 @@ def _batch(site: Site) -> list[Any]:
 
 @measure("sizes")
 def _sizes(site: Site) -> list[Any]:
-    """Of every dimension but the batch, of what it reads and of its result."""
+    """Return the sizes of every dimension but the batch, of what it reads and of its result."""
     found = {size for shape in (*(fact(operand).shape for operand in site.operands), site.result) for size in known(shape[1:])}
     return sorted(found)
 
 
 @measure("bytes")
 def _bytes(site: Site) -> list[Any]:
-    """Of its result; of one item where the batch is not fixed."""
+    """Return the bytes of its result; of one item where the batch is not fixed."""
     return [math.prod(known(site.result)) * bits // 8 for bits in _result_bits(site)]
 
 
@@ -169,7 +169,7 @@ def _reduced_size(site: Site) -> list[Any]:
 
 @measure("broadcasting")
 def _broadcasting(site: Site) -> list[Any]:
-    """How the smaller operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
+    """Return how the smaller operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
     return [_pattern(fact(operand).shape, site.result) for operand in site.operands]
 
 
@@ -198,14 +198,14 @@ def _broadcast_operands(site: Site) -> list[Any]:
 
 @measure("place of the batch")
 def _batch_place(site: Site) -> list[Any]:
-    """Where a permutation puts dimension 0."""
+    """Return the position at which a permutation puts dimension 0."""
     dims = site.arguments["dims"]
     return [[int(d) % len(dims) for d in dims].index(0)]
 
 
 @measure("bounds")
 def _bounds(site: Site) -> list[Any]:
-    """Of a clamp that is an operator by itself, or is fused into one."""
+    """Return the bounds of a clamp that is an operator by itself, or is fused into one."""
     if site.operator.function is clamp:
         return [(site.arguments["min"], site.arguments["max"])]
     return [] if site.arguments.get("clamp") is None else [tuple(site.arguments["clamp"])]
@@ -256,7 +256,7 @@ def _result_bits(site: Site) -> list[int]:
 
 @measure("bits")
 def _bits(site: Site) -> list[Any]:
-    """Of what it reads; the result of a sum of products may be wider."""
+    """Return the bits of what it reads; the result of a sum of products may be wider."""
     return sorted({bits for operand in site.operands for bits in _dtype_bits(operand)})
 
 

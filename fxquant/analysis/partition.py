@@ -1,7 +1,7 @@
-"""A model in segments, one after another, each of which runs on one device: the target's integers, or the host's float operators.
+"""A model in segments, one after another, each of which runs on one device: the target for integers, or the host for float operators.
 
-Segments are convex: nothing leaves one and comes back into it. There are as few as can be, in one order of the devices or the
-other, since every operator is in the first segment of its device that everything it reads is computed before.
+Segments are convex: data that leaves one does not come back into it. There are as few as possible, in either order of the devices: every
+operator is in the first segment of its device before which all its operands are computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Segment:
 
 @checked()
 def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> tuple[Segment, ...]:
-    """The segments of a prepared or an integer model, in the order they run.
+    """Return the segments of a prepared or an integer model, in the order they run.
 
     `cut` names tensors, in order, behind which it is cut as well: everything that such a tensor is computed from, and that no earlier cut
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
@@ -57,7 +57,7 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
 
 
 def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
-    """The device and the nodes of every segment, in the order they run."""
+    """Return the device and the nodes of every segment, in the order they run."""
     working = [node for node in model.graph.nodes if _works(node)]
     stage = _stages(model, working, cut)
     device = {node: _device(model, node) for node in working}
@@ -73,7 +73,7 @@ def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[t
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
+    """Return whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
     return node.op not in ("placeholder", "get_attr", "output") and not is_parameter(node) and computes_tensor(node)
 
 
@@ -83,7 +83,7 @@ def _device(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """The number of the segment of every node of a stage, where the first one is of this device and devices take turns.
+    """Return the number of the segment of every node of a stage, where the first one is of this device and devices take turns.
 
     What an operator was lowered to stays together: nothing passes between segments but tensors of the model.
     """
@@ -97,7 +97,7 @@ def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> 
 
 
 def _reads(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
+    """Yield the operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
     for operand in node.all_input_nodes:
         if _works(operand) or operand.op == "placeholder":
             yield operand
@@ -109,7 +109,7 @@ def _reads(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | Sequence[str]]) -> dict[fx.Node, int]:
-    """Between which cuts every operator stands, from 0."""
+    """Return the number of cuts before every operator."""
     edges = nx.DiGraph()
     edges.add_nodes_from(working)
     edges.add_edges_from((read, node) for node in working for read in _reads(node))
@@ -120,7 +120,7 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
             for one in (node, *nx.ancestors(edges, node)):
                 stage.setdefault(one, number)
     for node in working:
-        # Real numbers go where their integers are, and a piece of what is no tensor where that is.
+        # Dequantized values are in the stage of their integers, and a part of a value that is not a tensor is in the stage of that value.
         held = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
         if held:
             stage[node] = stage[held[0]]
@@ -146,7 +146,7 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
 
 
 def _is_inside(node: fx.Node) -> bool:
-    """Whether a node of an integer graph is no tensor of the model, but between two of them."""
+    """Return whether a node of an integer graph is not a tensor of the model, but between two of them."""
     record = primitive_of(node)
     return record is not None and (record.kind == "accumulator" or is_inner(node))
 
@@ -162,7 +162,7 @@ def _segment(model: fx.GraphModule, nodes: list[fx.Node], device: str) -> Segmen
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether something outside reads a node, or the model returns it."""
+    """Return whether something outside reads a node, or the model returns it."""
     seen, waiting = set[fx.Node](), list(node.users)
     while waiting:
         user = waiting.pop()

@@ -16,7 +16,7 @@ CLEARLY = 6.0  # dB: half of the steps
 
 
 def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> tuple[tuple[str, float], ...]:
-    """The tensors that a node of a prepared or an integer model holds, with what each loses in dB by the step of the common grid.
+    """Return the tensors that a node of a prepared or an integer model holds, with what each loses in dB by the step of the common grid.
 
     Nothing where it holds one alone, or where a grid is not known yet.
     """
@@ -39,7 +39,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
 
 
 def told(parts: tuple[tuple[str, float], ...]) -> str:
-    """A sentence about those that lose clearly; "" if none does."""
+    """Return a sentence about those that lose clearly; "" if none does."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"one scale for all it holds, by which {' and '.join(lose)}: a rule that names it can give it more bits, or None" if lose else ""
 

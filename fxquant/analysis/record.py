@@ -43,15 +43,15 @@ class Form(Protocol):
     tensors: Mapping[str, str]
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """The model's inputs out of a batch. Raises CalibrationError if it does not fit."""
+        """Return the model's inputs out of a batch. Raises CalibrationError if it does not fit."""
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        """What is wanted of the tensors of one batch."""
+        """Return the wanted tensors of one batch."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which tensors are wanted: of these kinds, and of these names; with `real`, quantized ones as real numbers."""
+    """The tensors that are wanted: of these kinds, and of these names; with `real`, quantized ones are dequantized."""
 
     kinds: frozenset[str]
     names: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Wanted:
         return Wanted(frozenset(kinds) & frozenset(KINDS), frozenset(kinds) - frozenset(KINDS), real)
 
     def among(self, tensors: Mapping[str, str]) -> list[str]:
-        """The names of those among these."""
+        """Return the names of the wanted ones among these tensors."""
         return [name for name, kind in tensors.items() if kind in self.kinds or name in self.names]
 
     def check(self, form: Form) -> None:
@@ -77,7 +77,7 @@ class Wanted:
 
 
 def record(form: Form, batches: Iterable[Any], wanted: Wanted) -> Iterator[Values]:
-    """The wanted tensors of each batch, which is taken when they are asked for."""
+    """Yield the wanted tensors of each batch, which is taken when they are asked for."""
     wanted.check(form)
     return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(batches))
 
@@ -96,7 +96,7 @@ class GraphForm:
         self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}
 
     def _kind(self, node: fx.Node) -> str | None:
-        """The kind of a node's tensor; None for an input, a parameter, or what is no tensor."""
+        """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""
         primitive = primitive_of(node)
         if primitive is not None:
             return PRIMITIVE_KINDS[primitive.kind]
@@ -122,7 +122,7 @@ class GraphForm:
         return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
-        """A tensor as it is recorded; None where integers are wanted and it has none."""
+        """Return a tensor as it is recorded; None where integers are wanted and it has none."""
         kind, module = self.tensors[node.name], quantized_operator(self.model, node)
         if kind in (FLOAT, DYNAMIC) or (module is not None and real):
             return value.clone()  # float operators may write into their operand
@@ -183,7 +183,7 @@ def _real(value: Tensor, grid: QParams) -> Tensor:
 
 
 def outputs(result: Any) -> Values:
-    """What a model returns, by name."""
+    """Return the outputs of a model, by name."""
     found: list[Tensor] = []
     fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return {f"output {index}": value for index, value in enumerate(found)}
@@ -206,7 +206,7 @@ class OnnxForm:
         self.given: Values = {}
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """The leading tensors of a batch, or those of the inputs' names."""
+        """Return the leading tensors of a batch, or those of the inputs' names."""
         names = self.onnx.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
@@ -241,7 +241,7 @@ class OnnxForm:
         return int(self.onnx.tensors[name].get("zero_point", 0))
 
     def _stored(self, name: str) -> Tensor:
-        """A given value as the file stores it; truth values and whole numbers of float operators as they are."""
+        """Return a given value as the file stores it; booleans and integers of float operators are unchanged."""
         if "storage" not in self.onnx.tensors.get(name, {}):
             return self.given[name]
         return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])

@@ -1,4 +1,4 @@
-"""What a comparison of two forms of a model found, as values and as text, and how the bits of two tensors are compared."""
+"""The findings of a comparison of two forms of a model, as values and as text, and the comparison of the bits of two tensors."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Difference:
 
 @dataclass
 class Report:
-    """What a verification found. True if not one bit differed.
+    """The findings of a verification. True if all bits are equal.
 
     mismatches  differing elements, over all tensors, batches and runtimes
     elements    elements compared; tensors: distinct tensors compared
-    flips       elements that differ because a float operator before them rounds differently, when the file runs on its own:
-                at a boundary where float operators hand over, and in outputs that float operators compute. They are outside
-                of the contract and not counted as mismatches
+    flips       elements that differ because a float operator before them rounds differently, when the file runs on its own: at a boundary
+                after float operators, and in outputs that float operators compute. They are outside of the contract and not counted as
+                mismatches
     floats      how far the outputs that float operators compute are apart, by name, where the integers before them are equal
     first       where the first difference is; None if there is none
     targets     what the two forms were compiled for, where these are two
     given       of a BPU program: the tensors that it was given from the integer model, which it does not compute itself
-    unseen      of a BPU program: its outputs that are no tensor of the integer model, with the reason
+    unseen      of a BPU program: its outputs that are not tensors of the integer model, with the reason
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -105,10 +105,10 @@ class Report:
 
 @dataclass
 class FloatDifference:
-    """How far an output that float operators compute is apart in two forms, over all runtimes and batches.
+    """The difference between two forms of an output that float operators compute, over all runtimes and batches.
 
-    largest is the largest absolute difference, infinite where one value is no number or infinite and the other is not; ulps the
-    largest in steps of the dtype, None where it is none of float numbers.
+    largest is the largest absolute difference, infinite where one value is NaN or infinite and the other is not. ulps is the largest
+    difference in steps of the dtype, None if it is not a float dtype.
     """
 
     name: str
@@ -150,9 +150,9 @@ class FloatDifference:
 
 @dataclass
 class Deviation:
-    """How far one output of a file in style "qdq" is from the integer model's, over all batches.
+    """The difference of one output of a file in style "qdq" from the integer model's, over all batches.
 
-    largest and differing are in steps of the output's scale, or in real numbers where the output is no quantized tensor.
+    largest and differing are in steps of the output's scale, or in float values if the output is not a quantized tensor.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Deviation:
         one, other = wanted.double(), found.double()
         self.signal += float(one.square().sum())
         self.noise += float((one - other).square().sum())
-        if self.scale is not None:  # whole numbers of steps
+        if self.scale is not None:  # integers, in steps
             one, other = torch.round(one / self.scale.double()), torch.round(other / self.scale.double())
         distance = (one - other).abs()
         self.elements += distance.numel()
@@ -218,7 +218,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 
 
 def different(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors have different bytes, so that 0.0 is not -0.0; what is no number equals what is none."""
+    """Return where two tensors have different bytes, so that 0.0 differs from -0.0; any two NaN are equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return torch.ones(max(one.numel(), other.numel()), dtype=torch.bool, device="cpu")
     if one.is_complex():
@@ -230,12 +230,12 @@ def different(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _steps(values: Tensor) -> list[int]:
-    """Finite floats as whole numbers in their order: neighbours differ by one, and 0.0 is what -0.0 is."""
+    """Return finite floats as integers in the same order: neighbours differ by one, and 0.0 and -0.0 are equal."""
     raw = values.view(_BITS[values.element_size()]).to(torch.int64)
     largest = 2 ** (8 * values.element_size() - 1)
     return [number if number >= 0 else -(number + largest) for number in raw.flatten().tolist()]
 
 
 def differing(one: Tensor, other: Tensor) -> int:
-    """How many elements that are."""
+    """Return how many elements that are."""
     return int(different(one, other).sum())

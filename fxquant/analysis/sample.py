@@ -24,7 +24,7 @@ Named = dict[str, Tensor]
 
 
 def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
-    """The batches in a file of arrays that hold all samples, of `size` samples, or of as many as the model is fixed to.
+    """Return the batches in a file of arrays that hold all samples, of `size` samples, or of as many as the model is fixed to.
 
     Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
 
@@ -77,7 +77,7 @@ def _read(path: Path) -> Named:
 
 
 def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0) -> list[Any]:
-    """A batch of each size, the same for the same seed: normal numbers that fill the range of the input's scale and a little more."""
+    """Return a batch of each size, the same for the same seed: normal numbers that slightly exceed the range of the input's scale."""
     generator = torch.Generator().manual_seed(seed)
     return [{str(node.target): _drawn(model, node, size, generator) for node in _inputs(model)} for size in sizes]
 
@@ -94,7 +94,7 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
 
 
 def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
-    """The largest values that the quantizers behind an input can represent."""
+    """Yield the largest values that the quantizers behind an input can represent."""
     for user in node.users:
         grid = grid_of(model, user)
         if grid is not None and isinstance(grid.scale, float) and math.isfinite(grid.scale):
@@ -102,7 +102,7 @@ def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
 
 
 def _reach(dtype: IntType, zero_point: int) -> int:
-    """One more than the largest magnitude on the larger side."""
+    """Return one more than the largest magnitude on the larger side."""
     return max(dtype.high - zero_point, zero_point - dtype.low - 1) + 1
 
 

@@ -1,4 +1,4 @@
-"""Where float operators on the host meet the integer segments of a model."""
+"""The boundaries between float operators on the host and the integer segments of a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxquant.prepared.nodes import is_dequantize, is_dynamic, is_quantize, primi
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """What float operators hand over to an integer segment, by name: quantized tensors made of it, truth values, whole numbers.
+    """Return the names of the tensors that float operators pass to an integer segment: quantized tensors, booleans and integers.
 
-    To a dynamic layer they hand over the real numbers that it makes integers of.
+    A dynamic layer gets the float values, which it quantizes itself.
     """
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]
 
@@ -33,14 +33,14 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
-    """The nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
+    """Return the nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
     found: list[fx.Node] = []
     fx.map_arg(next(node for node in reversed(model.graph.nodes) if node.op == "output").args, found.append)
     return [node for node in found if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)]
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:
-    """The outputs, "output 0", …, that are neither the end of an integer segment, nor a dynamic layer's, nor an input nor a constant."""
+    """Return the outputs, "output 0", …, that are not the end of an integer segment, a dynamic layer's result, an input or a constant."""
     return {
         f"output {index}"
         for index, node in enumerate(returned(model))

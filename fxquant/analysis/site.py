@@ -1,7 +1,7 @@
 """Where a measure is taken, and the table of all of them.
 
-A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it
-has nothing to say: about another operator, or about a size that depends on the batch.
+A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it does not apply: to
+another operator, or to a size that depends on the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Site:
     arguments: dict[str, Any]
 
     def shape(self, name: str = "input") -> tuple[Size, ...]:
-        """The shape of an argument; empty if it is no tensor."""
+        """Return the shape of an argument; empty if it is not a tensor."""
         return shape_of(self.arguments.get(name)) or ()
 
     @property
@@ -37,7 +37,7 @@ class Site:
 
     @property
     def result(self) -> tuple[Size, ...]:
-        """The shape of its result; empty if it is no tensor."""
+        """Return the shape of its result; empty if it is not a tensor."""
         value = fact(self.node)
         return value.shape if isinstance(value, TensorFact) else ()
 
@@ -47,7 +47,7 @@ class Site:
         return len(self.shape()) - 2
 
     def spatial(self, name: str) -> list[int]:
-        """An argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
+        """Return an argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
         value = self.arguments.get(name)
         if name == "stride" and value in (None, [], ()):
             value = self.arguments.get("kernel_size")
@@ -69,5 +69,5 @@ def measure(name: str) -> Callable[[Measure], Measure]:
 
 
 def known(values: Any) -> list[int]:
-    """The sizes that do not depend on the batch."""
+    """Return the sizes that do not depend on the batch."""
     return [value for value in values if isinstance(value, int)]

@@ -1,4 +1,4 @@
-"""What a recurrence does alike at each of its steps."""
+"""The operations of a recurrence that are alike at each of its steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxquant.analysis.layers import Layer
 
 
 def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
-    """The layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
+    """Return the layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
     grouped: list[tuple[Layer, list[Layer]]] = []
     there: dict[Any, list[Layer]] = {}
     at: dict[Any, int] = {}  # how many of a kind there were at the current step
@@ -30,7 +30,7 @@ def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
 
 
 def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
-    """The names of all parts of recurrences, those that are computed once among them."""
+    """Return the names of all parts of recurrences, those that are computed once among them."""
     composites = {_composite(layer) for layer in known if layer.step is not None}
     return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
 

@@ -23,9 +23,9 @@ from fxquant.support.arguments import checked
 
 @checked()
 def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> str:
-    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph.
+    """Return the graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is not a graph.
 
-    Of a recurrence the first two steps and the last one are written out, and with `steps` all of them: the others are like the second.
+    The first two steps and the last one of a recurrence are written out, and with `steps` all of them: the others are like the second.
     With kernels="reference" an integer model is shown as a file holds it, by its primitives alone.
     """
     if not isinstance(gm, fx.GraphModule):
@@ -47,7 +47,7 @@ def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> s
 
 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The nodes of all steps of recurrences but the first two and the last: a line for the first of them, nothing for the others."""
+    """Return the nodes of all steps of recurrences but the first two and the last: a line for the first of them, nothing for the others."""
     names = {node.name: step_of(node) for node in gm.graph.nodes}
     found: dict[fx.Node, str] = {}
     run: list[tuple[fx.Node, int]] = []  # the steps of one recurrence, as they follow each other
@@ -89,7 +89,7 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _arguments(function: Callable[..., Any] | None, node: fx.Node) -> str:
-    """The arguments, by name after the first, without those at their defaults."""
+    """Return the arguments, by name after the first, without those at their defaults."""
     try:
         parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
     except ValueError:

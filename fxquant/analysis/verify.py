@@ -22,7 +22,7 @@ from fxquant.quantization.state import State
 
 
 def check_batches(model: fx.GraphModule, batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """The inputs of each batch. Raises CalibrationError where one does not fit."""
+    """Yield the inputs of each batch. Raises CalibrationError where one does not fit."""
     for index, batch in enumerate(batches):
         yield model_inputs(model, batch, index)
 
@@ -57,7 +57,7 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
 
 
 def form_of(model: Any) -> GraphForm:
-    """The form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
+    """Return the form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     stage = getattr(model, "meta", {}).get("stage") if isinstance(model, fx.GraphModule) else None
     if stage in ("PREPARED", "INTEGER", "FUSED"):
         return GraphForm(model, State.VALIDATE)

@@ -1,14 +1,16 @@
-"""The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
+"""The front end: trace a model's Python into an FX graph whose nodes have shapes, dtypes and source lines.
 
-trace(model, example_inputs)   the graph
-assumptions(traced)            what was fixed while tracing
-attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
-attach_signature(model)        let a graph be called like the float model
-is_traced(module)              whether `trace` made it
-moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
-float_model(model)             the float model that is meant, or an error that says what it is instead
-default_leaf(module, path)     which modules stay whole
-wrap(function)                 keep a function out of graphs
+Public functions:
+
+    trace(model, example_inputs)   the graph
+    assumptions(traced)            what was fixed while tracing
+    attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
+    attach_signature(model)        let a graph be called like the float model
+    is_traced(module)              whether `trace` made it
+    moved_by_forward(traced)       the tensors that forward changes in train mode, which no graph does
+    float_model(model)             the float model that is meant, or an error that says what it is instead
+    default_leaf(module, path)     which modules stay whole
+    wrap(function)                 keep a function out of graphs
 """
 
 from __future__ import annotations
@@ -70,16 +72,16 @@ def trace(
     training_branch: bool = False,
     check: bool = True,
 ) -> fx.GraphModule:
-    """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
+    """Return the graph of a model in eval mode. The model itself is not changed; a graph that this function made is returned as it is.
 
-    Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
+    Every node has the QConfigs of its module, and of the modules around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
                      as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
-                     its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
-    preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
+                     its path that decides for all. A whole module that is not a PyTorch layer runs as Python, in float, and is not traced
+    preserve         names of attributes, methods and modules of the model, "head.stride", to keep on the graph and on all made from it
     training_branch  what forward computes and returns only in train mode (auxiliary heads) is beside the graph, as a module that does
                      it while the graph is in train mode
     check            trace again at other batch sizes and compare; run both on the example and compare
@@ -100,7 +102,7 @@ def trace(
 def _traced(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
 ) -> tuple[fx.GraphModule, bool, Set[str]]:
-    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
+    """Return the graph, whether the model draws random numbers, and the tensors that it reads besides parameters and buffers."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
@@ -128,7 +130,7 @@ def _traced(
 
 
 def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
-    """What a trace in train mode has besides; None if it has nothing."""
+    """Return what a trace in train mode has in addition to `recording`; None if it has nothing."""
     again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
     if check and inputs.batch is not None:
         compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
@@ -137,12 +139,12 @@ def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: 
 
 
 def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording) -> dict[str, bool]:
-    """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
+    """Return the source lines whose gradient mode differs in train mode, as within `torch.set_grad_enabled(self.training)`."""
     if not recording.lines:
         return {}
     try:
         again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
-    except FxQuantError:  # in train mode forward is no graph: what eval mode says holds
+    except FxQuantError:  # forward has no graph in train mode: the modes of eval mode hold
         return {}
     return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 
@@ -162,7 +164,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
 
 
 def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
-    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    """Return whether a model that cannot be traced at any batch size can be at the example's."""
     try:
         record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
     except FxQuantError:

@@ -40,7 +40,7 @@ class Arguments:
         self.substitutes: dict[int, Value] = {}
 
     def convert(self, arg: Any) -> Any:
-        """The argument as it stands in the graph."""
+        """Return the argument as it stands in the graph."""
         kind = type(arg)
         if kind is TracedTensor:
             return self._traced(arg)
@@ -115,7 +115,7 @@ class Arguments:
 
 
 def is_tracked(args: Iterable[Any], known: dict[int, Any]) -> bool:
-    """Whether a traced tensor, a batch number, or a tensor in `known` (by identity) is among the arguments."""
+    """Return whether a traced tensor, a batch number, or a tensor in `known` (by identity) is among the arguments."""
     for arg in args:
         kind = type(arg)
         if kind is TracedTensor or kind is BatchInt or kind is BatchFloat or kind is Unknown:

@@ -13,7 +13,7 @@ _END = 2**63 - 1  # how ATen says that a slice goes to the end
 
 
 def python_form(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The function of PyTorch with this meaning and these arguments; the overload itself where there is none.
+    """Return the function of PyTorch with this meaning and these arguments; the overload itself where there is none.
 
     Most have the name and the arguments of a function, or of a method, of PyTorch; others are spelled here.
     """

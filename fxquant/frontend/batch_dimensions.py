@@ -65,7 +65,7 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _marks(path: str, value: Any, said: Any) -> list[_Varying | None]:
-    """What is said of each leaf of an argument."""
+    """Return the mark of each leaf of an argument: its batch dimension, or None."""
     if isinstance(value, Tensor):
         return [_of_tensor(path, value, said)]
     if said is None or (isinstance(said, Mapping | tuple | list) and not said):
@@ -100,7 +100,7 @@ def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
 
 
 def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
-    """Whether a dimension varies that is marked so, and the name that it is given."""
+    """Return whether a dimension varies that is marked so, and the name that it is given."""
     if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC"):
         return False, None
     if type(entry) is int and entry == size:

@@ -37,13 +37,13 @@ class BatchLimits:
     at_largest: fx.Node | None = None
 
     def another(self, batch: int) -> int | None:
-        """A batch size beside this one, small and within the limits; None where there is none."""
+        """Return a batch size beside this one, small and within the limits; None where there is none."""
         sizes = (2, 4, self.smallest, self.smallest + 1)
         return next((size for size in sizes if size != batch and size >= self.smallest and size <= (self.largest or size)), None)
 
 
 def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
-    """The limits, which are also noted on the inputs; TraceError where the example's own batch size is beyond them."""
+    """Return the limits, which are also noted on the inputs; TraceError where the example's own batch size is beyond them."""
     limits = batch_limits(traced)
     if batch < limits.smallest:
         _refuse(limits.at_smallest, f"the batch size of the example, {batch}, is too small", f"from a batch of {limits.smallest} on")
@@ -58,7 +58,7 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
 
 
 def noted_limits(made: fx.Graph) -> BatchLimits:
-    """What `note_batch_limits` noted of the graph that this one was made from."""
+    """Return the limits that `note_batch_limits` noted on the graph that this one was made from."""
     for node in made.find_nodes(op="placeholder"):
         return BatchLimits(graph.noted(node, SMALLEST) or 1, graph.noted(node, LARGEST))
     return BatchLimits()
@@ -74,7 +74,7 @@ def _refuse(node: fx.Node | None, what: str, where: str) -> None:
 
 
 def batch_limits(traced: fx.Graph) -> BatchLimits:
-    """The limits of a traced graph; linear in its operators, of which few are run."""
+    """Return the limits of a traced graph; linear in its operators, of which few are run."""
     runner, limits, known = _Runner(), BatchLimits(), set()
     for node in traced.nodes:
         if not _may_cut(node) or (key := _key(node)) in known:
@@ -94,7 +94,7 @@ def batch_limits(traced: fx.Graph) -> BatchLimits:
 
 
 def _may_cut(node: fx.Node) -> bool:
-    """Whether a node's result can be another one than its fact says: not where every size follows the first one of an operand."""
+    """Return whether a node's result can be another one than its fact says: not where every size follows the first one of an operand."""
     result = graph.fact(node)
     if node.op not in ("call_function", "call_method") or not isinstance(result, TensorFact):
         return False
@@ -138,7 +138,7 @@ def _shape(known: TensorFact, batch: int) -> tuple[int, ...]:
 
 
 class _Uneven(Exception):
-    """A size is no whole number at this batch size, as B/2 at an odd one: its fact says nothing there."""
+    """A size is not an integer at this batch size, as B/2 at an odd one: its fact says nothing there."""
 
 
 class _Runner:
@@ -148,7 +148,7 @@ class _Runner:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def holds(self, node: fx.Node, batch: int) -> bool:
-        """Whether the node runs at a batch size, and its result is what its fact says."""
+        """Return whether the node runs at a batch size, and its result is what its fact says."""
         try:
             return self._as_said(node, batch)
         except _Uneven:
@@ -157,7 +157,7 @@ class _Runner:
             return False
 
     def differs(self, node: fx.Node, batch: int) -> bool:
-        """Whether its result is something else than its fact says; an operator that fails at a batch size says so itself."""
+        """Return whether its result is something else than its fact says; an operator that fails at a batch size says so itself."""
         try:
             return not self._as_said(node, batch)
         except Exception:  # whatever PyTorch raises

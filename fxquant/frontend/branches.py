@@ -1,8 +1,7 @@
-"""What forward computes only where the model is in train mode: auxiliary heads, and outputs that a loss wants.
+"""Code that forward runs only in train mode: auxiliary heads, and outputs that a loss needs.
 
-The model is traced a second time as it is while training. What both traces have in common is one graph, which becomes integers; the rest
-is a module of its own, called on tensors of that graph, which does something only while the prepared model is in train mode, and is gone
-from the integer model.
+The model is traced a second time in train mode. The part that both traces share is one graph, which is quantized. The rest is a separate
+module, called on tensors of that graph. It runs only while the prepared model is in train mode, and the integer model does not have it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _DROPS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dro
 
 
 class TrainingBranch(nn.Module):
-    """What a model returns in train mode, from tensors of its graph; it holds the modules it calls without owning them.
+    """The part of a model that computes its result in train mode from tensors of its graph; it calls modules without owning them.
 
-    forward leaves the result in `result`, from where `ReturnInTraining` takes it.
+    forward stores the result in `result`, from which `ReturnInTraining` takes it.
     """
 
     def __init__(self, root: nn.Module, steps: fx.Graph, form: Any) -> None:
@@ -44,7 +43,7 @@ class TrainingBranch(nn.Module):
         self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
 
     def train(self, mode: bool = True) -> TrainingBranch:
-        """As any module's; methods that are kept as Python, which only the branch calls, are in the same mode."""
+        """Set the mode, as any module does; methods that are kept as Python, which only the branch calls, follow it."""
         super().train(mode)
         for module in self.held[0].modules():
             if isinstance(module, Method):
@@ -76,7 +75,7 @@ def attach_branch(module: fx.GraphModule) -> None:
 
 
 class Branch:
-    """What a trace in train mode has that one in eval mode has not.
+    """The part of a trace in train mode that the trace in eval mode does not have.
 
     steps    a graph of it, which returns what forward returned
     inputs   the nodes of the first trace that it reads, in the order of its placeholders
@@ -118,7 +117,7 @@ class Branch:
         self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
 
     def targets(self) -> set[Any]:
-        """The paths of the modules and tensors that it reads."""
+        """Return the paths of the modules and tensors that it reads."""
         return {node.target for node in self.steps.nodes if node.op in ("call_module", "get_attr")}
 
     def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
@@ -134,7 +133,7 @@ class Branch:
 
 
 def _matched(first: Recording, second: Recording) -> dict[str, str]:
-    """Of the constants of the second trace, the names of equal ones of the first; others join these under names that are free."""
+    """Return the names of the second trace's constants: those of equal ones of the first, or free names, under which they are added."""
     found: dict[str, str] = {}
     for name, constant in second.constants.items():
         same = next((known for known, other in first.constants.items() if same_tensor(constant, other)), None)
@@ -146,7 +145,7 @@ def _matched(first: Recording, second: Recording) -> dict[str, str]:
 
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
-    """What makes two nodes one: what they call, on the same."""
+    """Return a key that is equal for two nodes that call the same on the same operands."""
 
     def named(operand: fx.Node) -> Any:
         return _Named(name(operand))
@@ -174,7 +173,7 @@ def _returned(recorded: fx.Graph) -> list[fx.Node]:
 
 
 def _layer(node: fx.Node) -> set[Any]:
-    """What a node has parameters of: the module that it calls, or the tensors it reads."""
+    """Return the module that a node calls, or the parameters and tensors that it reads."""
     if node.op == "call_module":
         return {node.target}
     return {operand.target for operand in node.all_input_nodes if operand.op == "get_attr"} if node.op != "output" else set()

@@ -56,7 +56,7 @@ def compare_recordings(first: Recording, second: Recording) -> None:
 
 
 def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> tuple[Any, Any] | None:
-    """The first place where two arguments differ."""
+    """Return the first place where two arguments differ."""
     if isinstance(mine, fx.Node):
         return None if counterpart.get(mine) is theirs else (mine, theirs)
     if isinstance(mine, (tuple, list)):
@@ -74,7 +74,7 @@ def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> 
 
 
 def _compare_facts(node: fx.Node, other: fx.Node) -> None:
-    """The second trace's facts are exact numbers at its own batch sizes, told through the first trace's formula."""
+    """Compare the facts of two traces: those of the second are exact at its batch sizes, and the first trace's formula gives them, too."""
     mine, theirs = graph.fact(node), graph.fact(other)
     if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
         return
@@ -126,7 +126,7 @@ def _compare_at(
     args, kwargs = inputs.arguments(leaves)
     shells = Snapshot(model, own_buffers=True)
     attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
-    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where there is no gradient
+    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where gradients are off
     with torch.set_grad_enabled(hooked), undisturbed(attention, draws):
         try:
             expected = shells.root(*args, **kwargs)
@@ -145,7 +145,7 @@ def _compare_at(
 
 
 def flat_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nested output, in order."""
+    """Yield the tensors of a nested output, in order."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -157,7 +157,7 @@ def flat_tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits; any two NaN count as the same."""
+    """Return whether two tensors have the same type, shape and bits; any two NaN count as the same."""
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
     return torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())

@@ -1,4 +1,4 @@
-"""What may be traced: a float `nn.Module`, and what stands for one. Anything else is met here, before any work."""
+"""Models that may be traced: a float `nn.Module`, and what is converted to one. Anything else is refused here, before any work."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _WRITTEN_BY_USERS = frozenset(("FloatFunctional", "FXFloatFunctional"))  # float
 
 
 def is_traced(module: object) -> bool:
-    """Whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
+    """Return whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
     return model_meta(module).get(STAGE) == "traced" and stage_of(module) is None
 
 
 def float_model(model: Any) -> nn.Module:
-    """The float model that is meant: the model itself, the one `torch.compile` has wrapped, or what an ExportedProgram computes.
+    """Return the float model that is meant: the model itself, the one `torch.compile` wrapped, or the module of an ExportedProgram.
 
-    Raises ConfigurationError for what is no float model: a prepared or an integer model of fxquant's, alone or inside of another
-    module, a model that torch.ao has prepared or converted, a scripted one, the module of an ExportedProgram, and what is no module.
+    Raises ConfigurationError for anything else: a prepared or an integer model of fxquant, alone or inside of another module, a model that
+    torch.ao has prepared or converted, a scripted model, the module of an ExportedProgram, and an object that is not a module.
     """
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
@@ -58,7 +58,7 @@ def float_model(model: Any) -> nn.Module:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has wrapped; any other module itself."""
+    """Return the module that `torch.compile` has wrapped; any other module itself."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported before somebody compiles
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module.get_submodule("_orig_mod")

@@ -1,7 +1,7 @@
-"""What is replaced in Python while a model is traced, and put back afterwards.
+"""Replace functions and methods in Python while a model is traced, and restore them afterwards.
 
-`int`, `len` and the functions of `math` would turn a number that depends on the batch into a plain one without a word.
-What is replaced is seen by every thread, but means something only in one that traces.
+`int`, `len` and the functions of `math` would silently turn a number that depends on the batch into a plain one.
+Every thread sees the replacements, but they act only in a thread that traces.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ _ABSENT = object()
 
 @dataclass
 class _Replacement:
-    """What a name was before it was replaced (`_ABSENT` if there was none), and how many traces need the replacement."""
+    """The value of a name before it was replaced (`_ABSENT` if there was none), and how many traces need the replacement."""
 
     before: Any = _ABSENT
     users: int = 0
@@ -160,7 +160,7 @@ class _Replacements:
         self._entries: dict[tuple[int, str], _Replacement] = {}
 
     def before(self, holder: Any, name: str) -> Any:
-        """What an attribute was when it was replaced last; a call that is under way may ask after it was put back."""
+        """Return the value of an attribute when it was last replaced; a running call may ask after the value was restored."""
         return self._entries[id(holder), name].before
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ def undisturbed(attention: bool = True, draws: bool = True, numbers: _OwnRandomN
 
     The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
 
-    attention   False where there is no attention layer: every call of a function is then faster
+    attention   False where the model has no attention layer: every call of a function is then faster
     draws       False where nothing draws random numbers: every operator is then faster
     numbers     the random numbers, where they are the caller's
     """
@@ -256,7 +256,7 @@ class _SlowAttention(TorchFunctionMode):
 
 
 class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What draws random numbers draws them from streams of this mode's own; a generator is lent to them for one call at a time."""
+    """Draw random numbers from streams of this mode's own; a generator is lent to an operator for one call at a time."""
 
     _lock = threading.RLock()  # a trace inside of a trace draws through both
 
@@ -298,12 +298,12 @@ free_in_child(_OwnRandomNumbers, "_lock", threading.RLock)
 
 @functools.cache
 def _draws(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
-    """The generator a device's numbers are drawn from by default."""
+    """Return the generator a device's numbers are drawn from by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -315,7 +315,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _python_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the model's classes, and those whose functions and classes these use."""
+    """Return the Python modules that define the model's classes, and those whose functions and classes these use."""
     classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     direct = {kind.__module__ for kind in classes}
     used = set(direct)

@@ -1,4 +1,4 @@
-"""`torch.export`'s programs as models: their ATen operators in PyTorch's spelling, so that they are traced as any module is."""
+"""`torch.export` programs as models: ATen operators in PyTorch's call forms, so that they are traced like any module."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 
 
 def module_of(program: torch.export.ExportedProgram) -> nn.Module:
-    """A module with the program's parameters under their names, that computes what the program does and checks nothing.
+    """Return a module with the program's parameters under their names, which computes what the program does and checks nothing.
 
-    While it is traced, operators are told the lines and the modules that the exported model had them in.
+    While it is traced, operators get the source lines and the modules that they had in the exported model.
     """
     module: Any = program.module()
     lost = _in_python(module)
@@ -62,13 +62,13 @@ def _in_python(module: Any) -> list[str]:
 
 
 def _in_gradient_mode(enabled: bool, function: Any, *args: Any) -> Any:
-    """A part of a program that was exported in this gradient mode."""
+    """Return a part of a program that was exported in this gradient mode."""
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return function(*args)
 
 
 def _custom_functions(module: Any) -> list[str]:
-    """What to say of a part that is the forward of a custom `torch.autograd.Function`, whose backward the program has lost."""
+    """Return a note if the program has the forward of a custom `torch.autograd.Function` and has lost its backward; else an empty list."""
     for node in module.graph.nodes:
         if _FUNCTION in (node.meta.get("stack_trace") or ""):
             where = _line(node, own=True)
@@ -77,13 +77,13 @@ def _custom_functions(module: Any) -> list[str]:
 
 
 def lost_gradients(module: nn.Module) -> list[str]:
-    """What is to be said of gradients that a program, which is this module now, has lost."""
+    """Return notes on the gradients that a program, which is this module now, has lost."""
     meta = vars(module).get("meta")  # a user's module may have a child of that name
     return list(meta.get(LOST_GRADIENTS, ())) if isinstance(meta, dict) else []
 
 
 def is_unpacked(module: nn.Module) -> bool:
-    """Whether a module is what `ExportedProgram.module()` or `torch.export.unflatten` returned, and not what `module_of` returned."""
+    """Return whether a module was returned by `ExportedProgram.module()` or `torch.export.unflatten`, and not by `module_of`."""
     if isinstance(module, torch.export.UnflattenedModule):
         return True
     if not isinstance(module, fx.GraphModule) or model_meta(module).get(_READ) or not isinstance(module.graph._codegen, _PyTreeCodeGen):
@@ -105,7 +105,7 @@ def _path(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, own: bool = False) -> str:
-    """The innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
+    """Return the innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own_frames = [frame for frame in frames if not is_library(frame[0])] or ([] if own else frames)
     if not own_frames:

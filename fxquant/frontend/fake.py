@@ -14,7 +14,7 @@ from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, re
 
 
 class Outcome:
-    """What an operator returns.
+    """The result of an operator.
 
     template   a `Value`, a `Number`, a `Sequenced` of such, or a plain Python value
     alias      which of the traced arguments the first tensor result shares its memory with, or None
@@ -40,7 +40,7 @@ class Sequenced:
         self.kind, self.items, self.keys = kind, items, keys
 
     def rebuild(self, items: Sequence[Any]) -> Any:
-        """The same kind of sequence with other items."""
+        """Return the same kind of sequence with other items."""
         if self.keys is not None:
             return dict(zip(self.keys, items, strict=True))
         return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
@@ -59,7 +59,7 @@ class Evaluator:
         self._interned: dict[tuple[Any, ...], Value] = {}
 
     def intern(self, a: torch.Tensor, b: torch.Tensor) -> Value:
-        """The one fake `Value` of these shapes, strides, dtypes and devices."""
+        """Return the one fake `Value` of these shapes, strides, dtypes and devices."""
         key = (a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride())
         value = self._interned.get(key)
         if value is None:
@@ -67,12 +67,12 @@ class Evaluator:
         return value
 
     def new(self, a: Sequence[int], b: Sequence[int], like: Value) -> Value:
-        """The value of a new tensor of these shapes, with the dtype and on the device of another."""
+        """Return the value of a new tensor of these shapes, with the dtype and on the device of another."""
         with self.mode:
             return self.intern(*(torch.empty(shape, dtype=like.dtype, device=like.device) for shape in (a, b)))
 
     def known(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor whose content is known while tracing."""
+        """Return the value of a tensor whose content is known while tracing."""
         return Value(tensor, tensor, self.intern(tensor, tensor))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,17 +80,16 @@ class Evaluator:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, fake: bool, substitutes: dict[int, Value]) -> Outcome:
-        """What `function` returns at both batch sizes.
+        """Return the outcome of `function` at both batch sizes.
 
-        `fake` says that the content of the arguments is not to be looked at; `substitutes` are the values of plain
-        tensors, by identity.
+        `fake` says that the content of the arguments must not be read; `substitutes` are the values of plain tensors, by identity.
         """
         a = _Side("a", None if fake else _KNOWN, substitutes)
         b = _Side("b", None if fake else _KNOWN, substitutes)
         return self._outcome(function, args, kwargs, a, b)
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
-        """As `run`, for a function whose shapes follow from the content of arguments that is known while tracing.
+        """Run a function, as `run` does, whose shapes follow from the content of arguments that is known while tracing.
 
         None if they depend on unknown content as well.
         """
@@ -103,11 +102,11 @@ class Evaluator:
         return zeros if same else None
 
     def run_filled(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value], sample: int) -> Outcome:
-        """As `run`, on tensors filled with 0, with 1, or with numbers drawn from another seed, where their content is not known."""
+        """Run a function as `run` does, on tensors of unknown content filled with 0, with 1, or with numbers drawn from another seed."""
         return self._outcome(function, args, kwargs, *(_Side(name, _Filling(sample), substitutes) for name in ("a", "b")))
 
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
-        """As `run`, for a function whose form for fake tensors refuses what it computes of real ones; None if it does not compute it."""
+        """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
         try:
             found = self.run_filled(function, args, kwargs, substitutes, 0)
         except Exception:  # the error of the fake tensors is the one that tells
@@ -191,7 +190,7 @@ def refuse_batch_condition() -> NoReturn:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether a fake tensor was asked for its content."""
+    """Return whether a fake tensor was asked for its content."""
     name = type(error).__name__
     return "DataDependent" in name or "DynamicOutput" in name
 
@@ -216,7 +215,7 @@ class _Filling:
 class _Side:
     """The arguments of a call as they are at one batch size.
 
-    content      None for fake tensors, `_KNOWN` for real ones, or what fills real tensors of unknown content: a number, or a `_Filling`
+    content      None for fake tensors, `_KNOWN` for known content, or what fills tensors of unknown content: a number, or a `_Filling`
     traced       the tensors that stand for traced ones, in order
     """
 
@@ -227,7 +226,7 @@ class _Side:
         self.traced: list[torch.Tensor] = []
 
     def arguments(self, arg: Any) -> Any:
-        """One argument, or a nest of them."""
+        """Return one argument, or a nest of them."""
         if isinstance(arg, TracedTensor):
             self.traced.append(self._tensor(arg.value))
             return self.traced[-1]

@@ -14,7 +14,7 @@ from fxquant.ir.model import Model
 
 
 def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
-    """A traced or integer model whose batch is `batch_size`, as one that was traced with `dynamic_shapes={}`; it shares the parameters.
+    """Return a traced or integer model at `batch_size`, as if traced with `dynamic_shapes={}`; it shares the parameters.
 
     Raises ConfigurationError for a batch size that the graph does not hold for: one beyond the limits of its batch, or another than the
     one it was traced with, where that is fixed.
@@ -40,7 +40,7 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
 
 
 def _at(known: Any, node: fx.Node, batch_size: int) -> Any:
-    """What is known of a node, at this batch size."""
+    """Return the facts of a node at this batch size."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):

@@ -1,4 +1,4 @@
-"""What the tensors that are given to the tracer must be: dense, and with values."""
+"""Requirements on the tensors that are given to the tracer: they must be dense and have values."""
 
 from __future__ import annotations
 

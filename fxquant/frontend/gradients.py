@@ -1,4 +1,4 @@
-"""What forward says about gradients: regions without them, hooks on tensors, and custom functions with a backward of their own.
+"""Gradients in forward: regions without gradients, hooks on tensors, and custom functions with a backward of their own.
 
 with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
 return self.b(y)                           %detach = call_method detach(%a)
@@ -28,10 +28,10 @@ _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
 
 class Gradients:
-    """What one trace has found about gradients.
+    """The findings of one trace about gradients.
 
     rules   the modules that change gradients, by their paths in the graph
-    modes     source lines, and whether they have gradients in train mode, where that is another than in eval mode
+    modes     source lines, and whether they have gradients in train mode, where this differs from eval mode
     lines     source lines, and whether they were computed with gradients
     switched  whether forward has switched gradients on or off
     """
@@ -59,7 +59,7 @@ class Gradients:
         (self._asked.add if wanted else self._asked.discard)(node)
 
     def required(self, handler: Any, node: fx.Node) -> bool:
-        """Whether a tensor has a gradient while the float model trains: it depends on a parameter, outside of regions without gradients."""
+        """Return whether a tensor has a gradient while the float model trains: it depends on a parameter, in a region with gradients."""
         found, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
@@ -80,7 +80,7 @@ class Gradients:
         return self._hooks[-1]
 
     def add(self, rule: GradientRule, name: str) -> str:
-        """The path at which the graph calls a rule."""
+        """Return the path at which the graph calls a rule."""
         base = "gradient_" + "".join(letter if letter.isalnum() else "_" for letter in name)
         path, number = base, 0
         while path in self.rules or path in self._taken:
@@ -126,12 +126,12 @@ class Gradients:
             user.replace_input_with(node, made)
 
     def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
-        """Whether a node reads another for its value alone, and passes no gradient to it."""
+        """Return whether a node reads another for its value alone, and passes no gradient to it."""
         return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
 
 
 class _Handle:
-    """What `register_hook` returns: `remove` takes the hook away."""
+    """The handle that `register_hook` returns: `remove` removes the hook."""
 
     def __init__(self, node: fx.Node, hook: Callable[..., Any]) -> None:
         self.node, self.hook, self.kept = node, hook, True
@@ -148,7 +148,7 @@ class _Handle:
 
 
 def is_stop(node: fx.Node) -> bool:
-    """Whether a node passes its operand on without gradients, as the user wrote it."""
+    """Return whether a node passes its operand on without gradients, as the user wrote it."""
     return node.target in ("detach", torch.detach, stopped) and node.op in ("call_method", "call_function")
 
 
@@ -166,7 +166,7 @@ _NOT_KEPT = {
 
 
 def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of tensors that is about gradients alone does to a trace; NotImplemented of any other function."""
+    """Apply a tensor function that only concerns gradients to the trace; return NotImplemented for any other function."""
     name = getattr(func, "__name__", "")
     if name == "register_hook":
         return _register_hook(handler, *args, **kwargs)
@@ -198,7 +198,7 @@ def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any])
 
 
 def _captured(hook: Any) -> Iterator[Any]:
-    """The values that a function carries with it."""
+    """Yield the values that a function carries with it."""
     if isinstance(hook, MethodType):
         yield hook.__self__
         yield from _captured(hook.__func__)
@@ -213,7 +213,7 @@ def _captured(hook: Any) -> Iterator[Any]:
 
 
 def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
-    """What a tensor is once it was changed in place where no gradient is recorded: it keeps the gradient that it had."""
+    """Return a tensor that was changed in place while no gradient is recorded: it keeps the gradient that it had."""
     if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
         return result
     with torch.enable_grad():
@@ -254,7 +254,7 @@ STAND_INS: tuple[tuple[Any, str, Any], ...] = (
 
 
 def _checkpointed(handler: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes. As in PyTorch, it has gradients only where one of its tensors has."""
+    """Compute a reentrant checkpoint. As in PyTorch, it has gradients only if one of its tensor arguments requires them."""
     tensors = [arg for arg in args if isinstance(arg, TracedTensor)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return function(*args)
@@ -295,12 +295,12 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
 
 
 def _in_place(handler: Any, returned: Any, made: Any, operands: list[Any]) -> Any:
-    """A result that is an operand, which the function has changed in place, stands for the new tensor everywhere."""
+    """Advance the memory of an operand that the function returns, changed in place: everywhere it now stands for the new tensor."""
     return handler.memory.advance(returned, made) if any(returned is each for each in operands) else made
 
 
 def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operands: list[Any]) -> bool:
-    """Whether the function saves no tensor, so that its backward is a function of the gradient alone."""
+    """Return whether the function saves no tensor, so that its backward is a function of the gradient alone."""
     if not isinstance(operands[0], TracedTensor):
         return False
     paused, handler.paused = handler.paused, True
@@ -322,7 +322,7 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
 def _rerouted(
     handler: Any, cls: Any, result: TracedTensor, rule: CustomBackward, nodes: tuple[fx.Node, ...], alone: fx.Node | None
 ) -> TracedTensor:
-    """The result of a custom function, whose gradient goes where the function's backward sends it.
+    """Return the result of a custom function, whose gradient goes where the function's backward sends it.
 
     `alone` is its only operand, where the backward is a function of the gradient alone.
     """

@@ -103,7 +103,7 @@ class Handler:
         return self.record("call_function", function, function, args, {})
 
     def rows(self, tensor: TracedTensor) -> Any:
-        """The rows of a tensor that is iterated over."""
+        """Return the rows of a tensor that is iterated over."""
         a, b = tensor.value.shapes
         if not a:
             raise TypeError("iteration over a 0-d tensor")
@@ -116,7 +116,7 @@ class Handler:
         return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
 
     def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
-        """The shape, with batch numbers for the sizes that depend on the batch."""
+        """Return the shape, with batch numbers for the sizes that depend on the batch."""
         if tensor.aliases is not None:
             self.memory.refresh(tensor)
         shape_a, shape_b = tensor.value.shapes
@@ -135,7 +135,7 @@ class Handler:
         return BatchInt(self._foreseen(a, b), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """A function of numbers, some of which depend on the batch: recorded if its result does, too."""
+        """Compute a function of numbers, some of which depend on the batch; record it if its result does, too."""
         values = self._everywhere(function, args)
         if all(value == values[0] or value != value for value in values):
             return values[0]
@@ -145,7 +145,7 @@ class Handler:
         return BatchInt(values, node) if all(isinstance(value, int) for value in values) else BatchFloat(values, node)
 
     def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """A comparison of numbers that depend on the batch; it must come out the same at all batch sizes."""
+        """Compare numbers that depend on the batch; the result must be the same at all batch sizes."""
         first, *others = self._everywhere(function, args)
         if any(other != first for other in others):
             refuse_batch_condition()
@@ -159,7 +159,7 @@ class Handler:
         )
 
     def _foreseen(self, a: Any, b: Any) -> tuple[Any, ...]:
-        """The values of a size at all batch sizes, supposing that it grows evenly; comparing two traces proves that."""
+        """Return the values of a size at all batch sizes, supposing that it grows evenly; comparing two traces proves that."""
         first, second, *others = self.batches
         rise, run = b - a, second - first
         return (a, b, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))
@@ -271,7 +271,7 @@ class Handler:
         self._describe(node, _fact(template))
 
     def wrap(self, node: fx.Node, template: Any) -> Any:
-        """What stands for the result of a node in the model's Python."""
+        """Return the object that represents the result of a node in the model's Python."""
         if isinstance(template, Value):
             return TracedTensor(node, template)
         if isinstance(template, Sequenced):
@@ -283,13 +283,13 @@ class Handler:
         return Unknown(node) if template is UNKNOWN else template
 
     def unknown_item(self, unknown: Unknown, index: Any) -> Unknown:
-        """An item, by a number or a name, of something of which nothing is known."""
+        """Return an item, by a number or a name, of something of which nothing is known."""
         node = self.graph.create_node("call_function", operator.getitem, (unknown.node, index))
         self._describe(node, None)
         return Unknown(node)
 
     def method(self, module: nn.Module, function: Callable[..., Any]) -> str:
-        """The path at which the graph calls a method of a module that is kept as Python."""
+        """Return the path at which the graph calls a method of a module that is kept as Python."""
         target = f"{self.snapshot.paths.get(id(module), self.path)}.{function.__name__}".lstrip(".")
         self.methods[target] = module, function
         return target
@@ -331,12 +331,12 @@ class Handler:
             args[0].requires_grad_(args[1])
 
     def nodes_of(self, values: Sequence[Any]) -> tuple[fx.Node, ...]:
-        """The nodes of tensors and of numbers that depend on the batch."""
+        """Return the nodes of tensors and of numbers that depend on the batch."""
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(map(Arguments(None, self.memory, self.attribute).convert, values))
 
     def is_trained(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter that requires a gradient, or a layer that has one."""
+        """Return whether a node is a parameter that requires a gradient, or a layer that has one."""
         try:
             found: Any = graph.resolve(self.snapshot.root, str(node.target))
         except AttributeError:  # a constant, or a method that is kept as Python
@@ -344,7 +344,7 @@ class Handler:
         return any(each.requires_grad for each in ([found] if isinstance(found, torch.Tensor) else found.parameters()))
 
     def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
-        """The `get_attr` node and the value of a parameter, a buffer or a constant."""
+        """Return the `get_attr` node and the value of a parameter, a buffer or a constant."""
         found = self._attributes.get(id(tensor))
         if found is not None and found[2] == tensor._version:
             return found[0], found[1]
@@ -383,7 +383,7 @@ class Handler:
             logger.warning("%s: %s", self.source(), text)
 
     def source(self) -> str:
-        """The line of the model that is being executed."""
+        """Return the line of the model that is being executed."""
         return self.line or user_source(self._root_code)
 
 
@@ -415,7 +415,7 @@ def _plain(template: Any) -> Any:
 
 
 def new_graph() -> fx.Graph:
-    """An empty graph, in which no node can take the name of the module itself in the generated code."""
+    """Return an empty graph, in which no node can take the name of the module itself in the generated code."""
     graph = fx.Graph()
     graph._graph_namespace.create_name("self", None)
     return graph

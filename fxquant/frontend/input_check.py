@@ -1,8 +1,8 @@
 """The check of a graph's inputs: what the graph was made for is computed, anything else is refused.
 
-The shapes and dtypes of a graph, the constants in it, and the proof that its accumulators fit hold for the inputs it was traced
-with and for every batch size. So every form of a model (traced, prepared, integer, loaded, copied) looks at what it is given before it
-computes: at shapes, dtypes and the like, never at values, so that it costs some microseconds.
+The shapes and dtypes of a graph, its constants, and the proof that its accumulators fit hold for the inputs it was traced with and for
+every batch size. So every form of a model (traced, prepared, integer, loaded, copied) checks its inputs before it computes. It checks
+shapes, dtypes and the like, never values, so that a check takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers tha
 
 @dataclass(frozen=True)
 class Input:
-    """What one input has to be.
+    """The requirements on one input.
 
     sizes      of its dimensions; None for the batch
     form       the whole of it as text; None where nothing is known of it
@@ -127,7 +127,7 @@ class InputCheck:
 
 
 def input_check(module: fx.GraphModule) -> InputCheck:
-    """The check of the inputs that the placeholders of a graph describe."""
+    """Return the check of the inputs that the placeholders of a graph describe."""
     inputs = module.graph.find_nodes(op="placeholder")
     made = "prepared" if "target" in module.meta else "traced"
     return InputCheck(tuple(map(_described, inputs)), made, noted_limits(module.graph))

@@ -38,12 +38,12 @@ class ExampleInputs:
     renamed: dict[str, str]
 
     def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments with other leaves."""
+        """Return the positional and keyword arguments with other leaves."""
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return tuple(args), kwargs
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The example tensors by placeholder name, in order."""
+        """Return the example tensors by placeholder name, in order."""
         return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
 
     @property
@@ -52,11 +52,11 @@ class ExampleInputs:
         return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None), None)
 
     def fixed(self) -> ExampleInputs:
-        """These inputs with every size as it is."""
+        """Return these inputs with every size fixed."""
         return replace(self, axes=(None,) * len(self.leaves))
 
     def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
-        """The example tensors with their samples repeated or truncated to another batch size."""
+        """Return the example tensors with their samples repeated or truncated to another batch size."""
         return {
             name: leaf if axis is None else _resized(leaf, axis, batch)
             for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True)
@@ -157,14 +157,14 @@ _BUILT_IN = frozenset((
 
 
 def _legal(names: list[str | None]) -> list[str | None]:
-    """The names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
+    """Return the names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
     graph = new_graph()
     legal = {name: graph.placeholder(name).name for name in names if name is not None}
     return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
 
 
 def _is_empty(leaves: list[Any], axes: tuple[int | None, ...]) -> bool:
-    """Whether the batch has no sample; where no size is to vary it is dimension 0 of the first tensor."""
+    """Return whether the batch has no sample; where no size is to vary it is dimension 0 of the first tensor."""
     tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     marked = [leaf.shape[axis] for leaf, axis in tensors if axis is not None]
     return 0 in (marked or [leaf.shape[0] for leaf, _ in tensors[:1]])

@@ -34,7 +34,7 @@ _HOME = "torch.nn.modules."
 
 
 def default_leaf(module: nn.Module, path: str) -> bool:
-    """Whether a module is one of PyTorch's own layers, and not a container of others."""
+    """Return whether a module is one of PyTorch's own layers, and not a container of others."""
     return type(module).__module__.startswith(_HOME) and not isinstance(module, _CONTAINERS)
 
 
@@ -53,7 +53,7 @@ class Chosen:
 
 
 def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
-    """The rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
+    """Return the rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
     if leaf is None:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):
@@ -76,7 +76,7 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
 
 
 class ModuleCalls:
-    """What happens when a module is called while the model is traced."""
+    """Handle the calls of modules while the model is traced."""
 
     def __init__(self, handler: Handler, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> None:
         self._handler = handler
@@ -139,7 +139,7 @@ class ModuleCalls:
             del module.__dict__["forward"]
 
     def _nest(self, value: Any) -> Any:
-        """What is read or returned, with a reference for each tensor; what else a file has no form for is None."""
+        """Return what is read or returned, with a reference for each tensor; None for a value that a file cannot hold."""
         if isinstance(value, torch.Tensor):
             value = self._handler.memory.current(value)
             return Reference(value.node.name) if isinstance(value, TracedTensor) else None
@@ -195,7 +195,7 @@ class _OutOfPlace:
 
 
 def configuration(module: nn.Module) -> tuple[Any, ...]:
-    """What the shapes and types of a module's results depend on besides its arguments: equal for like modules."""
+    """Return everything besides its arguments that the shapes and types of a module's results depend on: equal for like modules."""
     items: list[Any] = [type(module)]
     for name, value in module.__dict__.items():
         if type(value) in ATOMS:

@@ -1,4 +1,4 @@
-"""In-place operations: a graph changes nothing, so the Python object stands for another node from then on."""
+"""In-place operations: a graph changes nothing in place, so the Python object refers to another node from then on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Overwritten = Callable[[TracedTensor, fx.Node], TracedTensor]
 
 
 class Memory:
-    """What in-place operations have changed during one trace.
+    """The changes that in-place operations have made during one trace.
 
-    `record`, `note` and `overwritten` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity;
-    `known` is what is to be recorded when it is an argument, by identity, and grows by what is changed here.
+    `record`, `note` and `overwritten` are those of the trace. `tensors` are the names of the model's parameters and buffers, by identity.
+    `known` maps identities to the values that are recorded for an argument; each change here adds to it.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Memory:
         self._rebound: dict[int, TracedTensor] = {}  # plain tensors that were changed with a traced value, by identity
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The traced tensor that a plain one stands for since it was changed in place; otherwise the tensor itself."""
+        """Return the traced tensor that a plain one stands for since it was changed in place; otherwise the tensor itself."""
         return self._rebound.get(id(tensor), tensor)
 
     def advance(self, target: torch.Tensor, result: Any, moved: bool = False) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Memory:
         return target
 
     def holds(self, target: torch.Tensor, index: Any, value: Any) -> bool:
-        """Whether `target[index] = value` changes nothing, since `value` is that view, changed in place: so Python writes `x[i] += 1`."""
+        """Return whether `target[index] = value` changes nothing, since `value` is that view, changed in place: Python runs `x[i] += 1` so."""
         target = self.current(target)
         if not isinstance(target, TracedTensor) or not isinstance(value, TracedTensor) or target.aliases is None:
             return False
@@ -106,7 +106,7 @@ class Memory:
         tensor.node, tensor.value = present.node, present.value
 
     def _seen(self, aliases: Aliases, way: tuple[View, ...] | None) -> TracedTensor:
-        """A view of the memory as it is now."""
+        """Return a view of the memory as it is now."""
         if way is None or any(change.way is None for change in aliases.changes[aliases.applied :]):
             _refuse_shared()
         for change in aliases.changes[aliases.applied :]:
@@ -119,7 +119,7 @@ class Memory:
         return found
 
     def _written(self, whole: TracedTensor, change: Change) -> TracedTensor:
-        """The whole memory once a place of it holds something else."""
+        """Return the whole memory once a place of it holds something else."""
         steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         for step in change.way or ():
             steps.append(step.spelled)
@@ -154,7 +154,7 @@ def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View |
 
 
 def view_step(record: Record, op: str, target: Any, function: Any, args: Any, kwargs: Any) -> View | None:
-    """How the result of an operation that was recorded is seen in its first argument; None if that cannot be said."""
+    """Return how the result of an operation that was recorded is seen in its first argument; None if that cannot be said."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
     name = {"getitem": "__getitem__"}.get(name, name)
     if op == "call_module" or name not in functional.VIEWS or not args or not isinstance(args[0], TracedTensor):
@@ -164,7 +164,7 @@ def view_step(record: Record, op: str, target: Any, function: Any, args: Any, kw
 
 
 def _apart(one: tuple[View, ...] | None, other: tuple[View, ...] | None) -> bool:
-    """Whether two views certainly have no element in common: different items of one sequence of views, such as a chunk's."""
+    """Return whether two views certainly have no element in common: different items of one sequence of views, such as a chunk's."""
     if one is None or other is None:
         return False
     for mine, theirs in zip(one, other, strict=False):

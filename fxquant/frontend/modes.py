@@ -1,4 +1,4 @@
-"""What a model's own `train` does besides turning train mode on: a graph has none of its code, so what it did is kept by name."""
+"""The effects of a model's own `train` besides train mode: a graph has none of its code, so they are kept by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SHOWN = 8  # names in a sentence
 
 @dataclass(frozen=True)
 class TrainMode:
-    """What calling `model.train()` leaves otherwise than `nn.Module.train` would.
+    """The differences between `model.train()` and `nn.Module.train`.
 
     eval_paths         paths of modules that it keeps in eval mode
-    frozen_parameters  names of parameters that ask for no gradient any more
-    note               a sentence that says so; empty where nothing is otherwise
+    frozen_parameters  names of parameters for which it turns requires_grad off
+    note               a sentence that says so; empty where nothing differs
     """
 
     eval_paths: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class TrainMode:
 
 
 def own_train_mode(model: nn.Module) -> TrainMode:
-    """What the `train` methods that the user's classes override do, found on shells of the modules: nothing of the model is changed."""
+    """Return the effects of the `train` methods that the user's classes override. They are found on shells; the model is not changed."""
     own = [type(module).__name__ for module in model.modules() if _overrides_train(module)]
     if not own:
         return TrainMode()

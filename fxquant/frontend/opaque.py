@@ -60,7 +60,7 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
     anything; it is wanted where the function cannot run on arbitrary numbers. Gradients pass through what is made of PyTorch's
     functions. A file that `save` wrote can be loaded where the function has been wrapped.
 
-    Raises ConfigurationError for what is no function, and for a name that the calling module does not have.
+    Raises ConfigurationError for an argument that is not a function, and for a name that the calling module does not have.
     """
     if function is None:
         return functools.partial(wrap, fake=fake)
@@ -82,7 +82,7 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
 
 
 def _callers_globals() -> dict[str, Any]:
-    """The globals of the module that has called `wrap`."""
+    """Return the globals of the module that has called `wrap`."""
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("fxquant.") and frame.f_back is not None:
         frame = frame.f_back
@@ -123,7 +123,7 @@ class Wrapped:
 
 
 def _found(key: str) -> Wrapped:
-    """The wrapped function of that name, of whose module the import may have to come first."""
+    """Return the wrapped function of that name, of whose module the import may have to come first."""
     if key not in WRAPPED:
         importlib.import_module(key.partition(":")[0])
     return WRAPPED[key]
@@ -140,7 +140,7 @@ class Method(nn.Module):
         return self.function(self.held[0], *args, **kwargs)
 
     def train(self, mode: bool = True) -> Method:
-        """As any module's; the owner is in the same mode, for what the method does in train mode alone."""
+        """Set the mode, as any module does; the owner follows it, for what the method does in train mode alone."""
         super().train(mode)
         self.held[0].train(mode)
         return self
@@ -174,7 +174,7 @@ def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs:
 
 
 def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:
-    """What is known of the result."""
+    """Return the known facts of the result."""
     try:
         return evaluator.run(function, args, kwargs, True, arguments.substitutes).template
     except Exception:  # whatever it does with a tensor that has no content
@@ -198,7 +198,7 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
 
 
 def _without_numbers(template: Any) -> Any:
-    """The result of a run on certain numbers, without what may follow from them."""
+    """Return the result of a run on certain numbers, without what may follow from them."""
     if isinstance(template, Sequenced):
         return Sequenced(template.kind, [_without_numbers(item) for item in template.items], template.keys)
     if isinstance(template, Value):
@@ -207,7 +207,7 @@ def _without_numbers(template: Any) -> Any:
 
 
 def _agreed(first: Any, second: Any) -> Any:
-    """What two runs have in common."""
+    """Return the common facts of two runs."""
     if isinstance(first, Sequenced) and isinstance(second, Sequenced):
         same = first.kind is second.kind and first.keys == second.keys and len(first.items) == len(second.items)
         return Sequenced(first.kind, list(map(_agreed, first.items, second.items)), first.keys) if same else UNKNOWN

@@ -1,8 +1,8 @@
-"""What a model returns: a graph returns tensors, numbers, and tuples, lists and dicts of them; a call of it, what the model does.
+"""The result of a model: a graph returns tensors, numbers, and tuples, lists and dicts of them; calling it returns the model's own type.
 
-A `ModelOutput` of two tensors stands in the graph as a dict of two nodes. The dict that a run gives is made a ModelOutput again by a
-forward hook, as far as PyTorch's pytree knows the class, or it is a dataclass that a model traced in this process returned. A file holds
-the class's name, which is looked up there and never imported; where it is not known, the model returns the dict.
+A `ModelOutput` of two tensors is a dict of two nodes in the graph. A forward hook turns the dict of a run into a ModelOutput again. This
+works if PyTorch's pytree knows the class, or if it is a dataclass that a model traced in this process returned. A file holds the class's
+name, which is looked up there and never imported; where it is not known, the model returns the dict.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Form = Any
 
 
 class Returned:
-    """What forward returned, as the nest that a graph returns.
+    """The result of forward, as the nest that a graph returns.
 
-    leaf   makes what stands in the nest for a tensor: its node
+    leaf   makes the entry of the nest for a tensor: its node
     note   records what was fixed
     """
 
@@ -43,7 +43,7 @@ class Returned:
         self._leaf, self._note = leaf, note
 
     def convert(self, output: Any) -> tuple[Any, Form]:
-        """The nest, and its form."""
+        """Return the nest, and its form."""
         if isinstance(output, torch.Tensor):
             return self._leaf(output), None
         if isinstance(output, Selected):
@@ -81,7 +81,7 @@ class Returned:
         return nest, ["class", name, context, forms]
 
     def _dataclass(self, output: Any) -> tuple[Any, Form] | None:
-        """The fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
+        """Return the fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
         own = fields(output)
         if not all(each.init for each in own) or self._attributes(output, _DEEPEST) is None:
             return None
@@ -94,7 +94,7 @@ class Returned:
         return {key: part for key, (part, _) in parts.items()}, ["class", name, None, [form for _, form in parts.values()]]
 
     def _object(self, output: Any) -> Any:
-        """The attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
+        """Return the attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
         nest = self._attributes(output, _DEEPEST)
         if nest is None:
             refuse(
@@ -108,7 +108,7 @@ class Returned:
         return nest
 
     def _attributes(self, value: Any, depth: int) -> Any:
-        """A nest of the tensors an object holds; None if it holds none."""
+        """Return a nest of the tensors an object holds; None if it holds none."""
         if isinstance(value, (torch.Tensor, BatchNumber, Selected)):
             return self.convert(value)[0]
         if isinstance(value, (type, nn.Module)) or depth == 0:
@@ -122,7 +122,7 @@ class Returned:
 
 
 def nest_of(output: Any) -> Any:
-    """What a model returned, as the nest of tensors that its graph returns."""
+    """Return the result of a model as the nest of tensors that its graph returns."""
     return Returned(lambda tensor: tensor, lambda text: None).convert(output)[0]
 
 
@@ -165,7 +165,7 @@ def set_form(module: fx.GraphModule, form: Form) -> None:
 
 
 def is_form(meta: dict[str, Any]) -> bool:
-    """Whether what `meta` of a loaded model holds is a form; none at all counts as well."""
+    """Return whether what `meta` of a loaded model holds is a form; none at all counts as well."""
     try:
         return _RETURNED not in meta or all(isinstance(name, str) for name in _classes(meta[_RETURNED]["form"]))
     except (IndexError, KeyError, TypeError, ValueError):
@@ -185,7 +185,7 @@ def _classes(form: Form) -> Iterator[str]:
 
 
 def rebuilt(form: Form, value: Any) -> Any:
-    """The nest with the classes made again that pytree knows in this process."""
+    """Return the nest with the classes made again that pytree knows in this process."""
     if form is None or not isinstance(value, (dict, list, tuple)):
         return value
     parts = list(value.values()) if isinstance(value, dict) else list(value)
@@ -206,7 +206,7 @@ def _name_of(kind: type) -> str:
 
 
 def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
-    """What makes an object of the class of this name out of its parts; None if nobody knows it."""
+    """Return a function that builds an object of the class of this name from its parts; None if the class is not known."""
     known = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
     if known is not None:
         return pytree.SUPPORTED_NODES[known].unflatten_fn

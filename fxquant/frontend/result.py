@@ -33,7 +33,7 @@ _MOVED = "fxquant.moved_by_forward"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
-    """What was fixed while tracing, one sentence each."""
+    """Return what was fixed while tracing, one sentence each."""
     found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
     return found
 
@@ -58,7 +58,7 @@ def note_state(module: fx.GraphModule, state: MovedState) -> None:
 
 
 def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
-    """A GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
+    """Return a GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
 
     `branch` is what forward computes in train mode only.
     """
@@ -112,7 +112,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
 
 
 def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
-    """The names as they are. Raises ConfigurationError for one that the model does not have, or that a GraphModule means itself."""
+    """Return the names as they are. Raises ConfigurationError for one that the model does not have, or that a GraphModule means itself."""
     for name in preserve:
         *parents, last = name.split(".")
         try:
@@ -145,7 +145,7 @@ class _PlainTree:
         self._built: dict[tuple[int, bool], nn.Module] = {}
 
     def build(self, module: nn.Module, whole: bool = False) -> nn.Module:
-        """The counterpart of a shell; `whole` says that it is inside of what is called."""
+        """Return the counterpart of a shell; `whole` says that it is inside of what is called."""
         called = id(module) in self._called
         whole = whole or called
         known = self._built.get((id(module), whole))
@@ -168,7 +168,7 @@ class _PlainTree:
 
 
 def _container(module: nn.Module) -> nn.Module:
-    """An empty module that is indexed and iterated over as this one."""
+    """Return an empty module that is indexed and iterated over as this one."""
     kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return next((kind() for kind in kinds if isinstance(module, kind)), nn.Module())
 

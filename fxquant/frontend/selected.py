@@ -29,7 +29,7 @@ _PURE = frozenset(
 
 
 class Selected:
-    """What `input[mask]` is, for a mask of the input's shape.
+    """The result of `input[mask]`, for a mask of the input's shape.
 
     whole  a tensor of that shape that holds the elements where the mask is true, and anything elsewhere
     mask   where they are
@@ -66,7 +66,7 @@ class Selected:
 
 
 def _binary(name: str) -> None:
-    """A Python operator, its reflected form and its form in place."""
+    """Define a Python operator, its reflected form and its in-place form."""
     function = getattr(operator, name)
     setattr(Selected, f"__{name}__", lambda self, other: _everywhere(function, name, (self, other), {}))
     setattr(Selected, f"__r{name}__", lambda self, other: _everywhere(function, name, (other, self), {}))
@@ -97,7 +97,7 @@ def _refuse(at: Any = None) -> NoReturn:
 
 
 def _everywhere(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Selected:
-    """An elementwise function of selected elements and numbers; changed in place are the elements, never what they were selected from."""
+    """Apply an elementwise function to selected elements and numbers. In place it changes the elements, never the tensor they are from."""
     of = [each for each in (*args, *kwargs.values()) if isinstance(each, Selected)]
     others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Selected)]
     divided = name.startswith(("div", "true_divide")) and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
@@ -122,7 +122,7 @@ def _into(target: Selected, result: Selected) -> Selected:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two nodes have one value: they are one, or the same comparison of the same."""
+    """Return whether two nodes have one value: they are one, or the same comparison of the same."""
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return type(one) is type(other) and bool(one == other)
     if one is other:
@@ -133,7 +133,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _as_it_is(tensor: TracedTensor) -> TracedTensor:
-    """What a tensor is now, whatever changes it later."""
+    """Return the present value of a tensor, which later changes do not affect."""
     tensor.shape  # noqa: B018  # brings it up to date with what was written through views
     return TracedTensor(tensor.node, tensor.value)
 
@@ -143,7 +143,7 @@ def _is_list_of_truth_values(place: Any) -> bool:
 
 
 def select(input: Any, index: Any) -> Any:
-    """`input[index]`, where the index is a mask of its shape, or holds lists of truth values; NotImplemented otherwise."""
+    """Return `input[index]`, where the index is a mask of its shape, or holds lists of booleans; NotImplemented otherwise."""
     places = index if isinstance(index, tuple) else (index,)
     if any(map(_is_list_of_truth_values, places)):
         return input[tuple(torch.tensor(place, device="cpu") if _is_list_of_truth_values(place) else place for place in places)]

@@ -1,7 +1,7 @@
-"""What is known of a layer's result without running the layer: the commonest ones give a tensor like the one they take.
+"""Facts of a layer's result without running the layer: the most common layers return a tensor like the one they take.
 
-PyTorch works a batch norm out from some fifteen operators on tensors without values, at four batch sizes; that was most of a trace.
-Where anything is unusual, from strides to the dtype of a parameter, nothing is known, and the layer runs.
+PyTorch computes a batch norm by about fifteen operators on tensors without values, at four batch sizes; that was most of a trace.
+Where anything is unusual, from strides to the dtype of a parameter, no fact is returned, and the layer runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ELEMENTWISE = frozenset((
 
 
 def known_result(evaluator: Evaluator, function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
-    """The result of a module's forward, a new tensor of its input's dtype; None where it is not known without running it."""
+    """Return the result of a module's forward, a new tensor of its input's dtype; None where it is not known without running it."""
     module = getattr(function, "__self__", None)
     if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, nn.Module):
         return None
@@ -57,7 +57,7 @@ def _is_layer_of(module: nn.LayerNorm, input: torch.Tensor) -> bool:
 
 
 def _are(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: torch.Tensor | Value) -> bool:
-    """Whether a module's parameters, those that it has, have these shapes, and the dtype and device of a tensor."""
+    """Return whether a module's parameters, those that it has, have these shapes, and the dtype and device of a tensor."""
     held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     return held.keys() <= shapes.keys() and all(
         (tuple(tensor.shape), tensor.dtype, tensor.device) == (shapes[name], like.dtype, like.device) for name, tensor in held.items()
@@ -65,7 +65,7 @@ def _are(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: torch.T
 
 
 def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
-    """Whether the running statistics of a batch norm are those of an input's channels."""
+    """Return whether the running statistics of a batch norm are those of an input's channels."""
     tensors = [tensor for tensor in (*module._parameters.values(), module.running_mean, module.running_var) if tensor is not None]
     like = (module.num_features,), torch.float32, input.device
     plain = all((tuple(tensor.shape), tensor.dtype, tensor.device) == like for tensor in tensors)
@@ -75,5 +75,5 @@ def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a new tensor of this shape."""
+    """Return those of a new tensor of this shape."""
     return torch.empty(shape, device="meta", dtype=torch.float32).stride()

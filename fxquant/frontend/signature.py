@@ -2,7 +2,7 @@
 
 A graph takes the tensors among the arguments, one after the other. A `forward(x, pair, mask=None)` that was traced with a
 tuple of two tensors and no mask takes x, pair_0 and pair_1; called with x and a pair, positional or by name, with `mask=None`
-or without, the model takes them apart. What is no tensor is fixed in the graph, so it must be what it was.
+or without, the model takes them apart. An argument that is not a tensor is fixed in the graph, so it must be what it was.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Iterator[str | None]) -> list[list[Any]]:
-    """The signature of `model.forward` as it was called; `names` are those of the leaves of the arguments, None where no tensor is."""
+    """Return the signature of `model.forward` as called; `names` are those of the arguments' leaves, None for those without a tensor."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     given = {name: _form(value, names) for name, value in bound.arguments.items()}
     entries = []
@@ -58,7 +58,7 @@ def _default(parameter: inspect.Parameter) -> Form:
 
 
 def _form(value: Any, names: Iterator[str | None]) -> Form:
-    """The form of an argument; takes as many names as it has leaves."""
+    """Return the form of an argument; takes as many names as it has leaves."""
     if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return ["items", [_form(item, names) for item in value]]
     if isinstance(value, dict) and type(value) in pytree.SUPPORTED_NODES and all(type(key) in _ATOMS for key in value):
@@ -77,10 +77,10 @@ def _form(value: Any, names: Iterator[str | None]) -> Form:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A forward pre-hook: the inputs of the graph out of the arguments of a call.
+    """A forward pre-hook that finds the inputs of the graph in the arguments of a call.
 
     They may also be given as the graph takes them: by the inputs' names, or, where arguments hold several, one after the other.
-    Raises ConfigurationError if they are not what forward takes, or what is no tensor is not what it was.
+    Raises ConfigurationError if they are not what forward takes, or if an argument that is not a tensor has changed.
 
     parameters  those of forward, as `signature_of` gives them
     names       the inputs of the graph
@@ -201,7 +201,7 @@ def set_signature(module: fx.GraphModule, signature: list[list[Any]]) -> None:
 
 
 def is_signature(meta: dict[str, Any], inputs: list[str]) -> bool:
-    """Whether what `meta` of a loaded model holds is a signature whose tensors are the inputs; none at all counts as well."""
+    """Return whether what `meta` of a loaded model holds is a signature whose tensors are the inputs; none at all counts as well."""
     if _SIGNATURE not in meta:
         return True
     try:

@@ -51,7 +51,7 @@ class Snapshot:
         self.names = {*self.tensors.values(), *model._modules}
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """The shell that stands for a module of the model; any other module itself."""
+        """Return the shell that stands for a module of the model; any other module itself."""
         return self._shells.get(id(module), module)
 
     @property
@@ -138,7 +138,7 @@ class Snapshot:
         return copy
 
     def _hidden(self, module: nn.Module) -> nn.Module:
-        """The shell of a module that is reachable, but is not registered as a child."""
+        """Return the shell of a module that is reachable, but is not registered as a child."""
         first = len(self._originals)
         shell = self._tree(module, "")
         for original, copy, _ in self._originals[first:]:
@@ -170,11 +170,11 @@ class Snapshot:
 
 
 def with_backward_hooks(model: nn.Module) -> list[str]:
-    """The paths of the modules that have backward hooks."""
+    """Return the paths of the modules that have backward hooks."""
     return [path for path, module in model.named_modules() if any(module.__dict__.get(hooks) for hooks in _BACKWARD_HOOKS)]
 
 
 def _is_cache(name: str, value: dict[Any, Any]) -> bool:
-    """Whether a dict holds tensors that forward computed from parameters: left in place, it would hide them from the trace."""
+    """Return whether a dict holds tensors that forward computed from parameters: left in place, it would hide them from the trace."""
     tensors = [item for item in value.values() if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
     return bool(tensors) and ("cache" in name.lower() or any(tensor.grad_fn is not None for tensor in tensors))

@@ -17,9 +17,9 @@ _texts: dict[tuple[CodeType, int], str] = {}
 
 
 def user_source(root: CodeType) -> str:
-    """The innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
+    """Return the innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
 
-    The search ends at a frame of `root`; if there is no user code inside it, the answer is an empty string.
+    The search ends at a frame of `root`. Without user code inside it, the result is an empty string.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -36,7 +36,7 @@ def user_source(root: CodeType) -> str:
 
 
 def calls_from(folder: str) -> bool:
-    """Whether a function of a file in this folder, "torch/distributions/", is being executed."""
+    """Return whether a function of a file in this folder, "torch/distributions/", is being executed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if folder in frame.f_code.co_filename.replace(os.sep, "/"):
@@ -46,12 +46,12 @@ def calls_from(folder: str) -> bool:
 
 
 def raised_in(error: BaseException, folder: str) -> bool:
-    """Whether a function of a file in this folder was being executed when an error was raised."""
+    """Return whether a function of a file in this folder was being executed when an error was raised."""
     return any(folder in entry.f_code.co_filename.replace(os.sep, "/") for entry, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to torch, to fxquant or to Python's import machinery."""
+    """Return whether a file belongs to torch, to fxquant or to Python's import machinery."""
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
 
 
@@ -65,7 +65,7 @@ def _text(code: CodeType, line: int) -> str:
 
 
 def source_of_error(error: BaseException, root: CodeType) -> str | None:
-    """The user's line that was executing inside `root` when an error was raised."""
+    """Return the user's line that was executing inside `root` when an error was raised."""
     entry, text = error.__traceback__, None
     inside = False
     while entry is not None:

@@ -1,4 +1,4 @@
-"""How a function that PyTorch was asked for is spelled in the graph: a method, an operator or a function."""
+"""The call form of a PyTorch function in the graph: a method, an operator or a function."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _WITHOUT_CONTENT = _RANDOM | frozenset((
 
 
 def python_operator(func: Any) -> Callable[..., Any] | None:
-    """The operator a tensor method stands for if it was called with as many operands as the operator has."""
+    """Return the operator a tensor method stands for if it was called with as many operands as the operator has."""
     name = func.__name__
     in_place = name.endswith("_") and not name.endswith("__")
     found = _OPERATORS.get(name[:-1] if in_place else name)
@@ -74,19 +74,19 @@ def python_operator(func: Any) -> Callable[..., Any] | None:
 
 
 def is_random(func: Any) -> bool:
-    """Whether a function draws random numbers, so that it must be recorded even if its arguments are constants."""
+    """Return whether a function draws random numbers, so that it must be recorded even if its arguments are constants."""
     return getattr(func, "__name__", None) in _RANDOM
 
 
 def is_method(func: Any) -> bool:
-    """Whether a function is a method of `torch.Tensor`, or one that PyTorch has wrapped for an operator: for `**` it reports `pow`."""
+    """Return whether a function is a method of `torch.Tensor`, or wrapped for an operator by PyTorch: for `**` it reports `pow`."""
     found = getattr(torch.Tensor, func.__name__, None)
     return found is not None and bool(found == func or found == getattr(func, "__wrapped__", None))
 
 
 @functools.cache
 def spelling_of(func: Any) -> Spelling:
-    """The spelling of a function as `__torch_function__` or `__torch_dispatch__` reported it."""
+    """Return the call form of a function as `__torch_function__` or `__torch_dispatch__` reported it."""
     if isinstance(func, torch._ops.OpOverload):
         return _overload(func)
     name: str = getattr(func, "__name__", str(func))
@@ -160,7 +160,7 @@ _NODE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
 
 def property_name(func: Any) -> str | None:
-    """The name of the tensor property `func` reads, or None if it is not a property getter."""
+    """Return the name of the tensor property `func` reads, or None if it is not a property getter."""
     if getattr(func, "__name__", None) != "__get__":
         return None
     owner = func.__self__
@@ -169,7 +169,7 @@ def property_name(func: Any) -> str | None:
 
 
 def property_spelling(name: str) -> Spelling | None:
-    """How reading a property is recorded; None if it is answered while tracing."""
+    """Return how reading a property is recorded; None if it is answered while tracing."""
     if name in _NODE_PROPERTIES:
         return Spelling("call_function", builtins.getattr, lambda tensor: getattr(tensor, name))
     return Spelling("call_method", "detach", torch.Tensor.detach) if name == "data" else None

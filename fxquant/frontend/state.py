@@ -1,4 +1,4 @@
-"""What forward changes between calls in train mode: buffers, tensors and numbers that a graph reads, and never moves."""
+"""State that forward changes between calls in train mode: buffers, tensors and numbers that a graph reads and never changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BATCH_NORMS: dict[Any, inspect.Signature] = {
 
 @dataclass
 class MovedState:
-    """What one call of forward in train mode has changed.
+    """The changes of one call of forward in train mode.
 
     moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
     numbers       names of attributes that hold another number afterwards
@@ -95,7 +95,7 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
-    """Whether there are buffers that are no batch norm's, or batch norms that are functions."""
+    """Return whether there are buffers other than those of batch norms, or batch norms that are functions."""
     if any(node.op == "call_function" and node.target in _BATCH_NORMS for node in graph.nodes):
         return True
     for module in model.modules():
@@ -107,12 +107,12 @@ def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether this is a batch norm whose forward is PyTorch's."""
+    """Return whether this is a batch norm whose forward is PyTorch's."""
     return isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _in_norm() -> bool:
-    """Whether a batch norm of PyTorch's is calling the function that is being seen."""
+    """Return whether a batch norm of PyTorch's is calling the function that is being seen."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):
         if frame is not None and frame.f_code in _FORWARDS:
@@ -180,7 +180,7 @@ class _Watch(TorchFunctionMode):
             self._lines.setdefault(id(tensor), user_source(_call.__code__))
 
     def moved(self) -> dict[str, str]:
-        """The names of tensors that were changed or replaced, with the line."""
+        """Return the names of tensors that were changed or replaced, with the line."""
         found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
         return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
 
@@ -190,7 +190,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The numbers and tensors that are plain attributes, also inside of lists and dicts."""
+    """Yield the numbers and tensors that are plain attributes, also inside of lists and dicts."""
     for name, value in vars(module).items():
         if name[0] == "_" or name == "training":
             continue

@@ -27,7 +27,7 @@ from fxquant.numerics.gradient import GradientRule
 
 @dataclass(frozen=True)
 class Recording:
-    """What one trace has found.
+    """The findings of one trace.
 
     graph       the graph, without unused nodes
     constants   tensors that are neither parameters nor buffers, by target
@@ -82,8 +82,8 @@ def record(
     """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
-    qconfigs  what the nodes of calls inside of a module are told, by the module's path
-    locate    whether nodes are told their source lines
+    qconfigs  the QConfigs that the nodes of calls inside of a module get, by the module's path
+    locate    whether nodes get their source lines
     modes     source lines, and whether they have gradients whatever the mode is
     """
     snapshot = Snapshot(model, training=training)
@@ -117,7 +117,7 @@ def record(
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
-    """What the model returns as a nest of nodes, and its form; frames outside of this one are not the model's."""
+    """Return the model's result as a nest of nodes, and its form; frames outside of this one are not the model's."""
     try:
         output = handler.snapshot.root(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -143,7 +143,7 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
 
 
 def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
-    """The node of a tensor that forward returned."""
+    """Return the node of a tensor that forward returned."""
     tensor = handler.memory.current(tensor)
     if not isinstance(tensor, TracedTensor):
         return handler.attribute(tensor)[0]
@@ -167,7 +167,7 @@ def _placeholder(
 
 
 def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, batches: tuple[int, ...]) -> Value:
-    """An input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
+    """Return an input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
     with evaluator.mode:

@@ -1,4 +1,4 @@
-"""What stands in a trace for a result of which nothing is known before the graph runs."""
+"""A placeholder in a trace for a result whose facts are not known before the graph runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNKNOWN = _Unknown()
 
 
 class Unknown:
-    """What a function kept as Python returns, where its sizes, or whether it is a tensor at all, are known only when the graph runs."""
+    """The result of a function kept as Python whose sizes, or even whether it is a tensor, are known only when the graph runs."""
 
     def __init__(self, node: fx.Node) -> None:
         object.__setattr__(self, "node", node)

@@ -1,8 +1,8 @@
-"""What a traced model sees in place of its tensors and of numbers that depend on the batch size.
+"""The stand-ins that a traced model sees for its tensors and for numbers that depend on the batch size.
 
-A traced tensor is a `torch.Tensor`, so that every library accepts it, and an `fx.Proxy`, so that libraries which
-ask whether they are being traced get the right answer. It holds the node that computes it and its `Value`: what it
-is at two batch sizes. A batch number is an `int` or `float` that knows both of its values and its node.
+A traced tensor is a `torch.Tensor`, so that every library accepts it. It is also an `fx.Proxy`, so that libraries which ask whether they
+are being traced get the right answer. It holds the node that computes it and its `Value`, its facts at two batch sizes. A batch number is
+an `int` or `float` that knows both of its values and its node.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def tracing(handler: Any) -> Iterator[None]:
 
 
 def active() -> Any:
-    """The handler of the trace in progress in this thread. Raises TraceError if there is none."""
+    """Return the handler of the trace in progress in this thread. Raises TraceError if there is none."""
     if not _traces.handlers:
         raise TraceError(
             "a tensor of a trace is used where nothing is traced",
@@ -126,7 +126,7 @@ def active() -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether a trace is in progress in this thread."""
+    """Return whether a trace is in progress in this thread."""
     return bool(_traces.handlers)
 
 
@@ -364,7 +364,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
-    """The fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
+    """Return the fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
     if a == b:
         return a
     return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None

@@ -1,9 +1,9 @@
-"""Functions of PyTorch that are others, called: what they move, copy or join is recorded as those.
+"""Functions of PyTorch that only call others: their moves, copies and concatenations are recorded as those others.
 
     torch.block_diag(a, b)   →   torch.cat((F.pad(a, …), F.pad(b, …)))
 
-Each has the arguments of the function that it stands for and gives the same numbers. One that returns NotImplemented says that, with
-these arguments, the function is recorded as it stands.
+Each has the arguments of the function that it replaces and gives the same numbers. If one returns NotImplemented, the function is
+recorded as it is with these arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem_
 
 
 def written_out(function: Any, args: Any, kwargs: Any) -> Any:
-    """The result of the calls that a call of this function is; NotImplemented where it is none of others."""
+    """Return the result of the calls that a call of this function is; NotImplemented where it is none of others."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
     if isinstance(function, torch._ops.OpOverload):
@@ -69,12 +69,12 @@ def _stands_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _methods(*names: str) -> list[Any]:
-    """The functions of these names, and the methods."""
+    """Return the functions of these names, and the methods."""
     return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
 
 
 def _fixed(input: Any) -> bool:
-    """Whether no size of a tensor depends on the batch."""
+    """Return whether no size of a tensor depends on the batch."""
     return all(type(size) is int for size in input.shape)
 
 
@@ -153,7 +153,7 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
 
 
 def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True) -> Callable[..., Any]:
-    """A reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
+    """Return a reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = len(args) >= place or "dim" in kwargs or "axis" in kwargs
@@ -198,7 +198,7 @@ def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
 
 @_stands_for(*_methods("index_put"))
 def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
-    """What is added up at places of the first dimensions is added to these as one dimension."""
+    """Accumulate at places of the first dimensions by an index_add along these dimensions flattened to one."""
     given = list(indices)
     sizes = input.shape[: len(given)]
     if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):
@@ -211,7 +211,7 @@ def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumul
     return flat.index_add(0, place.flatten(), source).reshape(input.shape)
 
 
-# ---- joined ---------------------------------------------------------------------------------------------------------
+# ---- concatenated ----------------------------------------------------------------------------------------------------
 
 
 def _listed(tensors: Sequence[Any]) -> Sequence[Any]:

@@ -1,11 +1,11 @@
-"""What is wrong with a model's tensors, and what to do, ordered by what it would gain.
+"""Advice on a model's tensors: what is wrong and what to do, ordered by the gain.
 
-A rule of the table (`tensor_rules`) proposes a cure, with the part of the tensor's own error that would be left. What rounding this tensor
-alone loses at the outputs is measured, so the gain there follows:
+A rule of the table (`tensor_rules`) proposes a cure, with the remaining share of the tensor's own error. The noise that rounding this
+tensor alone adds to the outputs is measured, so the gain there follows:
 
     gain = 10·log10(T / (T - e + e·left))      T the outputs' noise, e the part that this tensor causes
 
-What would gain less than `WORTH` dB, or is lost in the outputs' noise anyway, is not told; so a healthy model has no advice.
+Advice that gains less than `WORTH` dB, or concerns noise too small to matter at the outputs, is left out. So a healthy model has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Found, Judged, coarse, mask_cure, outlier_channel, own_error
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
-AUDIBLE = 1e-4  # the noise to signal ratio of the outputs below which nothing is told: 40 dB
+AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
 MEASURED = 32  # tensors of which the effect is measured, those with the largest error of their own first
 CLIPPED = 0.05  # the share of an input's values that no observer leaves out
 MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which are never quite the same, must make
@@ -32,12 +32,12 @@ MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about one layer.
+    """The advice on one layer.
 
     layer   its name, as fxq.layers and fxq.record have it
     rule    which rule found it
     cause   what is wrong, with the numbers that show it
-    cure    what to do
+    effect  Σ(y' - y)² / Σy² at the outputs, caused by this layer alone
     effect  Σ(y' - y)² / Σy² at the outputs of what is wrong with this layer alone
     gain    by how many dB the outputs would be nearer to the float model's; infinite where that model itself is wrong
     source  the user's line
@@ -62,9 +62,9 @@ class Advice:
 def advise(
     tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float, cures: Cures
 ) -> tuple[Advice, ...]:
-    """What to do, what gains most at the outputs first; inputs before everything that is computed from them.
+    """Return the advice, ordered by its gain at the outputs; inputs come before everything that is computed from them.
 
-    `effect_of` measures what rounding a tensor loses at the outputs; `noise` is what the whole loses there.
+    `effect_of` measures the noise that rounding a tensor adds to the outputs; `noise` is the noise of all tensors together.
     """
     found = list(_no_numbers(tensors))
     first: dict[str, tuple[Judged, str, Found]] = {}
@@ -98,7 +98,7 @@ Measured = tuple[Judged, str, Found, float]
 
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
-    """The same, where a tensor with an outlying channel stands before those that have one and follow from it, and counts for as much."""
+    """Reorder the tensors with an outlying channel: one comes before those whose outlier follows from it, and has their largest effect."""
     outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
@@ -120,12 +120,12 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
 
 
 def _is_another(seen: TensorStatistics) -> bool:
-    """Whether an input cannot be like calibration's, whatever it costs: no observer clips as much, or leaves as much of a grid unused."""
+    """Return whether an input must differ from calibration's: no observer clips as much, or leaves as much of a grid unused."""
     return seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
-    """The tensors without those that have the grid of one before them: what shares a scale has no say in it."""
+    """Yield the tensors, without those that share the grid of one before them and so do not decide its scale."""
     there: set[object] = set()
     for tensor in tensors:
         grid = tensor.facts.grid
@@ -140,13 +140,13 @@ def _order(advice: Advice) -> tuple[int, float, float]:
 
 
 def gain_of(total: float, effect: float, left: float) -> float:
-    """By how many dB the outputs, which lose `total`, get nearer where `left` is left of the effect of one tensor."""
+    """Return the gain in dB at the outputs, whose noise is `total`, if the share `left` of one tensor's effect remains."""
     after = max(total - effect * (1 - left), total * 1e-12)
     return 10 * math.log10(total / after) if total > 0 else 0.0
 
 
 def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
-    """The first tensor with NaN in it; those behind it have theirs from there."""
+    """Yield the first tensor with NaN in it; later ones get theirs from it."""
     for tensor in tensors:
         count = tensor.statistics.not_a_number
         if count:
@@ -213,7 +213,7 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cu
 
 
 def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> tuple[str, str, str]:
-    """What is wrong inside of an operator, by what it reads besides activations."""
+    """Return what is wrong inside of an operator, by what it reads besides activations."""
     reaches = max(abs(tensor.statistics.low), abs(tensor.statistics.high))
     for name, value in inside.constants.items():
         largest = float(torch.nan_to_num(value.detach().abs(), posinf=torch.finfo(torch.float32).max).max()) if value.numel() else 0.0
@@ -230,7 +230,7 @@ _LOOK_INSIDE = "compare with prepared=, the prepared model, which names the tens
 
 
 def of_parts(told: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
-    """What was told, where an operator is wrong inside by what is told of its own tensors, if anything is; else it is the weight."""
+    """Yield the advice; of an operator that is wrong inside, the advice on its own tensors instead, or on its weight if these have none."""
     there = {each.layer for each in told}
     for each in told:
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
@@ -248,7 +248,7 @@ def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noi
 
 
 def grid_text(grid: QParams | None) -> str:
-    """A dtype and a scale in a few characters."""
+    """Return a dtype and a scale in a few characters."""
     if grid is None:
         return "float"
     return f"{grid.dtype} {grid.scale:.4g}" if isinstance(grid.scale, float) else f"{grid.dtype}, a scale for each channel"

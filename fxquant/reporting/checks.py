@@ -1,7 +1,7 @@
 """Questions about one model, each answered with rows.
 
-What was not fused and why, what is called several times, which settings are suspicious, which tensors share a scale, what needs how much
-memory, which values are far apart or no numbers, what runs where, how weights differ.
+They cover operators that were not fused, modules that are called several times, suspicious settings and tensors that share a scale. They
+also cover memory, values that are far apart or not finite, where operators run, and how weights differ.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Shared(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a layer needs, in bytes: its weight and bias, its result, and all results that are alive when it has run."""
+    """The memory of a layer in bytes: its weight and bias, its result, and all results that are alive after it has run."""
 
     layer: str
     operator: str
@@ -93,7 +93,7 @@ class Memory(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What a tensor holds over all batches: its ends, the ratio of its largest to its mean magnitude, and how many are no numbers."""
+    """The values of a tensor over all batches: extremes, ratio of the largest to the mean magnitude, and counts of NaN and infinity."""
 
     tensor: str
     low: float
@@ -117,7 +117,7 @@ class Device(NamedTuple):
 
 @checked(prepared=PREPARED)
 def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
-    """The batch norms, additions and limits (relu, clamp) of a prepared model that stand alone, each with the reason."""
+    """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
     _require(prepared, "PREPARED")
     nodes = {node.name: node for node in prepared.graph.nodes}
     found = [
@@ -130,7 +130,7 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
 
 @checked(model=instance("an nn.Module", nn.Module))
 def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
-    """How often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
+    """Return how often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
     traced = trace(model, example_inputs)
     calls: dict[str, list[str]] = {}
     for node in traced.graph.nodes:
@@ -182,13 +182,13 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
 
 
 def grid_text_of(module: Any) -> str:
-    """The scale of an operator's result."""
+    """Return the scale of an operator's result."""
     return f"{float(module.output.scale):.4g}"
 
 
 @checked()
 def compare_weights(a: Any, b: Any) -> Rows[Weight]:
-    """The weights of the layers of two prepared or integer models, worst first; those of an integer model are what it computes with."""
+    """Return the weights of the layers of two prepared or integer models, worst first; an integer model's are those it computes with."""
     one, other = _weights(a), _weights(b)
     found = []
     for name, weight in one.items():
@@ -217,7 +217,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 @checked(model=GRAPH)
 def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
-    """The groups of tensors of a prepared or integer model that are on one grid."""
+    """Return the groups of tensors of a prepared or integer model that are on one grid."""
     _require(model, "PREPARED", "INTEGER")
     groups: dict[Any, list[str]] = {}
     grids: dict[Any, str] = {}
@@ -233,7 +233,7 @@ def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
 
 @checked(model=GRAPH)
 def memory(model: fx.GraphModule) -> Rows[Memory]:
-    """What every operator needs for one item: weights, result, and all results that are still to be read when it has run."""
+    """Return the memory of every operator for one item: weights, result, and all results that are still to be read after it has run."""
     known = {layer.name: layer for layer in layers(model)}
     last: dict[str, int] = {}
     order = {node: index for index, node in enumerate(model.graph.nodes)}
@@ -264,10 +264,9 @@ def value_ranges(
     batch_fn: Callable[[Any], Any] | None = None,
     show_progress: bool | None = None,
 ) -> Rows[Values]:
-    """The values of every tensor of a model over all batches, with what is told of those that are no numbers, or too far apart for 16 bits.
+    """Return the values of every tensor of a model over all batches, with notes on those that are not finite, or too far apart for 16 bits.
 
-    `model` is a float model, a graph at any stage or the path of an ONNX file. `spread` is the ratio of the largest to the mean magnitude
-    from which on a tensor is told of. Nothing is kept of a batch that has passed. A
+    from which on a tensor has a note. Nothing of a batch is kept after the next one comes. A
     KeyboardInterrupt is raised as `Interrupted`, whose `result` is what the batches before had.
     """
     source = as_batches(batches)
@@ -310,7 +309,7 @@ def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Value
 
 @checked(model=GRAPH)
 def devices(model: fx.GraphModule) -> Rows[Device]:
-    """Where every operator of a graph runs: the target, or the host, and why."""
+    """Return where every operator of a graph runs: the target, or the host, and why."""
     return Rows("devices", tuple(Device(each.name, each.operator, each.device, each.dtype, each.reason) for each in layers(model)))
 
 

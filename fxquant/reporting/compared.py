@@ -64,7 +64,7 @@ class LayerComparison:
 
 
 def layer_row(tensor: Judged, effect: float) -> LayerComparison:
-    """The row of a layer's tensor, with its effect on the outputs, NaN where that was not measured."""
+    """Return the row of a layer's tensor, with its effect on the outputs, NaN where that was not measured."""
     seen, facts = tensor.statistics, tensor.facts
     own = decibels(seen.signal, seen.truncation + seen.rounding) if seen.steps is not None else math.nan
     worse = "truncation" if seen.truncation > seen.rounding else "rounding"
@@ -74,7 +74,7 @@ def layer_row(tensor: Judged, effect: float) -> LayerComparison:
 
 
 def output_row(name: str, seen: TensorStatistics) -> LayerComparison:
-    """The row of what the models return."""
+    """Return the row of what the models return."""
     return _layer(name, name, "output", None, "", "", seen, math.nan, "", math.nan)
 
 

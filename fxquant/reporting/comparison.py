@@ -44,14 +44,13 @@ NO_ADVICE = "no advice about a single layer: none stands out"
 
 @dataclass(frozen=True)
 class Comparison(Mapping[str, LayerComparison]):
-    """What `compare` found: a layer by its name, in the order they run; prints as a table of the worst, and the advice.
+    """The result of `compare`: a layer by its name, in the order they run; prints as a table of the worst, and the advice.
 
     labels      what the two forms are
     layers      a row for each tensor that both forms have; of a recurrence one for what is alike at each of its steps
     outputs     the same for what the models return
-    advice      what to do, in the order of what it would gain; empty for a healthy model
-    verdict     how good the outputs are, and what their noise is made of where no single layer stands out; None where the models
-                return no real numbers
+    verdict     how good the outputs are, and what their noise consists of where no single layer stands out; None if the models return
+                no floating-point tensors
     unmatched   tensors of the second form that the first does not have: the inner parts of composite operators
     batches     how many batches were taken
     statistics  what was kept of each, for histograms
@@ -79,7 +78,7 @@ class Comparison(Mapping[str, LayerComparison]):
 
     @checked(n=POSITIVE)
     def worst(self, n: int = 10) -> tuple[LayerComparison, ...]:
-        """The layers with the largest effect on the outputs, where that was measured, then those with the largest error of their own."""
+        """Return the layers with the largest measured effect on the outputs, then those with the largest error of their own."""
         return tuple(sorted(self.layers, key=_badness)[:n])
 
     def __rich__(self) -> Table:
@@ -133,7 +132,7 @@ FIGURES = ("sqnr", "own", "cosine", "mse", "steps", "clipped", "zeroed", "reach"
 
 
 def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step: int) -> None:
-    """What of the reference is within DRAWN ranges of the grid, in the columns of the page."""
+    """Write a histogram of the reference within DRAWN ranges of the grid, in the columns of the page."""
     assert seen.steps is not None
     low, high = (end * seen.steps.scale for end in drawn(seen.steps))
     counts = seen.columns[1:-1]
@@ -189,7 +188,7 @@ def compare(
     batch_fn: Callable[[Any], Any] | None = None,
     show_progress: bool | None = None,
 ) -> Comparison:
-    """How far every tensor of `b` is from the one of `a`, which is taken as right; and what to do about it.
+    """Compute how far every tensor of `b` is from the one of `a`, which is taken as right, and what to do about it.
 
     Both are any form of one model: a float model or its traced graph, a prepared model, an integer model, or the path of an ONNX file,
     which onnxruntime runs. Tensors are matched by where they came from: a convolution with the batch norm and the relu that were fused
@@ -205,8 +204,9 @@ def compare(
     The verdict comes first: the outputs are good from 30 dB on, visible from 15 dB on, and poor below. Where they are not good and no
     single layer stands out, it says what the noise is made of, by further runs of the first batch (22 at most), and what `tune` tries.
 
-    Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
-    raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
+    Raises ConfigurationError for an argument that is not a form of a model, CalibrationError without batches or if one does not fit, and
+    the errors of `trace`. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without
+    advice.
     """
     source = as_batches(batches)
     total = length(source, num_batches)
@@ -240,7 +240,7 @@ def compare(
 
 
 def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:
-    """What was found in all, with advice where effects can be measured."""
+    """Return the whole comparison, with advice where effects can be measured."""
     tensors, factors = pairing.judged(), pairing.factors
     outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.found}
     measured: dict[str, float] = {}

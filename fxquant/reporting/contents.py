@@ -1,4 +1,4 @@
-"""What a page says, as plain numbers and text: read from the model, and from a comparison where there is one."""
+"""The contents of a page, as plain numbers and text: read from the model, and from a comparison where there is one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str, time
 
 
 def _details(statistics: TensorStatistics) -> dict[str, Any]:
-    """The histogram and the range of each channel of a tensor."""
+    """Return the histogram and the range of each channel of a tensor."""
     found: dict[str, Any] = {"low": statistics.low, "high": statistics.high}
     if statistics.steps is not None:
         scale, ends = statistics.steps.scale, drawn(statistics.steps)
@@ -144,7 +144,7 @@ def _fewer(values: Tensor) -> list[float]:
 
 
 def _weights(model: fx.GraphModule) -> dict[str, list[float]]:
-    """Of every layer with a weight: the largest magnitude for each output channel."""
+    """Return the largest magnitude for each output channel of every layer with a weight."""
     nodes = {node.name: node for node in model.graph.nodes}
     found: dict[str, list[float]] = {}
     for node in model.graph.nodes:
@@ -155,7 +155,7 @@ def _weights(model: fx.GraphModule) -> dict[str, list[float]]:
 
 
 def weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> Tensor | None:
-    """The weight of a layer as real numbers, in an integer model the rounded ones; None where there is none that the graph holds."""
+    """Return the weight of a layer as a float tensor, dequantized in an integer model; None if the graph holds none."""
     lowered, module = operation(node), quantized_operator(model, node)
     if lowered is not None and "weight" in lowered.constants:
         constant = lowered.constants["weight"]
@@ -173,7 +173,7 @@ def weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]
 
 
 def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
-    """The weight that an operator of a prepared model rounds: with its batch norm and its channels' factors multiplied in."""
+    """Return the weight that an operator of a prepared model rounds: with its batch norm and its channels' factors multiplied in."""
     arguments = module.operator.bind_call(node.args, node.kwargs)
     held: dict[str, Any] = {
         name: resolve(model, str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else value
@@ -194,7 +194,7 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
 
 
 def _passes(model: fx.GraphModule) -> dict[str, Any]:
-    """How many nodes each pass made, and what was fused into what."""
+    """Return how many nodes each pass made, and what was fused into what."""
     made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
     return {

@@ -1,4 +1,4 @@
-"""Rules of a mapping that change how one tensor, or one weight, is quantized: what advice tells the user to give to `prepare`."""
+"""Rules of a mapping that change how one tensor, or one weight, is quantized: advice tells the user to give them to `prepare`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cures:
         return f"{WIDE} for it: {rule}" if rule else "no rule changes this inner tensor alone: leave the operator that has it in float"
 
     def activation(self, name: str, reference: str, config: str) -> str:
-        """The rule that gives a tensor this ActivationConfig; "" where there is none."""
+        """Return the rule that gives a tensor this ActivationConfig; "" where there is none."""
         if self._is_input(reference):
             both = f"QConfig({config}, input={config})"  # for a reader that passes values on, whose result has their grid
             return _mapping(
@@ -60,7 +60,7 @@ class Cures:
         return _mapping({name: f"QConfig({config})"} if name in self.nodes else {})
 
     def weight(self, name: str) -> str:
-        """What is more exact for the weight of an operator of the float model's graph."""
+        """Return a cure that makes the weight of an operator of the float model's graph more exact."""
         if self.has_wide_weights:
             return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
         assert self.target is not None
@@ -68,7 +68,7 @@ class Cures:
         return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {kept}"
 
     def in_float(self, name: str, reference: str) -> str:
-        """The rule that leaves in float what computes a tensor, or what reads an input; "" where there is none."""
+        """Return the rule that leaves in float what computes a tensor, or what reads an input; "" where there is none."""
         names = self._readers(reference) if self._is_input(reference) else [name] * (name in self.nodes)
         return _mapping(dict.fromkeys(names, "None"))
 
@@ -76,7 +76,7 @@ class Cures:
         return reference in self.nodes and self.nodes[reference].op == "placeholder"
 
     def _readers(self, reference: str) -> list[str]:
-        """The operators on integers that read an input of the model, as rules name them."""
+        """Return the operators on integers that read an input of the model, as rules name them."""
         found: dict[str, None] = {}
         waiting = list(self.nodes[reference].users)
         while waiting:
@@ -91,7 +91,7 @@ class Cures:
         return list(found)
 
     def _passes_on(self, reader: str, tensor: str) -> bool:
-        """Whether an operator has its operand's grid: it only moves values."""
+        """Return whether an operator has its operand's grid: it only moves values."""
         if reader in self.known and tensor in self.known:
             return self.known[reader].grid == self.known[tensor].grid
         return (
@@ -99,7 +99,7 @@ class Cures:
         )
 
     def _has_parts(self, name: str) -> bool:
-        """Whether an operator of the float model became several, which are named after it."""
+        """Return whether an operator of the float model became several, which are named after it."""
         return any(known.startswith(f"{name}_") for known in self.known)
 
 

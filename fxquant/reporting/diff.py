@@ -1,4 +1,4 @@
-"""What is different in two graphs, or two files, as text."""
+"""The difference of two graphs, or of two files, as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxquant.support.arguments import checked
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """What is different in two graphs: text, scales, zero points and tensors; prints as lines, with - of the first and + of the second.
+    """The difference of two graphs: text, scales, zero points and tensors; prints as lines, with - for the first and + for the second.
 
     text  the lines; "" where they are equal
     """
@@ -40,9 +40,9 @@ class GraphDifference:
 
 @checked()
 def diff(a: Any, b: Any) -> GraphDifference:
-    """What is different in two graphs at any stage, or in two files that `save` wrote, or two that `export_onnx` wrote.
+    """Compare two graphs at any stage, or two files that `save` wrote, or two that `export_onnx` wrote.
 
-    Raises ConfigurationError for what is none of these, and for a graph and an ONNX file, and ExportError for a file that cannot be read.
+    Raises ConfigurationError for other arguments, and for a graph and an ONNX file. Raises ExportError for a file that cannot be read.
     """
     return GraphDifference(difference(_contents(a, "a"), _contents(b, "b")))
 

@@ -21,7 +21,7 @@ FORMATS = (".svg", ".png", ".pdf")
 LARGEST = 400  # inches: beyond this a page is smaller than its letters
 WIDTH, HEIGHT = 3.0, 0.8  # inches for each column and row
 
-# Colours of Okabe and Ito, which people who see fewer colours can tell apart; the frame and the text say the same without any.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish; the frame and the text show the same without colour.
 LOOK = {
     "int4": ("#CC79A7", "-"),
     "int8": ("#9AD1F5", "-"),
@@ -79,7 +79,7 @@ def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 
 
 def label(name: str, layer: Layer | None) -> str:
-    """What a box says."""
+    """Return the text of a box."""
     if layer is None:
         return name
     shape = ",".join(map(str, layer.shape))

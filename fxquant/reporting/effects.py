@@ -1,4 +1,4 @@
-"""What one tensor alone does to the outputs: one batch is run through the float model with that tensor changed.
+"""The effect of one tensor alone on the outputs: one batch is run through the float model with that tensor changed.
 
 effect = mean over outputs of Σ(y' - y)² / Σy²
 """
@@ -24,12 +24,12 @@ Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node r
 
 @dataclass(frozen=True)
 class Inside:
-    """What an operator itself makes wrong, given what the other form gives it to read.
+    """The error that an operator itself makes on the operands of the other form.
 
     noise      Σ (f(v) - v')² of the batch, of the operator f in float, the other form's operands v and its result v'
     signal     Σ f(v)²
-    effect     what that alone does to the outputs
-    constants  what it reads besides: parameters and buffers, by name
+    effect     the effect of that error alone on the outputs
+    constants  its other operands: parameters and buffers, by name
     """
 
     noise: float
@@ -62,7 +62,7 @@ class Effects:
         return self._effect({reference: _rounding(steps, exponents) for reference, (steps, exponents) in grids.items()})
 
     def local_errors(self) -> dict[str, Tensor]:
-        """Of each tensor v' of the other form: v' - f(w'), of the operator f in float and the other form's operands w'."""
+        """Return for each tensor v' of the other form v' - f(w'), of the operator f in float and the other form's operands w'."""
         found: dict[str, Tensor] = {}
 
         def look(name: str) -> Change:
@@ -87,12 +87,12 @@ class Effects:
         return self._effect({name: adding(error) for name, error in errors.items()})
 
     def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
-        """The tensors that are read by the nodes of these names, which became the one, and by those that the other form does not show."""
+        """Return the tensors read by the nodes of these names, which became the one, and by those that the other form does not show."""
         _, read = self._region(reference, names)
         return [each.name for each in read] or None
 
     def hidden(self, reference: str, names: Sequence[str]) -> list[str]:
-        """The nodes between the operands and the nodes of these names, which the other form has in parts; modules with parameters first."""
+        """Return the nodes between the operands and the nodes of these names, which the other form splits; modules with parameters first."""
 
         def holds(node: fx.Node) -> bool:
             module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
@@ -119,7 +119,7 @@ class Effects:
         return list(hidden), list(read)
 
     def inside(self, reference: str, names: Sequence[str]) -> Inside | None:
-        """What the operator at these nodes makes wrong; None where what it reads is not known."""
+        """Return the error that the operator at these nodes makes; None if its operands are not known."""
         read = self.operands(reference, names)
         if read is None:
             return None
@@ -163,7 +163,7 @@ class Effects:
         return lambda value, read: F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     def moved_statistics(self, mended: Sequence[str] = ()) -> dict[str, MovedStatistics]:
-        """How far the statistics of this batch are from those that batch norms keep, by node, in the order they run.
+        """Return how far the statistics of this batch are from those that batch norms keep, by node, in the order they run.
 
         Those that are `mended` normalize with the batch's own, so what they did to the batch norms behind them is not seen.
         """
@@ -210,7 +210,7 @@ def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """The mean over outputs that are real numbers of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
+    """Compute the mean over floating-point outputs of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
     shares = []
     for one, other in zip(wanted, found, strict=True):
         if one.is_floating_point() and one.shape == other.shape:
@@ -237,7 +237,7 @@ class MovedStatistics:
 
     @staticmethod
     def of(norm: Any, value: Tensor) -> MovedStatistics:
-        """Those of what a batch norm reads."""
+        """Return those of what a batch norm reads."""
         dims = [dim for dim in range(value.dim()) if dim != 1]
         real = value.double()
         mean, variance = real.mean(dims), real.var(dims, correction=0)

@@ -1,4 +1,4 @@
-"""What a model would cost on a chip: products and bytes of each operator, against the peak rates of the chip."""
+"""Estimate the cost of a model on a chip: products and bytes of each operator, against the peak rates of the chip."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
 
 
 class LayerEstimate(NamedTuple):
-    """What one operator costs, for one item.
+    """The cost of one operator, for one item.
 
     layer            its name
     operator         PyTorch's name of what it computes
@@ -40,7 +40,7 @@ class LayerEstimate(NamedTuple):
     compute_us       microseconds of its products at the peak rate; those of a and b bits take a·b/64 times as long as those of int8
     memory_us        microseconds of its bytes at the peak rate
     microseconds     the larger of the two
-    bound            which of them that is: "compute" or "memory"; "host" of what runs there, of which no time is known
+    bound            which of them that is: "compute" or "memory"; "host" for an operator that runs there, whose time is not known
     """
 
     layer: str
@@ -55,11 +55,11 @@ class LayerEstimate(NamedTuple):
 
 
 class Estimate(Rows[LayerEstimate]):
-    """What `estimate` found: a row for each operator; iterates, prints as a table with totals, and is written as a page by `to_html`.
+    """The result of `estimate`: a row for each operator; iterates, prints as a table with totals, and is written as a page by `to_html`.
 
-    roofline  the rates it rests on
-    target    whose they are
-    compiled  what the vendor's tool says of the BPU programs of a .bin, where one was given
+    roofline  the peak rates that it uses
+    target    the target that has them
+    compiled  the figures of the vendor's tool for the BPU programs of a .bin, if one was given
     """
 
     roofline: Roofline
@@ -119,7 +119,7 @@ class Estimate(Rows[LayerEstimate]):
         return f"{super().__str__()}\n{self.summary}"
 
     def plot(self) -> Any:
-        """A plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
+        """Return a plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
 
         Needs plotly, of the extra "report". Raises ConfigurationError without it.
         """
@@ -179,18 +179,17 @@ def estimate(
     roofline: Roofline | None = None,
     compiled: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """What an integer model would cost on a chip: for each operator its products, the bytes it moves, and the time of each at peak rates.
+    """Estimate the cost of an integer model on a chip: products, moved bytes, and the time of each at peak rates, by operator.
 
     The rates are those of `target`, the one that the model was converted for unless another is named, or a `roofline` of your own:
     fxq.Roofline(macs_per_second, bytes_per_second). An operator takes the longer of its two times (Williams, Waterman and
     Patterson 2009, "Roofline"), as if products and transfers overlapped within it, and each operator read from memory and wrote to
     it. Costs are of one item, or of the batch that the model is fixed to.
 
-    `compiled` is the .bin that `compile_horizon` made of the model: the figures that the vendor's hb_perf shows of it then stand beside,
-    as the result's `compiled`: microseconds, runs a second and bytes of each BPU program, and its table of layers. Without the
-    processor's part.
+    `compiled` is the .bin that `compile_horizon` made of the model. The vendor's hb_perf then gives the result's `compiled`: microseconds,
+    runs a second and bytes of each BPU program, and its table of layers. The processor's part is not included.
 
-    Raises ConfigurationError for what is no integer model, where no rates are known of the target, and for a .bin without the vendor's
+    Raises ConfigurationError for other models, where no rates are known of the target, and for a .bin without the vendor's
     tool; UnknownTarget, CompilationError.
     """
     if not is_deployed(integer):
@@ -231,7 +230,7 @@ def _row(
 
 
 def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:
-    """How many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
+    """Return how many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
     lowered = operation(node)
     held = None if lowered is None else lowered.constants.get("weight")
     widths = [8 * _itemsize(known[name].dtype) for name in operands if name in known][:2]

@@ -128,7 +128,7 @@ def record(
     state: State | str | None = None,
     runtime: str | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The values of chosen tensors, a dict by name for each batch; a batch is taken, and run, when its values are asked for.
+    """Yield the values of chosen tensors, a dict by name for each batch; a batch is taken, and run, when its values are asked for.
 
     `model` is a graph at any stage (a float model as `trace` returns it) or the path of an exported ONNX file. `kinds` are any of these,
     and names of tensors:

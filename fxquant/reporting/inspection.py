@@ -1,4 +1,4 @@
-"""What a saved model or an exported ONNX file holds, for the command line: a description, and the difference of two."""
+"""The contents of a saved model or an exported ONNX file, for the command line: a description, and the difference of two."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds.
+    """The contents of a file.
 
     kind      "saved model" or "ONNX file"
     stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
     inputs    the inputs and outputs, one line each
     nodes     how many nodes there are, by operator
     rows      the quantized tensors, in the order they are computed
-    floats    what is left in float, and why
+    floats    the operators that run in float, and why
     tensors   weights, tables and constants by name; neither scales nor statistics
     text      the graph as text
     """
@@ -84,12 +84,12 @@ class Contents:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
+    """Read the contents of a file: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
     return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else of_model(Path(path), saved_model(path))
 
 
 def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
-    """The model in a file that `save` wrote. Raises ExportError if it holds none."""
+    """Return the model in a file that `save` wrote. Raises ExportError if it holds none."""
     loaded = load_file(path, backends.get)
     if not isinstance(loaded, fx.GraphModule):
         raise ExportError(
@@ -128,7 +128,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
 
 
 def of_model(path: Path, model: fx.GraphModule) -> Contents:
-    """What a graph holds; it is called by this path."""
+    """Return the contents of a graph; `path` is its name."""
     target, known = model_meta(model).get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
@@ -151,7 +151,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
 
 
 def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
-    """The quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
+    """Return the quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
     inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
     return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
 
@@ -185,7 +185,7 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def describe(contents: Contents) -> str:
-    """The file in a few lines, then a table of its quantized tensors, then what is left in float."""
+    """Return the file in a few lines, then a table of its quantized tensors, then what is left in float."""
     where = f" for {contents.target}" if contents.target else ""
     lines = [f"{contents.path}: {contents.kind}, {contents.stage}{where}, {contents.path.stat().st_size:,} bytes"]
     sizes: Counter[str] = Counter()
@@ -229,12 +229,12 @@ def _range(rows: Sequence[Row]) -> str:
 
 
 def _scale(values: Sequence[float]) -> str:
-    """One scale, or the range of several; empty if there is none."""
+    """Return one scale, or the range of several; empty if there is none."""
     return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
 
 
 def _grid(row: Row) -> str:
-    """The scale or scales, and a zero point."""
+    """Return the scale or scales, and a zero point."""
     return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
@@ -248,7 +248,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def difference(a: Contents, b: Contents) -> str:
-    """Where two files of one kind differ: their graphs as text, scales, tensors. Empty if they hold the same.
+    """Return the difference of two files of one kind: their graphs as text, scales, tensors. Empty if they hold the same.
 
     Raises ConfigurationError for files of different kinds.
     """

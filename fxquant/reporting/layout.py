@@ -35,7 +35,7 @@ class Drawing:
     times: Mapping[str, int] = field(default_factory=dict)
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
-        """The points of an edge: straight to the next row, to the side around what stands between."""
+        """Return the points of an edge: straight to the next row, to the side around what stands between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
         lane = self.lanes.get((one, other))
         if lane is None:
@@ -45,7 +45,7 @@ class Drawing:
 
 
 def drawing(model: fx.GraphModule, *, steps: bool = True) -> Drawing:
-    """The operators of a graph at any stage, with the inputs and the output. Linear in nodes and edges.
+    """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes and edges.
 
     Without `steps`, what a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
     """
@@ -116,7 +116,7 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 
 def needs(package: str, error: ImportError) -> ConfigurationError:
-    """What is said where a package of the extra "report" is missing."""
+    """Return the error for a missing package of the extra "report"."""
     return ConfigurationError(
         f"{package} is needed for this, and is not installed", because=str(error), remedy='pip install "fxquant[report]"'
     )

@@ -1,7 +1,7 @@
-"""Two forms of a model side by side: which tensor of one is which of the other, and what is kept of each pair while batches pass.
+"""Two forms of a model side by side: the pairs of tensors, and the statistics that are kept of each pair over the batches.
 
-Tensors of a recurrence that are alike at each of its steps are one pair, under the name of the first. A float model has none of them; the
-prepared model in float has, so these are compared with its own.
+Tensors of a recurrence that are alike at each of its steps are one pair, under the name of the first. A float model has none of them; they
+are compared with those of the prepared model in float.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pairing:
         return inputs, theirs
 
     def effects(self, inputs: list[Any], values: Values) -> Effects:
-        """What errors of single tensors do to the outputs, on one batch."""
+        """Return the effects of errors of single tensors on the outputs, on one batch."""
         others = {
             self.found[name]: shifted(value, _negative(self.factors[name]))
             for name, value in values.items()
@@ -104,7 +104,7 @@ class Pairing:
         return Effects(self.left, inputs, others, results)
 
     def judged(self) -> list[Judged]:
-        """The pairs in the order of the right side, one for tensors of a recurrence that are alike."""
+        """Return the pairs in the order of the right side, one for tensors of a recurrence that are alike."""
         members: dict[str, list[str]] = {}
         for name, reference in self.found.items():
             members.setdefault(self.firsts.get(name, name), []).append(reference)
@@ -124,5 +124,5 @@ def _negative(exponents: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _channel_axis(value: torch.Tensor) -> int | None:
-    """The dimension of channels: behind the batch in maps, the last one otherwise."""
+    """Return the dimension of channels: behind the batch in maps, the last one otherwise."""
     return None if value.dim() < 2 else 1 if value.dim() > 3 else -1

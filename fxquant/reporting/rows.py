@@ -17,11 +17,11 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row], Generic[Row]):
-    """What was found, a named tuple each, in the order of the graph.
+    """Findings, a named tuple each, in the order of the graph.
 
     title   what the rows are
     items   the rows
-    none    what is said where there is none
+    none    the text if there are none
     """
 
     title: str
@@ -58,7 +58,7 @@ class Rows(Sequence[Row], Generic[Row]):
 
 
 def cell(value: Any) -> str:
-    """A value in a table."""
+    """Return a value in a table."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4g}"
     if isinstance(value, bool):
@@ -77,7 +77,7 @@ def as_text(shown: Any) -> str:
 
 
 def as_html(shown: Any) -> str:
-    """The same for a notebook."""
+    """Render an object as HTML, for a notebook."""
     console = Console(file=io.StringIO(), width=160, record=True)
     console.print(shown)
     return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")

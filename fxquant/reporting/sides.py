@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a form of a model, the facts of its tensors, and which tensor of the one is which of the other."""
+"""The two sides of a comparison: a form of a model, the facts of its tensors, and the pairs of tensors of both sides."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a tensor of one side.
+    """The facts of a tensor of one side.
 
     operator   what computes it
     source     the user's line
     grid       its scale and dtype; None where it is computed in float
     fused      the nodes that were fused into its node
-    reads      of a tensor that is quantized as it stands, what it is made of; "" of any other
+    reads      the source of a tensor that is quantized as it is; "" for any other
     because    why it is integer or float
     macs       multiply-accumulates that it takes
-    parts      of what holds several tensors on one grid: their names, and by how many dB this is coarser than their own
+    parts      for several tensors on one grid: their names, and by how many dB this grid is coarser than their own
     """
 
     operator: str
@@ -117,14 +117,14 @@ class Side:
                 self.exponents[name] = torch.tensor(entry["exponents"], device="cpu", dtype=torch.int64)
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
-        """These tensors of a batch as real numbers; inputs of the model are what was given. "output 0", … are the outputs."""
+        """Return these tensors of a batch as floats; inputs of the model are as they were given. "output 0", … are the outputs."""
         wanted = Wanted(frozenset(["outputs"]), frozenset(names) - frozenset(self.inputs), real=True)
         found = self.form.run(inputs, wanted)
         return found | {name: value for name, value in zip(self.inputs, inputs, strict=True) if name in names}
 
 
 def side_of(model: Any, batch: Any, state: State | str | None, beside: Any = None) -> Side:
-    """The side of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
+    """Return the side of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
 
     `beside` is what it is compared with: where that is a graph, a float model's batch is in the dimensions that it has there.
     """
@@ -162,7 +162,7 @@ def _tensors(nest: Any) -> int:
 
 
 def _example(model: nn.Module, batch: Any, count: int) -> Any:
-    """A float model's arguments out of a batch: those that forward requires, and others up to so many tensors."""
+    """Return a float model's arguments out of a batch: those that forward requires, and others up to so many tensors."""
     example = example_inputs(model, batch)
     if isinstance(example, tuple) and isinstance(batch, list | tuple) and _tensors(example) < count:
         longer = (tuple(batch[:number]) for number in range(len(example) + 1, len(batch) + 1))
@@ -171,7 +171,7 @@ def _example(model: nn.Module, batch: Any, count: int) -> Any:
 
 
 def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
-    """Where the batch is in example inputs, as it is in a graph of the same model; None where it is dimension 0, or not known."""
+    """Return the dimension of the batch in example inputs, as in a graph of the same model; None if it is 0, or not known."""
     axes = {argument_name(node): known.batch_axis if isinstance(known := fact(node), TensorFact) else None for node in inputs}
     arguments = (example,) if isinstance(example, Tensor) else example
     if not any(axes.values()) or _tensors(arguments) != len(axes):
@@ -211,7 +211,7 @@ def pairs(a: Side, b: Side) -> dict[str, str]:
 
 
 def shift(a: Side, b: Side, name: str, reference: str) -> Tensor | None:
-    """The exponents by which `a`'s tensor is to be multiplied to be on the scale of `b`'s; None where they are on the same."""
+    """Return the exponents by which `a`'s tensor is to be multiplied to be on the scale of `b`'s; None where they are on the same."""
     mine, theirs = a.exponents.get(reference), b.exponents.get(name)
     if mine is None or theirs is None:
         return theirs if mine is None else -mine
@@ -220,5 +220,5 @@ def shift(a: Side, b: Side, name: str, reference: str) -> Tensor | None:
 
 
 def shifted(value: Tensor, exponents: Tensor | None) -> Tensor:
-    """A tensor times 2 to these, which are of its shape without the batch."""
+    """Return a tensor times 2 to these, which are of its shape without the batch."""
     return value if exponents is None else torch.ldexp(value.double(), exponents.unsqueeze(0).to(value.device))

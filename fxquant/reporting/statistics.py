@@ -1,6 +1,6 @@
-"""What is kept of a tensor in two forms of a model while batches pass: sums, extremes and counts, and nothing of a batch.
+"""Statistics of a tensor in two forms of a model over the batches: sums, extremes and counts, and nothing of a single batch.
 
-Octaves of magnitude, in eighths, stand for the distribution of the reference; from them follows what any other scale would lose:
+The distribution of the reference is kept as octaves of magnitude, in eighths. They give the noise at any other scale:
 
     noise(s) = Σ_m count(m) · ((|m| - limit·s)² beyond the grid's end, m² below half a step, s²/12 between)
 """
@@ -41,20 +41,20 @@ class Steps:
         return Steps(grid.scale, kind.low - grid.zero_point, kind.high - grid.zero_point)
 
     def rounded(self, value: Tensor) -> Tensor:
-        """The real numbers that the grid has for these, in float64."""
+        """Return these values rounded to the grid, dequantized, in float64."""
         return (value.double() / self.scale).round_().clamp_(self.low, self.high).mul_(self.scale)
 
 
 class TensorStatistics:
-    """Of one tensor: the reference in one form, and the value in the other, both as real numbers on one scale.
+    """The statistics of one tensor: the reference in one form, and the value in the other, both as floats on one scale.
 
-    real                               whether the reference is of real numbers
+    real                               whether the reference is floating-point
     elements, not_a_number, infinite   how many there were; those that are not finite count in nothing else
     signal, noise, product, power      Σ r², Σ (r - v)², Σ r·v, Σ v²
     largest                            max |r - v|
     low, high                          the ends of the reference
     clipped, zeroed, nonzero           of the reference's elements: beyond the grid's ends; rounded to 0 though they are not; not 0
-    truncation, rounding               Σ of the squared error that the grid alone makes of the reference, beyond its ends and between them
+    truncation, rounding               Σ of the squared error that the grid alone adds to the reference, beyond its ends and between them
     octaves                            int64 (2, bins): how many of either sign have which magnitude, in steps
     columns                            int64 (COLUMNS + 2,): the histogram over DRAWN ranges of the grid, and what is beyond, at both ends
     channels                           float64: the largest magnitude of each channel
@@ -122,7 +122,7 @@ class TensorStatistics:
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def noise_at(self, factor: float) -> float:
-        """The squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
+        """Return the squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
         assert self.steps is not None
         total = 0.0
         middle = torch.exp2((torch.arange(self.octaves.shape[1], dtype=torch.float64, device="cpu") + 0.5) / FINENESS + LOWEST)
@@ -134,11 +134,11 @@ class TensorStatistics:
         return total * self.steps.scale**2
 
     def best_factor(self) -> float:
-        """The factor, a root of a power of two, for which that is least."""
+        """Return the factor, a root of a power of two, for which that is least."""
         return min((2 ** (k / 2) for k in range(-24, 80)), key=self.noise_at)
 
     def populations(self) -> tuple[float, float] | None:
-        """The largest magnitude below, and the least above, the widest gap without any value, in steps; None if there is no gap."""
+        """Return, in steps, the largest magnitude below and the least above the widest gap without any value; None without a gap."""
         there = torch.nonzero(self.octaves.sum(0)).flatten()
         if len(there) < 2:
             return None
@@ -147,7 +147,7 @@ class TensorStatistics:
         return 2 ** ((int(there[at]) + 1) / FINENESS + LOWEST), 2 ** (int(there[at + 1]) / FINENESS + LOWEST)
 
     def above(self, magnitude: float) -> tuple[int, float]:
-        """How many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
+        """Return how many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
         first = max(math.floor((math.log2(magnitude) - LOWEST) * FINENESS + 0.5), 0)
         counts = self.octaves.sum(0)[first:]
         there = torch.nonzero(counts).flatten()
@@ -163,7 +163,7 @@ class TensorStatistics:
 
 
 def drawn(steps: Steps) -> tuple[float, float]:
-    """What the histogram reaches over, in steps."""
+    """Return the range of the histogram, in steps."""
     middle, half = (steps.low + steps.high) / 2, (steps.high - steps.low + 1) / 2 * DRAWN
     return middle - half, middle + half
 
@@ -174,7 +174,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def ratio(part: float, whole: float) -> float:
-    """A share of something, 0 of nothing."""
+    """Return a share of something, 0 of nothing."""
     return part / whole if whole else 0.0
 
 

@@ -1,6 +1,6 @@
-"""What can be wrong with one tensor: a rule each, in one table.
+"""Rules for the problems of one tensor, in one table.
 
-A rule says the cause, the cure, and which part of the tensor's own error the cure would leave.
+A rule returns the cause, the cure, and the share of the tensor's own error that the cure would leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
 
 @dataclass(frozen=True)
 class Judged:
-    """What rules see of one tensor.
+    """The facts of one tensor that rules read.
 
     name        in the second form
     facts       of it there
@@ -50,7 +50,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule found: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
+    """The finding of a rule: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
 
     cause: str
     cure: str
@@ -66,7 +66,7 @@ def _left(tensor: Judged, noise: float) -> float:
 
 
 def input_range(tensor: Judged, cures: Cures) -> Found | None:
-    """An input has values that calibration has not seen."""
+    """Detect an input with values that calibration has not seen."""
     seen = tensor.statistics
     if not tensor.is_input or seen.steps is None:
         return None
@@ -82,7 +82,7 @@ def input_range(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def masked(tensor: Judged, cures: Cures) -> Found | None:
-    """A few values, all alike, are far beyond all others, and stretch the scale."""
+    """Detect a few equal values far beyond all others, which stretch the scale."""
     seen = tensor.statistics
     gap = seen.populations() if seen.steps is not None else None
     if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
@@ -104,7 +104,7 @@ def masked(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def _masked_left(tensor: Judged, below: float) -> float:
-    """What is left of the error if the scale is that of the values below the gap, and what is beyond it is no matter."""
+    """Return the remaining share of the error if the scale is that of the values below the gap, and those above it do not count."""
     seen = tensor.statistics
     assert seen.steps is not None
     step = seen.steps.scale * below / max(seen.steps.high, -seen.steps.low)
@@ -125,7 +125,7 @@ def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
-    """One channel, or a few, reach much further than the others, and set the scale for all."""
+    """Detect one channel, or a few, that reach much further than the others, and set the scale for all."""
     seen = tensor.statistics
     if seen.channels is None or seen.steps is None or len(seen.channels) < 4:
         return None
@@ -154,7 +154,7 @@ def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
 
 
 def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
-    """The grid ends long before the values do."""
+    """Detect a grid that ends long before the values do."""
     seen = tensor.statistics
     if seen.steps is None or seen.truncation <= 3 * seen.rounding:
         return None
@@ -174,7 +174,7 @@ def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
-    """The grid reaches far beyond what the values need."""
+    """Detect a grid that reaches far beyond what the values need."""
     seen = tensor.statistics
     if seen.steps is None or seen.truncation > 3 * seen.rounding:
         return None
@@ -208,7 +208,7 @@ def coarse(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def mask_cure(reaches: float) -> str:
-    """What to do about a mask whose other values reach so far."""
+    """Return the cure for a mask whose other values reach so far."""
     return (
         f"mask with a number of the size of the other values (about {-4 * reaches:.3g}), or with truth values: torch.where or masked_fill "
         "behind this layer, or right in front of a softmax, which takes masks out of the scale"

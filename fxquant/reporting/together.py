@@ -12,7 +12,7 @@ from fxquant.reporting.tensor_rules import POOR, Judged
 
 
 def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps], float], total: float, cures: Cures) -> Iterator[Advice]:
-    """Of each tensor that holds others: those that lose clearly by its grid, where the outputs show it or little is left of them.
+    """Yield advice on tensors that hold others: one loses clearly by the common grid, and the outputs show it or its SQNR is poor.
 
     `effect_of` measures what rounding a tensor to these steps loses at the outputs; `total` is what the whole loses there.
     """

@@ -1,9 +1,9 @@
-"""How good the outputs are, and what their noise is made of where no single layer explains it.
+"""The quality of the outputs, and what their noise consists of where no single layer explains it.
 
     local error of a tensor     e = v' - f(w'), of the operator f in float, with the operands w' and the result v' of the other form
 
-What a set of errors does to the outputs is measured: they are added to the float model's tensors, in one run over the first batch. Errors
-of different layers are hardly correlated, so their parts of the outputs' noise add up.
+The effect of a set of errors on the outputs is measured: they are added to the float model's tensors, in one run over the first batch.
+Errors of different layers are hardly correlated, so their shares of the outputs' noise add up.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ OF_WEIGHTS = ("rounding of weights", "AdaRound")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How good the outputs are, by the worst of those that are real numbers.
+    """The quality of the outputs, given by the worst floating-point output.
 
     grade   "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
     output  the name of the worst output
     sqnr    its signal-to-noise ratio in dB
-    causes  what its noise is made of, where it is not good and no single layer stands out
-    tries   names of what `fxq.tune` is to try first by these causes
+    causes  what its noise consists of, where it is not good and no single layer stands out
+    tries   names of the parts of `fxq.tune` to try first by these causes
     """
 
     grade: str
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
-    """The verdict on these outputs; None where there is none."""
+    """Return the verdict on these outputs; None where there is none."""
     if not outputs:
         return None
     worst = min(outputs, key=lambda output: output.sqnr)
@@ -106,10 +106,10 @@ def causes_of(
     batch: Any,
     show_progress: bool | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What noise that no single layer explains is made of, in words, and what of `fxq.tune` is to be tried first.
+    """Return the causes of noise that no single layer explains, in words, and which parts of `fxq.tune` to try first.
 
-    `prepared` is the prepared model, whose corrections are switched off one after the other on `batch`, the first one; without a prepared
-    model they are not looked at.
+    `prepared` is the prepared model. Its corrections are switched off one after the other on `batch`, the first one; without a prepared
+    model they are not examined.
     """
     errors = effects.local_errors()
     total = effects.of_errors(errors)
@@ -124,7 +124,7 @@ def causes_of(
 
 
 def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, total: float) -> _Share:
-    """Whether activations make most of the noise, or weights."""
+    """Return whether activations make most of the noise, or weights."""
     grids = {
         reference: (steps, factors[each.name])
         for each in tensors
@@ -138,7 +138,7 @@ def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effec
 
 
 def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
-    """The shortest range of layers that makes most of the noise, where it is short."""
+    """Yield the shortest range of layers that makes most of the noise, where it is short."""
     there = [each for each in tensors if each.reference in errors]
     if len(there) < FEWEST:
         return
@@ -160,7 +160,7 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
 
 
 def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
-    """What the tensors of a range have in common."""
+    """Return what the tensors of a range have in common."""
     own = sum(ratio(each.statistics.truncation + each.statistics.rounding, each.statistics.signal) for each in inside)
     local = sum(ratio(float(errors[each.reference].square().mean()), _power(each)) for each in inside)
     if own < local / 2:
@@ -179,7 +179,7 @@ def _power(tensor: Judged) -> float:
 
 
 def _crest(tensor: Judged) -> float:
-    """The largest magnitude over the root mean square."""
+    """Return the largest magnitude over the root mean square."""
     seen = tensor.statistics
     return ratio(max(abs(seen.low), abs(seen.high)), math.sqrt(_power(tensor))) if seen.low <= seen.high else 0.0
 
@@ -189,7 +189,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> Iterator[_Share]:
-    """What a constant for each channel makes, which a bias could take back."""
+    """Yield the share of noise that a constant for each channel causes, which a bias could correct."""
     constants = {}
     for name, error in errors.items():
         if error.dim() > 1:
@@ -225,7 +225,7 @@ def _without(weights: Sequence[Any], part: str) -> Iterator[None]:
 
 
 def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
-    """What each correction that calibration made costs at the outputs, where they are better without it."""
+    """Yield the cost at the outputs of each correction that calibration made, if they are better without it."""
     operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "bias correction": ("correct_bias=False", lambda weight: weight.correction is not None),

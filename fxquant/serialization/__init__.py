@@ -47,7 +47,7 @@ def _write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: d
 
 
 def load_file(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphModule | Observations:
-    """The model, or the observations, in a file. Raises ExportError if there are none that this fxquant saved."""
+    """Return the model, or the observations, in a file. Raises ExportError if there are none that this fxquant saved."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:

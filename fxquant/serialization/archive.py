@@ -19,7 +19,7 @@ _REGULAR_FILE = 0o100644 << 16
 
 
 def pack(document: Mapping[str, Any], tensors: dict[str, Tensor]) -> bytes:
-    """The bytes of a file: they depend on nothing but the content."""
+    """Return the bytes of a file: they depend on nothing but the content."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, content in ((GRAPH, as_text(document).encode("ascii")), (TENSORS, safetensors.torch.save(tensors))):
@@ -30,7 +30,7 @@ def pack(document: Mapping[str, Any], tensors: dict[str, Tensor]) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of a file. Nothing larger than the file itself is allocated for it.
+    """Return the document and the tensors of a file. Nothing larger than the file itself is allocated for it.
 
     Raises Malformed, or what the readers of zip, JSON and safetensors raise.
     """
@@ -49,7 +49,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, with every item of its lists and objects on a line of its own."""
+    """Return a document as JSON, with every item of its lists and objects on a line of its own."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_section(value)}" for key, value in document.items()) + "\n}\n"
 
 

@@ -60,7 +60,7 @@ _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated co
 
 
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
+    """Return the document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
@@ -96,14 +96,14 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
 
 
 def _kept_of_model(name: str, value: Any) -> Any:
-    """A target by its name, and of an integer model the primitives alone: kernels are those of the machine that loads it."""
+    """Return a target by its name, and of an integer model the primitives alone: kernels are those of the machine that loads it."""
     if name == "target":
         return value.name
     return Stage.INTEGER.name if name == "stage" and value == Stage.FUSED.name else value
 
 
 def _preserved(model: fx.GraphModule) -> dict[str, Any]:
-    """The values among what is preserved of the float model; what no file can hold is told of."""
+    """Return the values among the preserved attributes of the float model; a warning lists those that no file can hold."""
     kept, left = {}, []
     for name, value in model.meta[CARRIED].preserved.items() if CARRIED in model.meta else ():
         try:
@@ -184,7 +184,7 @@ def _check_registered(model: fx.GraphModule, node: fx.Node, path: str) -> None:
 
 
 def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], target_of: TargetOf) -> fx.GraphModule:
-    """The model a document describes; it is compiled only if writing it again gives this document.
+    """Return the model a document describes; it is compiled only if writing it again gives this document.
 
     Raises Malformed, FxQuantError, or what making modules and nodes raises, if it describes none.
     """
@@ -223,7 +223,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def _upgraded(document: Mapping[str, Any], target_of: TargetOf) -> dict[str, Any]:
-    """A document of version 1 as one of version 2, in which the name of a march means the arithmetic of its chip."""
+    """Return a document of version 1 as one of version 2, in which the name of a march means the arithmetic of its chip."""
     meta = dict(expect(document["meta"], dict))
     if "target" in meta:
         march, *variants = expect(meta["target"], str).split("/")
@@ -256,7 +256,7 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
 
 
 def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]:
-    """Where the tensors are not what the graph says, or, in an integer graph, where they do not give what it says for every input."""
+    """Yield the nodes that contradict their tensors; in an integer graph, those whose facts do not hold for every input."""
     if stage is Stage.INTEGER:
         if "target" not in model.meta:
             raise Malformed("an integer model has no target")
@@ -279,7 +279,7 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
 
 
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
-    """The shape and dtype of what an operator computes from its operands and parameters; raises what its float function raises."""
+    """Return the shape and dtype of what an operator computes from its operands and parameters; raises what its float function raises."""
 
     def example(operand: fx.Node, batch: int) -> Any:
         if operand.op == "get_attr":

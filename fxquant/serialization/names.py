@@ -74,7 +74,7 @@ def _listed(space: str, home: Any, names: str) -> Iterator[tuple[str, Callable[.
 
 
 def _spelling(space: str, home: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions of a module that spell operators, but for those that write on their operand."""
+    """Yield the functions of a module that spell operators, but for those that write on their operand."""
     for function in FUNCTIONS:
         name = getattr(function, "__name__", "").removeprefix(f"{space}_")
         if name and not name.endswith("_") and getattr(home, name, None) is function:
@@ -108,14 +108,14 @@ def _names() -> dict[Callable[..., Any], str]:
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
-    """The name of a function a graph may call; None if it is not listed."""
+    """Return the name of a function a graph may call; None if it is not listed."""
     if isinstance(function, Wrapped):
         return f"wrapped:{function.key}"
     return _names().get(function)
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """The function of that name; None if it is not listed, or is a user's that nobody has wrapped in this process."""
+    """Return the function of that name; None if it is not listed, or is a user's that nobody has wrapped in this process."""
     space, _, key = name.partition(":")
     return WRAPPED.get(key) if space == "wrapped" else _functions().get(name)
 
@@ -126,7 +126,7 @@ def _methods() -> frozenset[str]:
 
 
 def is_method(name: str) -> bool:
-    """Whether a graph may call the tensor method of that name."""
+    """Return whether a graph may call the tensor method of that name."""
     return name in _methods()
 
 

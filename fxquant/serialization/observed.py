@@ -21,7 +21,7 @@ _PLACE = ["name", "fused", "shape", "within", "exponents"]
 
 
 def write_observations(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of observations."""
+    """Return the document and the tensors of observations."""
     entries, tensors = [], {}
     for index, entry in enumerate(observations.values()):
         gathered = []
@@ -33,7 +33,7 @@ def write_observations(observations: Observations) -> tuple[dict[str, Any], dict
 
 
 def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observations:
-    """The observations that a document describes. Raises Malformed, or what making observers raises, if it describes none."""
+    """Return the observations that a document describes. Raises Malformed, or what making observers raises, if it describes none."""
     if list(document) != _SECTIONS or document["format"] != FORMAT:
         raise Malformed("it holds no observations that fxquant saved")
     if document["version"] != VERSION:
@@ -61,7 +61,7 @@ def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> 
 
 
 def _observer(part: Any) -> Observer:
-    """An observer that gathers in the way that is written."""
+    """Return an observer that gathers in the way that is written."""
     kind, settings = expect(part, list)
     chosen = {name: expect(value, int, float) for name, value in expect(settings, dict).items()}
     observer = look_up(OBSERVERS, kind, "observer")

@@ -52,7 +52,7 @@ def save_qconfig(mapping: QConfig | QConfigMapping, path: str | os.PathLike[str]
 
 @checked(path=PATH)
 def load_qconfig(path: str | os.PathLike[str]) -> QConfigMapping:
-    """The mapping in a file that `save_qconfig` wrote, or a person. Nothing a file names is imported.
+    """Return the mapping in a file that `save_qconfig` wrote, or a person. Nothing a file names is imported.
 
     Raises ExportError, which says where, for a file that is missing or is none, and for a name that is unknown.
     """
@@ -64,7 +64,7 @@ def load_qconfig(path: str | os.PathLike[str]) -> QConfigMapping:
 
 
 def written(rules: QConfigMapping) -> str:
-    """The text of a file."""
+    """Return the text of a file."""
     lines = [
         f'{{"format": {json.dumps(FORMAT)}, "version": {VERSION},',
         f' "default": {json.dumps(_written(rules.default, "the default"))}',
@@ -86,7 +86,7 @@ def written(rules: QConfigMapping) -> str:
 
 
 def read(text: str, path: Any) -> QConfigMapping:
-    """The mapping that a text describes; `path` is what an error names."""
+    """Return the mapping that a text describes; `path` is what an error names."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def _unreadable(path: Any, because: str) -> ExportError:
 
 
 def _written(chosen: Chosen, rule: str) -> Any:
-    """A QConfig by what of it is not the default."""
+    """Return a QConfig by what of it is not the default."""
     if chosen is None:
         return None
     parts = {name: _part(getattr(chosen, name), rule) for name in PARTS if getattr(chosen, name) is not None}
@@ -242,7 +242,7 @@ def _read_part(kind: type, document: Any, where: str) -> Any:
 
 
 def _made(value: Any, name: str, where: str) -> Any:
-    """A class by its name, or an observer with settings: ["PercentileObserver", {"percentile": 99.9}]."""
+    """Return a class by its name, or an observer with settings: ["PercentileObserver", {"percentile": 99.9}]."""
     table: Mapping[str, Any] = OBSERVERS if name == "observer" else ROUNDINGS
     called, given = value if isinstance(value, list) and len(value) == 2 else (value, None)
     if not isinstance(called, str) or called not in table or not (given is None or isinstance(given, dict)):

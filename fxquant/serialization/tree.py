@@ -1,4 +1,4 @@
-"""The tree of modules and its tensors: every module and every tensor once, however many places it stands in.
+"""The tree of modules and its tensors: every module and every tensor once, however many places refer to it.
 
 A module is written after the modules it refers to, and refers to them by their position; so a file holds no cycles.
 """
@@ -58,7 +58,7 @@ class TreeWriter:
         self._names: dict[int, str] = {}
 
     def contents(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """What every module holds; empty parts are left out."""
+        """Return the contents that every module has; empty parts are left out."""
         parts = {
             "training": expect(module.training, bool),
             "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
@@ -179,14 +179,14 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _plain(tensor: Tensor, layout: str) -> Tensor:
-    """A contiguous tensor of its own memory; tensors may share memory, and safetensors refuses that."""
+    """Return a contiguous tensor of its own memory; tensors may share memory, and safetensors refuses that."""
     plain = tensor.detach().cpu()
     plain = plain if layout == "contiguous" else plain.movedim(1, -1)
     return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _argument(module: nn.Module, name: str) -> Any:
-    """The constructor argument a module was made with, as far as it is still true."""
+    """Return the constructor argument a module was made with, as far as it is still true."""
     if isinstance(module, nn.MultiheadAttention) and name in ("bias", "add_bias_kv"):
         return getattr(module, "in_proj_bias" if name == "bias" else "bias_k") is not None
     if name != "bias" or isinstance(module, nn.RNNBase | nn.RNNCellBase):
@@ -222,7 +222,7 @@ def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module
 
 
 def _interval(content: Any) -> Interval:
-    """What of an operator's values is observed; files that do not say so are of a time when all of them were."""
+    """Return the interval of an operator's values that is observed; a file without it is of a version that observed all of them."""
     if content is None:
         return EVERYTHING
     low, high = (expect(decode(bound), float) for bound in expect(content, list))
@@ -232,7 +232,7 @@ def _interval(content: Any) -> Interval:
 
 
 def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
-    """Whether an operator is computed without gradients, or the names of its arguments that have none."""
+    """Return whether an operator is computed without gradients, or the names of its arguments that have none."""
     if content is True:
         return True
     known = (*operator.parameter_names, *operator.absorbs)
@@ -424,7 +424,7 @@ def _observes_beside(quantizer: Quantizer) -> bool:
 
 
 def _derived(module: nn.Module) -> tuple[str, ...]:
-    """The buffers that follow from a module's arguments, and have no place in a file."""
+    """Return the buffers that follow from a module's arguments, and have no place in a file."""
     return module.derived if isinstance(module, TrainableScale) else ()
 
 

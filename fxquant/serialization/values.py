@@ -83,7 +83,7 @@ def cannot_save(what: str, because: str, remedy: str, node: Located | None = Non
 
 
 def expect(value: Any, *kinds: type) -> Any:
-    """The value, if it is exactly of one of these types. Raises Malformed otherwise."""
+    """Return the value, if it is exactly of one of these types. Raises Malformed otherwise."""
     if type(value) not in kinds:
         raise Malformed(f"a {type(value).__name__} stands where a {' or '.join(kind.__name__ for kind in kinds)} belongs")
     return value
@@ -93,7 +93,7 @@ def expect(value: Any, *kinds: type) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON. Raises ExportError if it has no form there."""
+    """Return the value as JSON. Raises ExportError if it has no form there."""
     if value is None or isinstance(value, bool) or type(value) is str:
         return value
     if type(value) is int and abs(value) < LARGEST:
@@ -184,7 +184,7 @@ def _encode_rounding(kind: type[Rounding]) -> Any:
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:
-    """The value that was encoded; `nodes` are those it can refer to. Raises Malformed if it is none."""
+    """Return the value that was encoded; `nodes` are those it can refer to. Raises Malformed if it is none."""
     if depth > DEPTH:
         raise Malformed(f"values are nested more than {DEPTH} deep")
     if isinstance(value, list):
@@ -281,7 +281,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def look_up(table: Mapping[str, Any], name: Any, what: str) -> Any:
-    """The entry of a table. Raises Malformed if there is none."""
+    """Return the entry of a table. Raises Malformed if there is none."""
     if expect(name, str) not in table:
         raise Malformed(f"there is no {what} called {name[:80]!r}")
     return table[name]

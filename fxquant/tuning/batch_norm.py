@@ -1,4 +1,4 @@
-"""Batch norm re-estimation: running statistics are found anew from what the quantized weights give."""
+"""Batch norm re-estimation: compute running statistics again from the results of the quantized weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxquant.tuning.units import constant_arguments, operator_at
 
 @dataclass(frozen=True)
 class MovedStatistics:
-    """What became of the running statistics of one batch norm.
+    """The change of the running statistics of one batch norm.
 
     name      the node of the operator that it belongs to
     mean      by how much a channel's mean moved, in standard deviations that it had: the root mean square over channels
@@ -39,7 +39,7 @@ class MovedStatistics:
 
 @dataclass(frozen=True)
 class BatchNormResult:
-    """What `reestimate_batch_norm` returns: a row for each batch norm; iterates over them, and prints as a table.
+    """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table.
 
     skipped  those that it cannot re-estimate, each with the reason
     batches  how many it took
@@ -77,7 +77,7 @@ def reestimate_batch_norm(
     *,
     show_progress: bool | None = None,
 ) -> BatchNormResult:
-    """The running statistics of every batch norm are the mean of what the batches have, behind quantized weights; the state is VALIDATE.
+    """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
 
     All that moves are means, variances and their counts, of batch norms that are modules and keep such, frozen ones included; scales and
     parameters stay, and dropout is off. Batches are seen as in training, each with its own statistics, so they should be of training's
@@ -100,7 +100,7 @@ def reestimate_batch_norm(
 
 
 def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOperator, Any]], list[tuple[str, str]]]:
-    """The batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
+    """Return the batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
     found: list[tuple[str, QuantizedOperator, Any]] = []
     skipped = []
     for node in prepared.graph.nodes:

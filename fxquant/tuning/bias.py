@@ -1,18 +1,18 @@
-"""Bias correction: what an operator's rounded weight, and its rounded operands, shift its output by on average is taken from its bias.
+"""Bias correction: subtract from an operator's bias the mean shift that its rounded weight and rounded operands cause in its output.
 
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.2
-and appendix D, empirical and sequential: per output channel, the mean over samples and places of what the float model has there, minus
-that of what the integers have, operand after operand corrected before it.
+and appendix D, empirical and sequential. The correction is the mean of the float model's output over samples and places, minus that of
+the integers', per output channel. Operators are corrected in order, so that each sees operands that are corrected already.
 
-Where limits are fused into the operator, as of a ReLU6, means are matched behind them:
+Where limits are fused into the operator, as of a ReLU6, means are matched after them:
 
     mean clamp(ŷ + c) = mean clamp(y)
 
-A rectifier makes a positive mean of noise without one, so that matching means before the limits leaves a shift behind them, which the next
-layers add up. The left side grows with c, and Newton's method finds c for each channel.
+A rectifier turns noise of mean zero into noise with a positive mean. So matching means before the limits leaves a shift after them, which
+the next layers accumulate. The left side grows with c, and Newton's method finds c for each channel.
 
-Layers are corrected one after the other, and then all together are judged by the outputs of the model on held-out samples (`output_noise`):
-corrections that do not lower the noise there are halved, and dropped if that does not lower it either.
+Layers are corrected one after the other. Then all corrections are judged together by the outputs of the model on held-out samples
+(`output_noise`): corrections that do not lower the noise are halved, and dropped if that does not lower it either.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _decibels(noise: float) -> float:
 
 
 def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
-    """What became of one layer, as a file holds it: its row, and what is added to its bias where that is better."""
+    """Return the outcome for one layer, as a file holds it: its row, and what is added to its bias if that is better."""
     lesson = Lesson(unit, samples, exact, real)
     correction = _correction(lesson, operator)
     if correction is None:
@@ -233,7 +233,7 @@ def _without_outliers(rows: Tensor) -> Tensor:
 
 
 def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:
-    """What its float function gives before the fused limits."""
+    """Compute the operator's float function without the fused limits."""
     args, kwargs = operator.multiplied(*arguments_of(node, values))
     kwargs.pop("clamp", None)
     result: Tensor = operator.operator.function(*args, **kwargs)
@@ -241,7 +241,7 @@ def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Te
 
 
 def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:
-    """The correction is there if it lowers the error of what is held out."""
+    """Apply the correction, and keep it if it lowers the error on held-out samples."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.correction
     before = lesson.error()
     added = BiasCorrection(len(correction)).to(correction.device)

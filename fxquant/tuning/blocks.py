@@ -42,7 +42,7 @@ def block_units(prepared: fx.GraphModule) -> list[Unit]:
 
 
 def _blocks(flow: networkx.DiGraph, layers: Sequence[fx.Node] | object) -> Iterator[set[fx.Node]]:
-    """The blocks of a part of the graph."""
+    """Yield the blocks of a part of the graph."""
     for part in networkx.weakly_connected_components(flow):
         yield from _of_part(flow.subgraph(part), layers)
 
@@ -72,7 +72,7 @@ def _of_part(flow: networkx.DiGraph, layers: object) -> Iterator[set[fx.Node]]:
 
 
 def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
-    """The nodes that every path from in to out passes, these two included, in order."""
+    """Return the nodes that every path from in to out passes, these two included, in order."""
     above = networkx.immediate_dominators(whole, "in")
     found: list[object] = ["out"]
     while found[-1] != "in":

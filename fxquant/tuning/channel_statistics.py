@@ -1,7 +1,7 @@
-"""What the channels of tensors hold in the float model: the largest magnitude and the mean square of each.
+"""Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each.
 
-Where a few items of a batch are far louder than the others, their channels have other shares: what is right for them may spread the
-channels of all others, and it is they that a scale may cut off (`observers.loudness`). So they have no say.
+A few items of a batch may be outliers (`observers.loudness`), whose channels have other proportions. Factors that suit them may spread the
+channels of all other items, and a scale may clip the outliers anyway. So they are left out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fxquant.ir.model import repeatable
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
-LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are
+LOUD = 4.0  # items with more than so many times the median magnitude are outliers, and do not show how far apart channels are
 Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
 Statistics = dict[str, Seen]  # by node
 
 
 @torch.no_grad()
 def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
-    """What these batches show of the tensors whose labels are given."""
+    """Return the statistics, over these batches, of the tensors whose labels are given."""
     found: Statistics = {}
 
     def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
@@ -53,7 +53,7 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
 
 
 def together(gathered: Sequence[Statistics]) -> Statistics:
-    """What all ranks have seen."""
+    """Combine the statistics of all ranks."""
     found: Statistics = {}
     for one in gathered:
         for name, seen in one.items():
@@ -68,6 +68,6 @@ def _add(found: Statistics, name: str, seen: Seen) -> None:
 
 
 def _usual(value: Tensor) -> Tensor:
-    """Which items of a batch are not far louder than half of them are, bool of shape (items,); NaN is not left out."""
+    """Return which items of a batch are not outliers in magnitude, bool of shape (items,); NaN is not left out."""
     loudness = value.abs().flatten(1).amax(1)
     return ~(loudness > LOUD * loudness.median())

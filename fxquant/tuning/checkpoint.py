@@ -1,4 +1,4 @@
-"""What a method has finished, in a file: after a kill the same call continues behind it, and ends with the same bits."""
+"""Checkpoint of a tuning method: after a kill the same call continues after the last finished layer, and returns the same bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpoint:
                 raise no_checkpoint(str(path), error) from None
 
     def learned(self, row: TunedLayer) -> Learned:
-        """What was learned of a row that is finished."""
+        """Return what was learned for a row that is finished."""
 
         def of(prefix: str) -> dict[str, Tensor]:
             start = f"{row.name}/{prefix}"
@@ -47,7 +47,7 @@ class Checkpoint:
         return Learned(of(_OFFSET), of(_SCALE), of(_SHARE))
 
     def add(self, row: TunedLayer, learned: Learned | None) -> None:
-        """A row is finished; what was learned is kept where it is in the model."""
+        """Add a finished row, and what was learned if the model keeps it."""
         self.rows[row.name] = row
         if learned is not None:
             for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):

@@ -1,4 +1,4 @@
-"""What of a prepared model can be quantized in one way or another: its tensors and weights, and the mapping that says how.
+"""The quantization choices of a prepared model: its tensors and weights, and the mapping that sets how each is quantized.
 
 A *choice* is a quantized tensor, or a group of them that shares a scale, whose dtype nothing demands; or the weight of a layer.
 """
@@ -54,16 +54,16 @@ class Choice:
     passes: int = 1
 
     def bytes(self, dtype: str) -> float:
-        """What it takes in this dtype, two int4 in a byte."""
+        """Return its size in bytes in this dtype; two int4 take one byte."""
         return self.elements * bits(dtype) / 8
 
 
 @dataclass(frozen=True)
 class Products:
-    """The sums of products of one layer: how many, and what is multiplied: a tensor, and a weight or another tensor.
+    """The sums of products of one layer: their number, and their factors: a tensor, and a weight or another tensor.
 
-    left, right    names of choices; "" where there is no choice
-    width          of each side its bits, where there is no choice
+    left, right    names of choices; "" for a side without a choice
+    width          the bits of each side that has no choice
     """
 
     layer: str
@@ -120,7 +120,7 @@ class Choices(Mapping[str, Choice]):
         return list(self._of.values())
 
     def _is_free(self, operator: QuantizedOperator) -> bool:
-        """Whether a rule of a mapping can say which dtype the result has."""
+        """Return whether a rule of a mapping can say which dtype the result has."""
         node = self.nodes[operator.name]
         if operator.operator is QUANTIZE:
             return all(_has_rules(reader) and part(reader) is None for reader in node.users)
@@ -163,7 +163,7 @@ class Choices(Mapping[str, Choice]):
     def mapping(
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
     ) -> QConfigMapping:
-        """The base with a rule for every node whose tensor or weight gets another of these dtypes, or config, by the names of choices."""
+        """Return the base with a rule for each node whose tensor or weight gets another dtype, or config, by the names of choices."""
         wanted: dict[str, QConfig] = {}
         for name, node in self.nodes.items():
             operator = quantized_operator(self.prepared, node)
@@ -182,7 +182,7 @@ class Choices(Mapping[str, Choice]):
         return base
 
     def _rule(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig | None:
-        """The config of an operator with what is chosen for its result, its weight and the real numbers that it reads; None: as it is."""
+        """Return the operator's config with the choices for its result, its weight and the float values that it reads; None: no change."""
         read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
         own = [self._of.get(id(operator.output)), self._by_name.get(f"{operator.name}.weight"), *read]
         moved = [c for c in own if c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs)]
@@ -200,14 +200,14 @@ class Choices(Mapping[str, Choice]):
         if weight is not None:
             config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
         inputs = list(self._quantized_for(operator))
-        # What is read as a real number follows the output's config where it has none; it is to stay what it is. What a rule requantizes
-        # is requantized on; the default's input is the model's, and no operator's in particular.
+        # A float operand without an input config follows the output's config, and must not change with it. An operand that a rule
+        # requantizes stays requantized; the default's input config is that of the model's inputs, not of an operator.
         asked = config.input if decide(self.nodes[operator.name]).layer != DEFAULT else None
         input = self._config(inputs[0], config.input or config.output, dtypes, configs) if inputs else asked
         return replace(config, output=output, input=input)
 
     def _quantized_for(self, operator: QuantizedOperator) -> list[Quantizer]:
-        """The quantizers of the real numbers that an operator reads."""
+        """Return the quantizers of the float values that an operator reads."""
         boundary = {id(one.output) for one in quantized_operators(self.prepared).values() if one.operator is QUANTIZE}
         return [quantizer for quantizer in _operands(operator) if id(quantizer) in boundary]
 
@@ -220,18 +220,18 @@ class Choices(Mapping[str, Choice]):
         return configs.get(choice.name, config).of(dtypes.get(choice.name, choice.dtype))
 
     def dtypes(self) -> dict[str, str]:
-        """What every choice has now."""
+        """Return the present dtype of every choice."""
         return {name: choice.dtype for name, choice in self.items()}
 
 
 def bits(dtype: str) -> int:
-    """Of one number."""
+    """Return the bits of one number."""
     known = ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]
     return known.bits
 
 
 def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
-    """The dtypes of these widths that are offered, one of each, and the one that is there."""
+    """Return the dtypes of these widths that are offered, one of each, and the one that is there."""
     found = {known[dtype].bits: dtype}
     for name in offered:
         if name != "int32" and known[name].bits in widths:
@@ -240,12 +240,12 @@ def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequenc
 
 
 def _has_rules(node: fx.Node) -> bool:
-    """Whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
+    """Return whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
     return all(rules[0][0].kind not in ("attribute", "call") for rules in matched_rules(node))
 
 
 def _has_own_name(node: fx.Node) -> bool:
-    """Whether a node has the name that the user's operator had, and not one of a part of it."""
+    """Return whether a node has the name that the user's operator had, and not one of a part of it."""
     known = part(node)
     return known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
 
@@ -258,7 +258,7 @@ def _demands_dtype(operator: Operator, node: fx.Node) -> bool:
 
 
 def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
-    """The quantizers of an operator's operands, in order, without the residual that is fused into it."""
+    """Return the quantizers of an operator's operands, in order, without the residual that is fused into it."""
     found: list[Quantizer] = []
     for name, quantizer in ({} if operator is None else operator.inputs).items():
         if name != "residual":
@@ -267,5 +267,5 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a tensor of real numbers."""
+    """Return whether a value is a floating-point tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -53,7 +53,7 @@ def learn(
 
 
 def _taught(lesson: Lesson, settings: Settings, seed: int, known: Checkpoint) -> Iterator[None]:
-    """One unit learns, and keeps what it has learned if that is better."""
+    """Train one unit, and keep what it learned if that lowers the error."""
     before, student = lesson.error(), Student(lesson, settings, seed)
     yield from student.study()
     learned, after = student.settled(lesson.error)
@@ -65,7 +65,7 @@ def _taught(lesson: Lesson, settings: Settings, seed: int, known: Checkpoint) ->
 
 
 def left_out(prepared: fx.GraphModule) -> dict[str, str]:
-    """The weighted nodes whose rounding is not to be changed, by name, and why."""
+    """Return the weighted nodes whose rounding is not to be changed, by name, and why."""
     shared = shared_weights(prepared)
     found = {}
     for node in weighted_nodes(prepared):
@@ -80,5 +80,5 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
 
 
 def _seed(seed: int, name: str) -> int:
-    """One for each unit, so that none depends on those before it."""
+    """Return one for each unit, so that none depends on those before it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")

@@ -1,8 +1,8 @@
-"""Distillation: the integers of all weights are learned together, with the float model as the teacher; no labels are asked for.
+"""Distillation: learn the integers of all weights together, with the float model as the teacher; no labels are needed.
 
-Finkelstein, Fuchs, Tal, Grobman, Vosco, Meller: QFT: Post-training quantization via fast joint finetuning of all degrees of freedom, 2022:
-behind calibration a model is trained for a short while as it is deployed, so that errors of one layer are made up for by all others, which
-no method does that looks at one layer or block at a time. What is learned, beside the parameters, which stay:
+Finkelstein, Fuchs, Tal, Grobman, Vosco, Meller: QFT: Post-training quantization via fast joint finetuning of all degrees of freedom, 2022.
+After calibration a model is trained for a short while as it is deployed, so that all layers compensate for the errors of one. No method
+does that which looks at one layer or block at a time. The parameters stay as they are; what is learned is:
 
     w_q = round(w / s + v)      v of each weight, in steps, with the gradient straight through
     s · g, b + c                a gain and a shift of each channel, where its scale is not learned or a power of two
@@ -11,9 +11,9 @@ by Adam, whose steps become shorter in a cosine, with the loss
 
     mean over outputs of Σ (y - y')² / Σ y²  +  FEATURES · the same over the results of all layers with weights
 
-A few samples have more layers and channels than there are equations in their outputs: the results of layers are there so that these are
-not fitted alone, and so are samples that nobody has given, x' = (1 - λ) x_i + λ x_j, of which the teacher knows what they ought to give;
-images are also moved by up to an eighth of their size, reflected at the edges, each by its own way.
+A few samples have more layers and channels than there are equations in their outputs. The results of layers are in the loss so that the
+outputs are not fitted alone. For the same reason samples are mixed, x' = (1 - λ) x_i + λ x_j, and the teacher gives their targets. Images
+are also shifted by up to an eighth of their size, reflected at the edges, each by its own shift.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _output(prepared: fx.GraphModule) -> fx.Node:
 
 
 class _Weight:
-    """What is learned of one weight.
+    """The learned parameters of one weight.
 
     moved  v, of the weight's shape
     gain   g, of shape (C,), or None where the scale is not to be changed
@@ -133,7 +133,7 @@ class _Weight:
         self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()
 
     def begin(self) -> None:
-        """The operator computes with what is learned from here on."""
+        """Replace the operator's rounding, scale and bias by those that are learned."""
         rounding = AdaptiveRounding(tuple(self.moved.shape)).to(self.moved.device)
         rounding.soft = self._integers
         self.quantizer.rounding = rounding
@@ -158,13 +158,13 @@ class _Weight:
 
     @property
     def rates(self) -> list[tuple[nn.Parameter, float]]:
-        """What Adam moves, and how far in a step."""
+        """Return the parameters that Adam updates, and their learning rates."""
         found = [(self.moved, RATE * max(float(self.real.abs().mean()), 1e-3))]
         return found + [(part, SLOW_RATE) for part in (self.gain, self.shift) if part is not None]
 
     @torch.no_grad()
     def settle(self) -> None:
-        """What was learned stays, as whole numbers."""
+        """Keep what was learned, as integers."""
         if self.quantizer.coverage is not None:
             self.quantizer.coverage.share = self.quantizer.coverage.share.detach().clone()
         if self.quantizer.correction is not None:
@@ -187,7 +187,7 @@ class _Pupil:
     """A prepared model while it learns from itself in float.
 
     judging  what is held out, in chunks, each with its copies
-    power    Σ y² of each real tensor that it returns, over these
+    power    Σ y² of each floating-point tensor that it returns, over these
     """
 
     def __init__(self, prepared: fx.GraphModule, nodes: Sequence[fx.Node], samples: Samples, size: int, seed: int) -> None:
@@ -209,7 +209,7 @@ class _Pupil:
         self.items = list(self._alike())
 
     def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
-        """The real tensors that it returns, and the results of layers with weights."""
+        """Return the floating-point outputs, and the results of layers with weights."""
         values: Values = dict(zip(self.inputs, inputs, strict=True))
         kept: Values = {}
         left = {node: len(node.users) for node in self.prepared.graph.nodes}
@@ -239,7 +239,7 @@ class _Pupil:
 
     @torch.no_grad()
     def error(self) -> float:
-        """The share of noise in what it returns, on average over the tensors, over what is held out."""
+        """Return the share of noise in what it returns, on average over the tensors, over what is held out."""
         errors = [0.0] * len(self.power)
         for inputs, wanted in zip(self.judging, self.held_out, strict=True):
             for place, (found, right) in enumerate(zip(self._run(inputs, exact=True)[0], wanted, strict=True)):
@@ -283,14 +283,14 @@ class _Pupil:
                 weight.place()
 
     def _drawn(self) -> list[Any]:
-        """Some samples that are learned from, of one size; real numbers mixed with those of others."""
+        """Return some samples to learn from, all of one size; their floating-point tensors are mixed with those of other samples."""
         alike = self.items[self._number(len(self.items))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu", dtype=torch.float32)
         return self._moved([self._mixed([item[place] for item in alike], place, order, other, shares) for place in range(len(self.axes))])
 
     def _copies(self, inputs: list[Any]) -> Iterator[list[Any]]:
-        """The inputs, and copies that are moved, where anything is."""
+        """Yield the inputs, and copies that are moved, where anything is."""
         yield inputs
         if any(self.moves):
             yield from (self._moved(inputs) for _ in range(COPIES))
@@ -313,7 +313,7 @@ class _Pupil:
         return int(torch.randint(below, (), generator=self.generator, device="cpu"))
 
     def _mixed(self, values: list[Any], place: int, order: Tensor, other: Tensor, shares: Tensor) -> Any:
-        """One input of the chosen samples, each with its share of another."""
+        """Return one input of the chosen samples, each with its share of another."""
         axis = self.axes[place]
         if axis is None:
             return values[int(order[0])]
@@ -337,7 +337,7 @@ class _Pupil:
     def _resumed(
         self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
     ) -> int:
-        """The steps that are done; everything is as it was behind them."""
+        """Return the number of finished steps; restore the state after them."""
         known = read_tensors(checkpoint, call)
         if known is None:
             return 0
@@ -353,7 +353,7 @@ class _Pupil:
         return int(document["done"])
 
     def settled(self, before: float) -> float:
-        """The model has what was learned, if its error is less than before; what the error is now."""
+        """Keep what was learned in the model if its error is less than before, and return the error."""
         after = self.error()
         if not after < before:
             for weight in self.weights:
@@ -365,7 +365,7 @@ class _Pupil:
 
 
 def _largest(value: Any) -> float:
-    """The largest magnitude in a real tensor; infinite where one is no number, and of what is no real tensor."""
+    """Return the largest magnitude in a floating-point tensor; infinite if the tensor holds NaN, and for any other value."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return math.inf
     found = float(value.abs().max()) if value.numel() else 0.0
@@ -373,7 +373,7 @@ def _largest(value: Any) -> float:
 
 
 def _is_image(value: Any) -> bool:
-    """Whether it is real, of four or five dimensions, and no louder than an image of 16 bits, as masks of attentions are."""
+    """Return whether a float tensor has four or five dimensions and the magnitudes of a 16-bit image; attention masks have larger ones."""
     return isinstance(value, Tensor) and value.dim() in (4, 5) and _largest(value) <= LOUDEST
 
 
@@ -390,5 +390,5 @@ def _shifted(images: Tensor, ways: Tensor) -> Tensor:
 
 
 def _share(found: Tensor, wanted: Tensor) -> Tensor:
-    """The share of noise in a tensor."""
+    """Return the share of noise in a tensor."""
     return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30)

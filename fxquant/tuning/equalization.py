@@ -1,19 +1,19 @@
-"""Cross-layer equalization: channels whose ranges are far apart are brought nearer by powers of two, which the layers that read them undo.
+"""Cross-layer equalization: scale channels by powers of two so that their ranges are closer; the layers that read them undo the factors.
 
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.1,
-moves a factor for each channel from one layer's weight to the next one's, so that the ranges of both weights are alike. That is what
-weights with one scale for all outputs need. Where every output has its own, the activations need it: they have one scale for a whole
-tensor, which the largest channel takes for itself. So several choices of factors are compared, by the error that they leave
-(`noise`), and one is taken only if it leaves clearly less than none.
+moves a factor for each channel from one layer's weight to the next one's, so that the ranges of both weights are alike. Weights with one
+scale for all outputs need that. Where every output has its own scale, the activations need it: they have one scale for a whole tensor,
+which the largest channel determines. So several choices of factors are compared by the error that they leave (`noise`). One is taken only
+if it leaves clearly less than no factors.
 
 Xiao, Lin, Seznec, Wu, Demouth, Han: SmoothQuant, ICML 2023, section 4, has max |x_c|^α / max |w_c|^(1-α) for transformers, where a few
 channels of every token are far larger than all others. Some of the choices start there, with several α.
 
-What a few items show is not all that is to come: a channel that fills the range as far as they tell is cut off where it reaches further.
-So factors are to be worth it as well if every channel reaches half as far again.
+A few items do not show everything that is to come: a channel that just fills the range on them is clipped where it reaches further. So
+factors must also lower the error if every channel reaches half as far again.
 
-The factors are powers of two, beside the parameters (`ChannelFactors`): the float function keeps its bits, but for numbers beyond the
-range of float32, and parameters what they mean.
+The factors are powers of two, kept next to the parameters (`ChannelFactors`). The float function keeps its bits, except for numbers beyond
+the range of float32, and parameters keep their meaning.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def equalize(
 
 
 def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[list[Any] | None], None]:
-    """What does the same by one batch, unless the model has scales or factors now; it takes None on a rank that has no batch.
+    """Return a function that equalizes by one batch, unless the model has scales or factors now; it takes None on a rank without a batch.
 
     Where ranks calibrate together it is the batch of the first rank, as one process would have it, and every rank calls this.
     """
@@ -114,7 +114,7 @@ def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[lis
 
 
 def _begun(prepared: fx.GraphModule) -> bool:
-    """Whether anything was observed."""
+    """Return whether anything was observed."""
     operators = [operator for operator in quantized_operators(prepared).values() if operator.owns_output]
     return any(operator.output.observer is not None and operator.output.observer.observed for operator in operators)
 
@@ -144,7 +144,7 @@ def _equalize(
 
 
 def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
-    """Whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
+    """Return whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
     return quantized_operator(prepared, node) is not None and (
         bool(known.tensors[node].any()) or any(user in known.read for user in node.users)
     )
@@ -185,7 +185,7 @@ class _Problem:
 
 
 def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Statistics, gain: Tensor) -> LayerNoise | None:
-    """The weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
+    """Return the weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
 
     `gain` holds what an error of mean square one in a channel costs, by label; what it costs in this layer is added.
     """
@@ -234,13 +234,13 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
 
 
 def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
-    """What is known of the channels that a layer reads, for each of its outputs those of its group: (outputs, inputs of a group)."""
+    """Expand values of the channels that a layer reads to those of each output's group: (outputs, inputs of a group)."""
     rows = channels.reshape(groups, 1, -1)
     return rows.expand(groups, outputs // groups, rows.shape[2]).reshape(outputs, -1)
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
-    """The tensors that are quantized, those of one grid together."""
+    """Return the tensors that are quantized, those of one grid together."""
     held: dict[int, tuple[Any, list[str]]] = {}
     nodes = {node.name: node for node in known.tensors}
     for name, operator in quantized_operators(prepared).items():
@@ -266,12 +266,12 @@ def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Te
 
 
 def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tensor:
-    """The exponent of every label."""
+    """Return the exponent of every label."""
     problem = _Problem(prepared, known, seen)
     exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
 
     def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
-        """The exponents with those of a group changed, if that is worth it."""
+        """Return the exponents with those of a group changed, if that is worth it."""
         costs = _Costs(group, terms)
         least = before = costs.of(exponents).error
         best, most = exponents, WORTH * costs.of(exponents).doubtful()
@@ -334,7 +334,7 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
 
 
 class _Cost(NamedTuple):
-    """What some exponents cost.
+    """The cost of some exponents.
 
     error     the error that they leave
     doubtful  the same where channels reach further than was seen

@@ -1,12 +1,15 @@
-"""The first samples of a calibration, by which ranges are judged, weights rounded and biases corrected behind it.
+"""The first samples of a calibration, by which ranges are judged, weights are rounded and biases are corrected after it.
 
 Ranges are chosen by the squared error of all samples, or by the noise of each, whichever leaves less noise in the outputs
 (`sample_ranges`), if there are samples enough to judge by.
-Weights of few bits are rounded by them (`second_moment`). What is left of their errors, what those of 8 bits make of an operand whose mean
-is not 0, and what clipped operands shift, is on average taken from biases (`bias`), if there are samples enough for a mean. Where an
-arithmetic only floors, of a sum that half a step was added to, biases make up for that, too: every number in the middle between two
-integers goes up. Sums of many products hardly ever are there; the mean of four numbers is in one case of four, and so every pixel of a
-pooled image is an eighth of a step too large on average.
+Weights of few bits are rounded by them (`second_moment`).
+
+Biases are corrected (`bias`) if there are samples enough for a mean. They take back the mean of three errors: the remainder of the errors
+of rounded weights, the errors of 8-bit weights at an operand whose mean is not 0, and the shift of clipped operands.
+
+Some arithmetics only floor a sum to which half a step was added: every number in the middle between two integers is rounded up. Biases
+correct for that, too. Sums of many products are hardly ever there. The mean of four numbers is in one case of four, so every pixel of
+a pooled image is an eighth of a step too large on average.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and wh
 
 @dataclass
 class Kept:
-    """What a calibration leaves on the model, so that another one that goes on ends as one call with all batches would have.
+    """The state that a calibration leaves on the model, so that a second one that goes on ends as one call with all batches would.
 
     inputs       the model's inputs of the first batches
     samples      how many samples these have, and how many elements
@@ -97,7 +100,7 @@ class FirstSamples:
         self.enough = ENOUGH if correct_bias is None else 0
 
     def take(self, inputs: Sequence[Any]) -> None:
-        """The model's inputs of the next batch."""
+        """Take the model's inputs of the next batch."""
         kept = self.kept
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         axes = batch_axes(self.prepared)
@@ -157,7 +160,7 @@ class FirstSamples:
         return sample_ranges.balances_better(self.prepared, quantizers, self._few()[0].chunks, show_progress)
 
     def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
-        """What a method gives layers now; those that are left out have what is known."""
+        """Run a method again and return what it gives layers; those that are left out keep what is known."""
         before, operators = _parts(self.prepared), quantized_operators(self.prepared)
         method(distributed, show_progress)
         given = {name: (now, before[name]) for name, now in _parts(self.prepared).items() if not _same(now, before[name])}
@@ -178,7 +181,7 @@ class FirstSamples:
         bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
     def _seen_by_all(self, distributed: bool) -> int:
-        """How many samples went by in the ranks that calibrate together."""
+        """Return how many samples went by in the ranks that calibrate together."""
         return sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
@@ -213,7 +216,7 @@ def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
 
 
 def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-    """What was kept on the devices of other inputs: the model may have moved between two calls."""
+    """Return what was kept, on the devices of other inputs: the model may have moved between two calls."""
     return [
         mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine
         for mine, other in zip(kept, inputs, strict=True)
@@ -221,13 +224,13 @@ def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
 
 
 def _counts(prepared: fx.GraphModule) -> int:
-    """How many batches all observers together have seen."""
+    """Return how many batches all observers together have seen."""
     counts = [module.count for module in prepared.modules() if isinstance(module, Observer)]
     return int(torch.stack([count.cpu() for count in counts]).sum()) if counts else 0
 
 
 def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
-    """What every layer has."""
+    """Return the rounding, coverage and correction of every layer."""
     weights = {name: operator.weight_quantizer for name, operator in quantized_operators(prepared).items()}
     return {name: (each.rounding, each.coverage, each.correction) for name, each in weights.items()}
 

@@ -17,9 +17,9 @@ from fxquant.quantization.state import State
 
 @contextmanager
 def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
-    """The operators of the model, by name, in state VALIDATE, where they are left; a part in state FLOAT stays there, and as it is.
+    """Yield the operators of the model by name, in state VALIDATE, where they are left; a part in state FLOAT stays unchanged.
 
-    If anything is raised inside, every state, rounding, correction and coverage, and every number in the model, is what it was. Raises
+    If anything is raised inside, every state, rounding, correction, coverage and number in the model is restored. Raises
     NotCalibrated, and changes nothing, where a scale is missing.
     """
     require_prepared(prepared)
@@ -38,7 +38,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
             if not operator.plain and operator not in out:
                 operator.output.require()
         for parameter in trained:
-            parameter.requires_grad_(False)  # what is tuned is no parameter of the model
+            parameter.requires_grad_(False)  # the tuned tensors are not parameters of the model
         with leaving_out(out), autocast_off(), torch.inference_mode(False), torch.enable_grad():
             yield operators
     except BaseException:

@@ -1,4 +1,4 @@
-"""What a long search has found so far, in a file: after a kill the same call goes on behind it, and ends with the same bits."""
+"""Journal of a long search, in a file: after a kill the same call continues after its last entry, and returns the same bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Journal:
         return found
 
     def at(self, name: str, find: Callable[[], Any]) -> Any:
-        """What is known under a name, or what `find` finds, which is known from then on."""
+        """Return the entry of this name; without one, call `find` and keep what it returns."""
         if name not in self.found:
             self.found[name] = find()
             self.write()

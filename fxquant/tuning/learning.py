@@ -1,20 +1,19 @@
-"""Learning how weights are rounded, and with which scales activations are, from what a unit of layers puts out in float.
+"""Learn the rounding of weights and the scales of activations from the float result of a unit of layers.
 
 Rounding is that of Nagel, Amjad, van Baalen, Louizos, Blankevoort: Up or Down? Adaptive Rounding for Post-Training Quantization, ICML 2020,
-section 3: of each weight a number v decides between the integers beside it,
+section 3. A number v for each weight decides between the two nearest integers,
 
     w_q = floor(w / s) + h(v),   h(v) = clip(1.2 · sigmoid(v) - 0.1, 0, 1),   penalty 1 - |2 h(v) - 1|^β
 
-starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine once a fifth of the steps is done; before, nothing is
-penalised. At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, in parts of what it is with
-weights rounded to the nearest, plus the mean penalty times `PENALTY`: so nothing depends on the unit of the results or on the
-number of weights.
+starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine once a fifth of the steps is done; before, the penalty is 0.
+At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, relative to the error with weights
+rounded to the nearest, plus the mean penalty times `PENALTY`. So nothing depends on the unit of the results or on the number of weights.
 
-The scale of a weight does not cover all of it where covering less is better (`weight_scales`); that is found first, and the roundings are
+The scale of a weight covers only a part of its range where that is better (`weight_scales`). It is found first, and the roundings are
 learned with it.
 
-Activations inside of a unit are rounded as Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4 has it: each element with probability one
-half, else it is the real number; the same holds for what a unit reads. Their scales have LSQ's gradient.
+Activations inside of a unit are rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4. Each element is rounded with probability
+one half, else it keeps its float value. The same holds for what a unit reads. Their scales have LSQ's gradient.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Settings:
 
 
 class _Choice:
-    """What decides how one weight is rounded.
+    """The learned rounding of one weight.
 
     start  the weight in steps, as it is
     value  v, a parameter of its shape
@@ -73,7 +72,7 @@ class _Choice:
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
-        """The weight between the integers beside it; the first call says where it is."""
+        """Return the weight between the integers beside it; the first call says where it is."""
         if self.value is None:
             self.start = real.detach().clone()
             share = self.start - torch.floor(self.start)
@@ -87,7 +86,7 @@ class _Choice:
 
     @torch.no_grad()
     def decided(self) -> AdaptiveRounding:
-        """A rounding that gives the integer h(v) is nearer to."""
+        """Return a rounding that gives the integer h(v) is nearer to."""
         rounding = AdaptiveRounding(self.shape).to(self.start.device)
         rounding.settle(self.start, torch.floor(self.start) + torch.round(self.share()))
         return rounding
@@ -155,7 +154,7 @@ class Student:
             yield
 
     def _loss(self, index: int) -> Tensor:
-        """The mean squared error of its results for one chunk, with what is learned as it is."""
+        """Return the mean squared error of its results for one chunk, with what is learned as it is."""
         values, targets = self._operands(index), self.lesson.targets[index]
         for node in self.unit.nodes:
             operator = self.operators.get(node)
@@ -184,7 +183,7 @@ class Student:
         return torch.where(chosen.to(rounded.device), rounded, real)
 
     def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:
-        """The value on its grid, with LSQ's gradients to it and to the scale."""
+        """Return the value on its grid, with LSQ's gradients to it and to the scale."""
         if quantizer.follows_sum:
             return real
         grid = quantizer.grid
@@ -197,10 +196,10 @@ class Student:
 
     @torch.no_grad()
     def settled(self, error: Callable[[], float]) -> tuple[Learned, float]:
-        """What was learned, as integers have it, is in the model; returned with the error it then has.
+        """Put what was learned into the model, as integers have it, and return it with the error that the model then has.
 
-        Of what was learned of roundings, of the scales of weights, with which they were learned, and of the scales of activations, what
-        gives the least error is taken.
+        Candidates are the learned roundings, the scales of weights with which they were learned, and the scales of activations. The
+        combination with the least error is taken.
         """
         offsets = {node.name: choice.decided().offset for node, choice in self.choices.items()}
         shares = {node.name: share for node, share in self.shares.items()}
@@ -230,7 +229,7 @@ class Student:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a unit has learned: offsets of roundings by node, scales by quantizer, and how much of weights their scales cover by node."""
+    """The learned values of a unit: offsets of roundings by node, scales by quantizer, and covered shares of weights by node."""
 
     offsets: Mapping[str, Tensor]
     scales: Mapping[str, Tensor]
@@ -238,7 +237,7 @@ class Learned:
 
     @torch.no_grad()
     def put(self, prepared: fx.GraphModule, unit: Unit) -> None:
-        """It is in the model."""
+        """Put the learned values into the model."""
         for node in unit.nodes:
             operator = operator_at(prepared, node)
             if operator is None:
@@ -258,7 +257,7 @@ class Learned:
 
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
-    """The quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
+    """Return the quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
     inside = {operator.name for operator in operators}
     shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
     found = {id(o.output): o.output for o in operators if not o.plain}
@@ -271,7 +270,7 @@ def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -
 
 
 def _numbers(quantizer: Quantizer) -> list[Tensor]:
-    """What `_move` changes."""
+    """Return the tensors that `_move` changes."""
     found = [quantizer.base_scale, *quantizer.trained.values()]
     return [*found, quantizer.ends, quantizer.zero_point] if quantizer.dtype.affine else found
 

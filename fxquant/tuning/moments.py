@@ -46,7 +46,7 @@ class Moment:
         self.rows += rows.shape[1]
 
     def parts(self, real: Tensor, share: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each block: the weights in steps, (groups, outputs, columns), and M with a share of S, (groups, columns, columns)."""
+        """Yield for each block the weights in steps, (groups, outputs, columns), and M with a share of S, (groups, columns, columns)."""
         grouped = real.view(len(self.sums), -1, real.shape[1])
         for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
             moment, mean = block / self.rows, self.sums[:, start:end] / self.rows
@@ -68,7 +68,7 @@ class Moment:
         return smooth
 
     def noise(self, integers: Tensor, real: Tensor) -> float:
-        """The share of noise in the sums of an output, on average over all."""
+        """Return the share of noise in the sums of an output, on average over all."""
         total, signal = (torch.zeros(len(real), dtype=torch.float64, device=real.device) for _ in range(2))
         for into, value in ((total, integers - real), (signal, real)):
             grouped = value.view(len(self.sums), -1, value.shape[1])

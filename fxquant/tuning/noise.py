@@ -1,13 +1,13 @@
-"""What quantization costs, as a function of channel factors: errors in mean square, each weighed by what it does further on.
+"""The cost of quantization as a function of channel factors: mean squared errors, each weighted by its effect on later layers.
 
     layer     Σ_oi min(taps·(δ_o·f_i)²/12, S_oi) · p_i · g_o,   δ_o = max_i |w_oi|/f_i / divisor
     tensor    Σ_c min((Δ/f_c)²/12, p_c) · g_c,                  Δ = max_c m_c·f_c / divisor
 
-m and p are the largest magnitude and the mean square of a channel of the float model, S the sum of squares of the weights that meet it,
-and g what an error of mean square one in a channel adds to the errors of what is computed from it: for every layer that reads it,
-Σ_o S_oc·g_o. Where a layer gives something that has no factors, its errors count as a share of each channel's signal,
-g_o = 1 / (channels · Σ_i S_oi·p_i). Errors of rounding are taken as uniform, and never larger than what is rounded; that scales are powers
-of two is left out, which is no reason for a choice.
+m and p are the largest magnitude and the mean square of a channel of the float model. S is the sum of squares of the weights that multiply
+it. g is what an error of mean square one in a channel adds to the errors of later results: for every layer that reads it, Σ_o S_oc·g_o.
+Where a layer returns a tensor that has no factors, its errors count as a share of each channel's signal, g_o = 1 / (channels · Σ_i
+S_oi·p_i). Rounding errors are taken as uniform, and never larger than the rounded value. The model ignores that scales are powers of two,
+since this does not favour a choice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerNoise:
         return self.read[:: len(self.read) // self.groups]
 
     def least_error(self) -> float:
-        """A bound of the error from below, whatever the factors: the steps are no smaller than those of every weight by itself."""
+        """Compute a lower bound of the error over all factors: each step is at least the step of every weight by itself."""
         costs = torch.empty_like(self.share)
         for largest, squares, share, cost in self._blocks(self.largest, self.squares, self.share, costs):
             rounding = (largest / self.divisor).square_().mul_(self.taps / 12)
@@ -60,10 +60,10 @@ class LayerNoise:
         return float(costs.sum())
 
     def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
-        """What rounding the weight costs.
+        """Compute the cost of rounding the weight.
 
-        To `rising` and `falling` is added, by label, what of the error grows with f² of a channel, and what with 1/f², as long as the
-        scale stays.
+        `rising` accumulates, by label, the part of the error that grows with f² of a channel; `falling` the part that grows with 1/f². Both
+        hold as long as the scale stays.
         """
         read = factors[self.labels].unsqueeze(1)
         steps = self._steps(factors, read).unsqueeze(1)
@@ -86,7 +86,7 @@ class LayerNoise:
         return float(costs.sum())
 
     def _steps(self, factors: Tensor, read: Tensor) -> Tensor:
-        """The scale of every output's weights, in numbers of the float model, (out,)."""
+        """Return the scale of every output's weights, in numbers of the float model, (out,)."""
         found = torch.empty(len(self.read), dtype=torch.float64, device="cpu")
         for (largest, step), (_, met) in zip(
             self._blocks(self.largest, found.unsqueeze(1)), self._blocks(self.largest, by_group=read), strict=True
@@ -131,22 +131,22 @@ class TensorNoise:
     divisor: float
 
     def steps(self, factors: Tensor) -> Tensor:
-        """The scale, in numbers of the float model, for each channel."""
+        """Return the scale, in numbers of the float model, for each channel."""
         own = factors[self.labels]
         return (self.largest * own).amax() / self.divisor / own
 
     def ahead(self, times: float) -> TensorNoise:
-        """The same where every channel may reach so many times as far, and none beyond the largest."""
+        """Return the noise if every channel may reach so many times as far, but none beyond the largest."""
         return replace(self, largest=torch.minimum(self.largest * times, self.largest.max()))
 
     def least_error(self) -> float:
-        """The same if every channel had the whole grid for itself."""
+        """Compute a lower bound of the error: every channel has the whole grid for itself."""
         return float((torch.minimum((self.largest / self.divisor).square() / 12, self.power) * self.gain).sum())
 
     def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
-        """What rounding the tensor costs.
+        """Compute the cost of rounding the tensor.
 
-        To `falling` is added, by label, what of the error grows with 1/f² of a channel, as long as the scale stays.
+        `falling` accumulates, by label, the part of the error that grows with 1/f² of a channel, as long as the scale stays.
         """
         rounding = self.steps(factors).square() / 12
         if falling is not None:

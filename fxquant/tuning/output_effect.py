@@ -1,12 +1,12 @@
-"""What errors of a layer's sums do to what the model returns: second moments of gradients.
+"""The effect of errors of a layer's sums on the model's outputs: second moments of gradients.
 
     B = E[g gᵀ],   g = ∂(Σ u · y) / ∂z,   u ~ N(0, 1)
 
-z are the sums of a layer at one place, with bias and what is fused into the layer but before its limits, y what the model returns, and the
-mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, as far as these have nothing to do with each other:
-outputs of the layer that nobody sees count nothing, and errors of two may cancel behind it. Beside M = E[x xᵀ] it is the approximation of
-Martens, Grosse: Optimizing Neural Networks with Kronecker-factored Approximate Curvature, ICML 2015; rounding by it is in Tseng, Sun, Hou,
-De Sa: Model-Preserving Adaptive Rounding, 2025.
+z are the sums of a layer at one place, with bias and what is fused into the layer but before its limits. y are the outputs of the model,
+and the mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, if these are independent of each other.
+Outputs of the layer that nothing reads count nothing, and errors of two may cancel after it. Together with M = E[x xᵀ] it is the
+approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored Approximate Curvature, ICML 2015. Rounding by it is in
+Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _of_chunk(
 
 
 def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
-    """Where the result of a node is within its limits, and its dimension of channels; None where these are not those of its weight."""
+    """Return where the result of a node is within its limits, and its dimension of channels; None if these are not its weight's."""
     operator = operator_at(prepared, node)
     assert operator is not None
     arguments, result = bound_arguments(node, operator, values), values[node].detach()

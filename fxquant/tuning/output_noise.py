@@ -31,7 +31,7 @@ class OutputNoise:
         return sum(shares) / len(shares)
 
     def _outputs(self, exact: bool) -> list[dict[fx.Node, Tensor]]:
-        """The outputs for each chunk, one chunk at a time: what is between the layers is kept for one alone."""
+        """Return the outputs for each chunk, one chunk at a time: what is between the layers is kept for one alone."""
         return [Walk(self.prepared, [chunk], exact=exact).at(self.nodes)[0] for chunk in self.chunks]
 
 

@@ -1,4 +1,4 @@
-"""An operator's integer function before its result is rounded: differentiable, also in what decides how its weight is rounded."""
+"""An operator's integer function before its result is rounded. It is differentiable, also with respect to the rounding of its weight."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fxquant.quantization.quantizer import Quantizer
 
 
 class RealLowering(EagerLowering):
-    """Forms sums of products as the integer function does, and leaves them as real numbers; integers may be such, too."""
+    """Forms sums of products as the integer function does, and leaves them as float values; operands need not be integers."""
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """What is no whole number has no parts, so every sum is formed in one."""
+        """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""
         return 0.0
 
     complete = Lowering.complete  # which requantizes with this
@@ -39,26 +39,26 @@ class RealLowering(EagerLowering):
         lift: Lift | None = None,
         kind: str = VALUE,
     ) -> Quantized:
-        """The real number that an accumulator stands for."""
+        """Return the dequantized accumulator."""
         value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
         return Quantized(value.float(), Grid(INT32, torch.ones((), dtype=torch.float32, device=value.device)), tuple(value.shape))
 
 
 def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
-    """Whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
+    """Return whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
     return operator.operator.sums and weight_of(operator, arguments) is not None
 
 
 def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
-    """Its weight as it is rounded: channels are dimension 0; None where there is none."""
+    """Return its weight as it is rounded: channels are dimension 0; None if there is none."""
     weight = None if operator.plain else operator.operator.weight(**arguments)
     return weight if isinstance(weight, Tensor) else None
 
 
 def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole: bool = True) -> Tensor:
-    """What a weighted operator puts out for real operands, which are not rounded, before its own result is.
+    """Compute the result of a weighted operator for float operands, which are not rounded, before the result is rounded.
 
-    The weight has its integers, or what its rounding gives in their place. Without `whole` the fused limits are left out.
+    The weight has its integers, or the values that its rounding gives in their place. Without `whole` the fused limits are left out.
     """
     given = dict(arguments)
     residual, clamp = given.pop("residual", None), given.pop("clamp", None)
@@ -76,7 +76,7 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 
 
 def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
-    """The result of a layer, shape (C, places); None where its channels are not those of the weight, which has so many dimensions."""
+    """Return the result of a layer, shape (C, places); None if its channels are not those of the weight, which has so many dimensions."""
     axis = result.dim() - 1 - max(rank - 2, 0)
     if axis < 0 or result.shape[axis] != channels:
         return None

@@ -32,12 +32,12 @@ def reconstruct(
     checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> TuningResult:
-    """Learn the roundings of weights and the scales of activations of each block, so that it puts out what it does in float.
+    """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
 
-    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row; while it learns, each
-    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an
-    operator outside of the block stay. Everything else is as in `adaround`: what is held out judges each block, and whether it takes both
-    what was learned of roundings and of scales; `seed`, `checkpoint`, memory and errors.
+    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
+    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
+    outside of the block stay. Held-out samples judge each block, and whether it takes both the learned roundings and the learned scales.
+    `seed`, `checkpoint`, memory, errors and everything else are as in `adaround`.
     """
     with tuning(prepared):
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)

@@ -1,4 +1,4 @@
-"""What a method of tuning returns: its figures for every layer, which print as a table."""
+"""The result of a tuning method: its figures for every layer, which print as a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """What was done to one layer, or one block of layers.
+    """The outcome for one layer, or one block of layers.
 
-    name     the last node with a weight in it; what is compared are the results of the last nodes of all, behind their fused limits
+    name     the last node with a weight in it; the results of the last nodes of all are compared, after their fused limits
     layers   the nodes with weights in it
     before   the mean squared error of its result against the float model's, on samples that were held out
     after    the same with what was tuned
@@ -38,7 +38,7 @@ class TunedLayer:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What was tuned, layer by layer in the order they run; iterates over the layers, and prints as a table.
+    """The tuned layers in the order they run; iterates over them, and prints as a table.
 
     method   the function that tuned
     layers   a row each
@@ -85,12 +85,12 @@ class TuningResult:
         return table
 
     def __str__(self) -> str:
-        """The table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
+        """Return the table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
         return as_text(self.__rich__())
 
 
 def as_text(table: Table) -> str:
-    """A table without colours, as wide as it needs to be."""
+    """Return a table without colours, as wide as it needs to be."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
     console.print(table)
     written: io.StringIO = console.file  # type: ignore[assignment]

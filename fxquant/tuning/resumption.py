@@ -1,4 +1,4 @@
-"""What files of finished work share: which call they are of, and how they are refused."""
+"""Shared parts of checkpoint files: the call that a file is of, and the errors for other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 
 
 def no_checkpoint(path: str, error: Exception) -> ConfigurationError:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return ConfigurationError(
         f"checkpoint={path!r} is no checkpoint",
         because=f"reading it raises {type(error).__name__}: {error}",
@@ -35,7 +35,7 @@ def require_same_call(path: str, there: Mapping[str, Any], here: Mapping[str, An
 
 
 def text_digest(*documents: Any) -> str:
-    """A number that tells documents, which JSON can hold, from others."""
+    """Return a number that tells documents, which JSON can hold, from others."""
     return hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16]
 
 
@@ -46,7 +46,7 @@ def require_whole(written: object, *documents: Any) -> None:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A number that tells tensors from others, as hexadecimal digits."""
+    """Return a number that tells tensors from others, as hexadecimal digits."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -56,6 +56,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def model_digest(prepared: fx.GraphModule) -> str:
-    """The same of a model: its graph, its parameters and scales."""
+    """Return the digest of a model: its graph, its parameters and scales."""
     text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
     return digest([text, *prepared.state_dict().values()])

@@ -1,4 +1,4 @@
-"""AdaRound: whether each weight is rounded up or down is learned, layer by layer (see `learning` for the formulas)."""
+"""AdaRound: learn for each weight whether it is rounded up or down, layer by layer (`learning` has the formulas)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adaround(
     checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> TuningResult:
-    """Learn of each weight whether it is rounded up or down, so that layers put out what they do in float; the model is left in VALIDATE.
+    """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
     Nagel et al. 2020, in the order that layers run: each sees operands that are integers already, and learns its float result, behind its
     fused limits and a function that alone reads it, in so many `steps` of `batch_size` samples. A quarter of the samples is held out, and

@@ -19,7 +19,7 @@ Metric = Callable[[Any], float]
 
 
 def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, batch_fn: Callable[[Any], Any] | None) -> list[list[Any]]:
-    """The model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
+    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
     found = [
         model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), index)
         for index, batch in enumerate(first_batches(as_batches(batches), num_batches))
@@ -30,9 +30,9 @@ def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, batch
 
 
 class Reference:
-    """What the float model returns for some batches, and how far other outputs are from it.
+    """The outputs of the float model for some batches, and the distance of other outputs from them.
 
-    The noise of other outputs is the mean, over the real tensors that the model returns, of Σ(y' - y)² / Σy²: 0.001 is an SQNR of 30 dB.
+    The noise of other outputs is the mean, over the floating-point outputs of the model, of Σ(y' - y)² / Σy²: 0.001 is an SQNR of 30 dB.
     """
 
     def __init__(self, simulation: Simulation, samples: Sequence[Sequence[Any]]) -> None:
@@ -60,6 +60,6 @@ class Reference:
 
 @torch.no_grad()
 def real_outputs_of(model: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
-    """The real tensors that a prepared model returns for a batch's inputs, in the state that it is in."""
+    """Return the floating-point outputs of a prepared model for a batch's inputs, in its present state."""
     with still(model, None), autocast_off():
         return real_outputs(model(**by_name(model, inputs)))

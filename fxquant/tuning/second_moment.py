@@ -1,29 +1,29 @@
-"""Weights rounded together: whether each goes up or down is chosen so that their errors cancel in what the layer reads.
+"""Weights rounded together: choose whether each is rounded up or down so that their errors cancel in the layer's sums.
 
     J(q) = Σ_o d_oᵀ M d_o,   d_o = q_o - w_o / s_o,   M = E[x xᵀ]
 
-x are the numbers that one output is a product of with its weights (a window of a convolution's input), the mean is over places and samples
-of the float model, and J is the mean squared error of the layer's sums, each in squares of its step. Rounded to the nearest, weights err
-without regard to each other. Where the numbers that they meet are alike, as neighbours of an image are behind a ReLU, errors add up to a
-shift that grows with the input: no bias makes up for it. With 8 bits this is small; with 4 it is most of the error.
+x are the inputs that one output multiplies with its weights (a window of a convolution's input), and the mean is over places and samples of
+the float model. J is the mean squared error of the layer's sums, each in squares of its step. Rounding to the nearest ignores how the
+errors of weights combine. Where their inputs are correlated, as neighbours of an image are after a ReLU, errors add up to a shift that
+grows with the input. No bias can correct that. With 8 bits this is small; with 4 it is most of the error.
 
-From the nearest integers on, in each output the one moves by a step that lowers J most (of many weights, one in each part of them), until
-none does, or each has moved so many times:
+The search starts from the nearest integers. In each output, the weight whose step lowers J most moves by one step (of many weights, one in
+each part of them). It ends when no step lowers J, or each weight has moved so many times:
 
     ΔJ = 2 δ (M d)_j + M_jj,   δ = ±1
 
-Rounding the other way so that errors cancel is Guo, Qiu, Leng et al.: SQuant, ICLR 2022, where M is assumed to have three parts; M from
-samples is Frantar, Singh, Alistarh: Optimal Brain Compression, NeurIPS 2022. The M of a few samples is partly theirs alone, so two others
-are tried, mixed from it and from one of SQuant's form,
+Rounding the other way so that errors cancel is Guo, Qiu, Leng et al.: SQuant, ICLR 2022, where M is assumed to have three parts. M from
+samples is Frantar, Singh, Alistarh: Optimal Brain Compression, NeurIPS 2022. The M of a few samples overfits them. So two others are tried,
+mixed from it and from one of SQuant's form,
 
     S = diag_c(v_c · ((1 - ρ) I + ρ 11ᵀ)) + m mᵀ
 
-with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; samples that were held out choose.
+with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; held-out samples choose.
 
-J takes every output of a layer for as good as any other. What the model returns does not: from there on outputs are rounded together, with
-what an error of each does to it (`output_effect`, `moments`). At last each channel's scale is multiplied so that its result, behind what is
-fused, is no larger or smaller than in float on average over the samples: Σ y y' / Σ y². A channel that is one hundredth too small is no
-more than noise; twenty layers in a row that are, are a fifth.
+J weighs every output of a layer alike, but their effects on the model's outputs differ. So the search goes on with outputs rounded
+together, weighted by these effects (`output_effect`, `moments`). At last each channel's scale is multiplied so that its result, after what
+is fused, is neither larger nor smaller than in float on average over the samples: Σ y y' / Σ y². In one layer a channel that is one
+hundredth too small is within the noise; over twenty layers in a row it adds up to a fifth.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def round_weights(
 
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
     samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
-    by what it does to the outputs of the model, or, where these are no real numbers, on average over the layer's. A quarter of the samples
+    by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. What was decided is an `AdaptiveRounding`
     and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight
     whose scale is learned it is an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own,
@@ -101,7 +101,7 @@ Rounded = dict[str, Settled]  # by layer
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
-    """Whether a weight of at most so many bits is rounded to the nearest."""
+    """Return whether a weight of at most so many bits is rounded to the nearest."""
     return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
@@ -126,7 +126,7 @@ Roundings = tuple[type[Rounding], ...]
 
 
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
-    """Whether it has a weight of at most so many bits with one of these roundings."""
+    """Return whether it has a weight of at most so many bits with one of these roundings."""
     quantizer = operator.weight_quantizer
     return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings
 
@@ -200,7 +200,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
 
 
 def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
-    """By how much results are too large, of shape (C,), or (1,) where one scale is for all; None where channels cannot be told."""
+    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
     for each in values:
         result = real_result(operator, bound_arguments(node, operator, each))
@@ -282,7 +282,7 @@ class _Layer(NamedTuple):
         return self.real[0].numel()
 
     def moments(self, samples: Samples) -> tuple[Moment, Moment] | None:
-        """What outputs are sums of in the samples that are learned from, and in those that judge."""
+        """Return the second moments of the inputs of a layer's sums: over the samples that are learned from, and over those that judge."""
         found = []
         for chosen in (samples.learning or samples.judging, samples.judging):
             moment = Moment(self.groups, self.columns, self.real[0, 0].numel() if self.real.dim() > 2 else 1, self.real.device)
@@ -295,9 +295,9 @@ class _Layer(NamedTuple):
         return found[0], found[1]
 
     def _rows(self, index: int, wanted: int) -> Tensor | None:
-        """What outputs of a chunk are sums of, (groups, places, columns), at about so many places.
+        """Return the inputs of the sums of a chunk, (groups, places, columns), at about so many places.
 
-        The layer's own function says it, of an identity in place of its weight.
+        They are computed by the layer's own function, with an identity in place of its weight.
         """
         given, shape, size = dict(self.operands[index]), self.real.shape, self.columns
         if given.get("bias") is not None:
@@ -317,7 +317,7 @@ class _Layer(NamedTuple):
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
-        """The integers that leave least noise in the samples that judge, what those so far leave, and what these do.
+        """Return the integers that leave least noise in the samples that judge, what those so far leave, and what these do.
 
         Without an effect on what the model returns, noise is its share in the sums of an output, on average over all.
         """
@@ -361,7 +361,7 @@ class _Layer(NamedTuple):
 
 
 def _few(given: dict[str, Any], index: int, rank: int, wanted: int) -> dict[str, Any]:
-    """The same with a part of its input: of a larger image a window, at another place for each chunk, and items for so many places."""
+    """Return the operands with a part of the input: a window of a larger image, elsewhere for each chunk, and items for so many places."""
     value = given.get("input")
     if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in given.values()) > 2:
         return given  # another operand, which goes with it place by place

@@ -14,7 +14,7 @@ from fxquant.tuning.learning import Learned
 
 
 class Settled(NamedTuple):
-    """What rounding has decided for one layer.
+    """The rounding decision of one layer.
 
     offset  of its roundings, in steps, shape of the weight
     share   of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned

@@ -1,4 +1,4 @@
-"""A prepared model in float in which chosen tensors and weights alone are rounded, without being prepared anew."""
+"""A prepared model in float in which only chosen tensors and weights are rounded, without preparing it again."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Simulation:
             self._weights.clear()
 
     def outputs(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """The real tensors that the model returns."""
+        """Return the floating-point outputs of the model."""
         return real_outputs(self.prepared(**by_name(self.prepared, inputs)))
 
     def _rounded(self, choice: Choice) -> Any:
@@ -109,7 +109,7 @@ class Simulation:
 
 
 def real_outputs(result: Any) -> list[Tensor]:
-    """The real tensors of what a model returns."""
+    """Return the floating-point tensors among a model's outputs."""
     return [value for value in pytree.tree_leaves(result) if is_real(value)]
 
 
@@ -117,7 +117,7 @@ def real_outputs(result: Any) -> list[Tensor]:
 
 
 def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None = None) -> Grid:
-    """The grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
+    """Return the grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
     kind = ACTIVATION_TYPES[dtype]
     if config is None and kind == quantizer.dtype:
         return quantizer.grid
@@ -132,7 +132,7 @@ def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None =
 
 
 def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | None:
-    """A config's observer with what calibration has gathered in the quantizer; None where nothing gathered in its way."""
+    """Return a config's observer with what calibration has gathered in the quantizer; None where nothing gathered in its way."""
     observer = config.new_observer()
     way = gathering(observer)
     for known in quantizer.observers:
@@ -146,13 +146,13 @@ def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | No
 
 
 def weight_name(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> str:
-    """The parameter of an operator that its weight is."""
+    """Return the parameter of an operator that its weight is."""
     return "weight" if "weight" in arguments else "other"
 
 
 @torch.no_grad()
 def rounded_weight(operator: QuantizedOperator, arguments: Mapping[str, Any], dtype: str) -> Tensor:
-    """The weight, as the operator reads it, rounded to integers of a dtype with the scales of its config: real numbers."""
+    """Round the weight, as the operator reads it, to integers of a dtype with the scales of its config, and dequantize it."""
     name = weight_name(operator, arguments)
     if operator.factors is None or not operator.factors.active:
         return _rounded(operator, arguments, name, dtype)
@@ -163,7 +163,7 @@ def rounded_weight(operator: QuantizedOperator, arguments: Mapping[str, Any], dt
 
 
 def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: str, dtype: str) -> Tensor:
-    """The same of a weight as it acts."""
+    """Round and dequantize a weight to which its factors are applied."""
     weight = arguments[name]
     places = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
     arranged, where = weight_of(operator, arguments), weight_of(operator, {**arguments, name: places})
@@ -187,7 +187,7 @@ def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: st
 
 
 def _of_dtype(own: WeightQuantizer, dtype: str) -> WeightQuantizer:
-    """The same for another dtype, for which nothing was learned."""
+    """Return a copy of a weight quantizer for another dtype, without what was learned."""
     found = copy.deepcopy(own)
     found.dtype, found.learned, found.rounding = WEIGHT_TYPES[dtype], None, Nearest()
     return found

@@ -17,7 +17,7 @@ from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, 
 
 
 def read_tensors(path: str | None, call: Mapping[str, str]) -> tuple[Any, dict[str, Tensor]] | None:
-    """What a file holds; None where there is none. Raises ConfigurationError for one that is of another call, or no such file."""
+    """Return the contents of a file; None if it does not exist. Raises ConfigurationError if it is of another call, or not such a file."""
     if path is None or not os.path.exists(path):
         return None
     try:

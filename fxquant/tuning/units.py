@@ -1,4 +1,4 @@
-"""What is tuned together: a layer with the function behind it."""
+"""The unit of tuning: a layer with the function after it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes of a prepared model, in the order they run, and what they are to each other.
+    """Nodes of a prepared model, in the order they run, and their roles.
 
     weighted  those whose rounded weight is tuned
-    exits     where it is compared with the float model: the real tensors that are read from outside, or else the last of `weighted`
+    exits     where it is compared with the float model: the floating-point tensors that are read from outside, else the last of `weighted`
     inputs    what they read from outside, parameters included
     """
 
@@ -51,13 +51,13 @@ def is_real(node: fx.Node) -> bool:
 
 
 def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
-    """The quantized operator that a node calls; None if it calls none."""
+    """Return the quantized operator that a node calls; None if it calls none."""
     module = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, QuantizedOperator) else None
 
 
 def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
-    """The nodes whose weight is rounded on its own, in the order they run, without those that are left out."""
+    """Return the nodes whose weight is rounded on its own, in the order they run, without those that are left out."""
     found = []
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
@@ -68,7 +68,7 @@ def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
 
 @torch.no_grad()
 def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
-    """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
+    """Return the arguments of a node by name, with the values of parameters, and nodes in place of all others."""
 
     def value(operand: fx.Node) -> Any:
         if not is_parameter(operand):
@@ -80,7 +80,7 @@ def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: Quanti
 
 
 def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
-    """The weighted nodes with a weight that others read, too: it is one constant for all, as long as all round it alike."""
+    """Return the weighted nodes with a weight that others read, too: it is one constant for all, as long as all round it alike."""
     readers: dict[str, set[fx.Node]] = {}
     for node in weighted_nodes(prepared):
         left = [operand for operand in node.all_input_nodes if is_parameter(operand)]
@@ -94,7 +94,7 @@ def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
 
 
 def layer_units(prepared: fx.GraphModule) -> list[Unit]:
-    """A unit for every weighted node, with the function of one tensor that alone reads it, if there is one."""
+    """Return a unit for every weighted node, with the function of one tensor that alone reads it, if there is one."""
     return [Unit((node, *_function_behind(prepared, node)), (node,)) for node in weighted_nodes(prepared)]
 
 
@@ -105,7 +105,7 @@ def _function_behind(prepared: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, 
 
 
 class Lesson:
-    """What a unit is to learn: the operands it has in integers and in float, and the results it has in float, chunk by chunk."""
+    """The training data of a unit: its operands in integers and in float, and its float results, chunk by chunk."""
 
     def __init__(self, unit: Unit, samples: Samples, exact: Walk, real: Walk) -> None:
         self.prepared, self.unit, self.samples = exact.prepared, unit, samples
@@ -113,17 +113,17 @@ class Lesson:
         self.targets = real.at(unit.exits)
 
     def signal(self) -> float:
-        """The mean square of the results it is to have, over what is held out."""
+        """Return the mean square of the results it is to have, over what is held out."""
         return self._mean(lambda index, node: self.targets[index][node].double().square())
 
     @torch.no_grad()
     def error(self) -> float:
-        """The mean squared error of the results it has in integers as it is now, over what is held out."""
+        """Return the mean squared error of the results it has in integers as it is now, over what is held out."""
         found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
         return self._mean(lambda index, node: (found[index][node] - self.targets[index][node]).double().square())
 
     def results(self, index: int) -> Values:
-        """Its values in integers for one chunk."""
+        """Return its values in integers for one chunk."""
         values = dict(self.operands[index])
         for node in self.unit.nodes:
             values[node] = run(self.prepared, node, values, exact=True)
@@ -135,5 +135,5 @@ class Lesson:
 
 
 def bound_arguments(node: fx.Node, operator: QuantizedOperator, values: Values) -> dict[str, Any]:
-    """The arguments of a node by name, with the values of what it reads, parameters as they act."""
+    """Return the arguments of a node by name, with the values of what it reads, parameters as they act."""
     return operator.operator.bind_call(*operator.multiplied(*arguments_of(node, values)))

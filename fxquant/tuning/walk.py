@@ -1,7 +1,7 @@
-"""Samples that are led through a prepared model node by node, as the float model has them and as the integers have them.
+"""Run samples through a prepared model node by node, as the float model has them and as the integers have them.
 
-What a node gives is kept for every sample until all that reads it has run, so every node runs once for the whole of a method, and memory
-is that of the widest cut through the graph, twice, for all samples; no gradient is kept.
+The result of a node is kept for every sample until all its readers have run, so every node runs once for the whole of a method. Memory is
+that of the widest cut through the graph, twice, for all samples; no gradient is kept.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def taken(
     size: int,
     show_progress: bool | None = None,
 ) -> Samples:
-    """All batches, cut along the batch into chunks of at most `size` samples, of fewer where there would be less than four chunks.
+    """Return all batches, cut into chunks of at most `size` samples, of fewer where there would be less than four chunks.
 
-    A model of one batch size alone has its batches as chunks. Raises CalibrationError if there is no batch, one does not fit, or only one
+    A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
     whole: list[list[Any]] = []
@@ -76,7 +76,7 @@ def taken(
 
 
 def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
-    """The model's inputs of some batches, cut as `taken` says."""
+    """Return the model's inputs of some batches, cut as `taken` says."""
     axes = batch_axes(prepared)
     if any(axis is not None for axis in axes):
         count = sum(count_of(inputs, axes) for inputs in whole)
@@ -86,23 +86,23 @@ def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
 
 
 def batch_axes(prepared: fx.GraphModule) -> list[int | None]:
-    """Of each input of the model the dimension that is the batch; None if there is none."""
+    """Return for each input of the model the dimension that is the batch; None if there is none."""
     return [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
 
 
 def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[Any]]:
-    """The model's inputs of each sample of a chunk; a chunk of a model without a batch is one."""
+    """Return the model's inputs of each sample of a chunk; a chunk of a model without a batch is one."""
     return _cut(inputs, axes, 1) if any(axis is not None for axis in axes) else [list(inputs)]
 
 
 def _batch_axis(node: fx.Node) -> int | None:
-    """The dimension of an input that is the batch; None if there is none."""
+    """Return the dimension of an input that is the batch; None if there is none."""
     known = fact(node)
     return known.batch_axis if isinstance(known, TensorFact) else None
 
 
 def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
-    """How many samples the inputs of a model hold, of which at least one has a batch."""
+    """Return how many samples the inputs of a model hold, of which at least one has a batch."""
     return next(int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None)
 
 
@@ -130,7 +130,7 @@ class Walk:
         self.largest = 0  # bytes that were kept at the same time
 
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
-        """The values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
+        """Return the values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
         wanted = list(nodes)
         for node in self._needed(wanted):
             for values in self._values:
@@ -150,7 +150,7 @@ class Walk:
         return found
 
     def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
-        """What has to run for these nodes, in the order of the graph."""
+        """Return the nodes that have to run for these nodes, in the order of the graph."""
         found: set[fx.Node] = set()
         left = [node for node in wanted if node not in self._done]
         while left:
@@ -170,7 +170,7 @@ class Walk:
 
 
 def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:
-    """The value of one node: of an operator the float form, or, `exact`, that of its state."""
+    """Return the value of one node: of an operator the float form, or, `exact`, that of its state."""
     if node.op == "get_attr":
         return resolve(prepared, str(node.target))
     args, kwargs = arguments_of(node, values)
@@ -186,5 +186,5 @@ def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool)
 
 
 def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a node with the values of what it reads."""
+    """Return the arguments of a node with the values of what it reads."""
     return own_arguments(node, values.__getitem__)

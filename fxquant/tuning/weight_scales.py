@@ -26,7 +26,7 @@ CHUNKS = 4  # of the samples that are learned from, at most
 
 @torch.no_grad()
 def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> dict[fx.Node, Tensor]:
-    """The shares of the weights of a unit, whose nodes see what those before them give with theirs; the model is left with them."""
+    """Return the shares of the weights of a unit, whose nodes see what those before them give with theirs; the model is left with them."""
     chunks = lesson.samples.learning[:CHUNKS]
     rounded = [dict(lesson.operands[index]) for index in chunks]
     real = [dict(lesson.float_operands[index]) for index in chunks]
@@ -44,13 +44,13 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
 
 
 def _is_open(operator: QuantizedOperator) -> bool:
-    """Whether its weight's scale follows from the weight, and can have any value."""
+    """Return whether its weight's scale follows from the weight, and can have any value."""
     quantizer = operator.weight_quantizer
     return quantizer.learned is None and not quantizer.power_of_two
 
 
 def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
-    """The shares of one weight, float32 of shape (C,) or (1,), which it then has; None where its channels are not those of its result."""
+    """Return the shares of one weight, float32 of shape (C,) or (1,), and apply them; None if its channels are not those of its result."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.coverage
     arguments = [bound_arguments(node, operator, values) for values in rounded]
     weight = weight_of(operator, arguments[0])
