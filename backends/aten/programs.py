@@ -69,8 +69,8 @@ def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the integer model as TorchScript, and return its path.
 
-    `torch.jit.load(path)` is the model, in a process without fxquant, or in C++. Its inputs and outputs are those of `export_pt2`, and it is
-    checked in the same way. It is written by `torch.jit.trace`, which PyTorch keeps for existing code; prefer `export_pt2` for new programs.
+    `torch.jit.load(path)` is the model, in a process without fxquant, or in C++. Its inputs, its outputs and its check are those of
+    `export_pt2`. It is written by `torch.jit.trace`, which PyTorch keeps for existing code; prefer `export_pt2` for new programs.
 
     Raises ConfigurationError if the model is not an integer model, ExportError if `torch.jit` refuses it or a bit differs.
     """

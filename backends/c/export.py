@@ -45,14 +45,14 @@ GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_size: int = 1, external_data: bool | None = None) -> Path:
     """Write the integer model as a C99 program that needs only the standard library; return `path`, that of its source.
 
-    For `net.c`, `net.h` with the function `net_run(inputs…, outputs…)` and `net_main.c`, which runs it on raw files, are written next to it:
+    With `net.c` come `net.h`, with the function `net_run(inputs…, outputs…)`, and `net_main.c`, which runs it on raw files:
 
         cc -std=c99 -O2 -ffp-contract=off net.c net_main.c -o net
         ./net input.raw output.raw
 
     The function takes and returns what the integer model does, with the same bits, as contiguous arrays: float, int64_t, or uint8_t for
-    booleans. A batch has `batch_size` rows. Numbers and None among the outputs are left out. Memory is static, so nothing is allocated, and two
-    calls cannot run at once. The function returns 1 if an input indexes an element that does not exist or divides by 0, otherwise 0.
+    booleans. A batch has `batch_size` rows. Numbers and None among the outputs are left out. Memory is static: nothing is allocated, and
+    two calls cannot run at once. The function returns 1 if an input indexes an element that does not exist or divides by 0, else 0.
 
     external_data  True writes weights and tables to `net.data`, which `net_load(path)` reads (and net_main.c, in the current folder), in
                    the byte order of the machine that wrote it; False writes them into the source; by default up to 4 MB are.
