@@ -126,7 +126,7 @@ def _integers(node: Any, value: Any, held: Any) -> Any:
 @checked()
 def export(model: nn.Module, example_inputs: Any = None, *, name: str = "forward", input_names: Any = None, output_names: Any = None,
            input_descs: Any = None, output_descs: Any = None, native_pytree: bool = True) -> Module:  # fmt: skip
-    """Return a prepared model as a module of the compiler, with the inputs it was prepared with; the other arguments but `name` are ignored.
+    """Return a prepared model as a module of the compiler, with the inputs it was prepared with; other arguments but `name` are ignored.
 
     Raises ConfigurationError for a model that was not prepared.
     """

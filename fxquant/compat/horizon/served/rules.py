@@ -98,7 +98,7 @@ def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Ch
     """Return rules for the operators that differ from the default, by their nodes' names."""
     names = {place.name: made for place, made in places.items() if made != default}
     if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
-        # The accumulator of a dequantized layer includes only its batch norm; other operators after it would read their operands as integers.
+        # The accumulator of a dequantized layer includes only its batch norm; operators after it would read their operands as integers.
         names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
     of_node = {place.name: made for place, made in places.items()}
     for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of its readers
