@@ -1,4 +1,4 @@
-"""The targets, by name."""
+"""The registry of targets by name."""
 
 if __name__ != "fxquant.backends":
     raise ImportError("import this package as fxquant.backends: under another name every class would exist twice")
@@ -16,21 +16,21 @@ from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import shown
 from fxquant.target import Target
 
-# A family of targets is a folder here that says TARGETS; there is no list to keep.
+# Each folder here that defines TARGETS is a family of targets, so no list has to be maintained.
 _FOLDERS = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
 TARGETS: dict[str, Target] = {target.name: target for folder in _FOLDERS for target in getattr(folder, "TARGETS", ())}
 KERNELS: tuple[Kernel, ...] = tuple(kernel for folder in _FOLDERS for kernel in getattr(folder, "KERNELS", ()))
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """How PyTorch may run integer models fast: the kernels there are."""
+    """Return the kernels with which PyTorch can run integer models fast."""
     return KERNELS
 
 
 def get(name: str | Target) -> Target:
-    """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones.
+    """Return the target of this name, march or chip. Raises UnknownTarget, which lists the known names.
 
-    Behind the name may stand a variant (`Target.variant`): "bayes-e/former", or "nash-e/requantize".
+    A variant (`Target.variant`) may follow the name: "bayes-e/former", or "nash-e/requantize".
     """
     if isinstance(name, Target):
         return name
@@ -49,7 +49,7 @@ def get(name: str | Target) -> Target:
 
 
 def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]]) -> None:
-    """Raise ConfigurationError if a rule asks for a dtype that the target does not compute with; it names the targets that do."""
+    """Raise ConfigurationError if a rule asks for a dtype that the target does not support; the error names the targets that do."""
     for rule, config in asked:
         if config is None:
             continue

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# In a checkout, passes/ and backends/ stand beside this folder; in a wheel they are inside it.
+# In a checkout, passes/ and backends/ are next to this folder; in a wheel they are inside it.
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
@@ -217,7 +217,7 @@ __all__ = [
     "wrap",
 ]
 
-# Where each public name is; a module is imported when its first name is used.
+# The module of each public name; a module is imported when its first name is used.
 _FROM = {
     "fxquant.analysis.check": "Finding Findings",
     "fxquant.analysis.explain": "explain",
@@ -273,7 +273,7 @@ _WHERE = {name: module for module, names in _FROM.items() for name in names.spli
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """A public name, or a module of this package, imported now."""
+        """Import and return a public name, or a module of this package."""
         if name in _WHERE:
             module = import_module(_WHERE[name])
             found = vars(module)[name] if name in vars(module) else import_module(f"{_WHERE[name]}.{name}")

@@ -1,4 +1,4 @@
-"""The public functions: the one place where front end, passes and backends meet."""
+"""The public functions: the only module that uses front end, passes and backends together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fxquant")
 
-SHOWN_MISSING = 12  # tensors without a scale, in a line of the log each
+SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
 OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")
 
 
@@ -82,50 +82,50 @@ def prepare(
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> fx.GraphModule:
-    """A trainable model of quantized operators, in state CALIBRATE, with parameters of its own.
+    """Return a trainable model of quantized operators, in state CALIBRATE, with its own parameters.
 
-    `qconfig` says how everything is quantized, or with a mapping what is quantized how; an attribute `qconfig` on one of the
-    model's modules goes before it, for everything below that module (None: float), and the nearest goes first.
-    The caller's model is not modified. Its attributes and methods (`class_names`, `postprocess`) are those of the result as well,
-    as far as a GraphModule has none of that name; methods are bound to the result. `until` stops after a pass ("activation.fuse")
-    or stage and returns the graph as it is then.
+    `qconfig` is the QConfig of every operator, or a mapping from operators to QConfigs. An attribute `qconfig` on one of the
+    model's modules overrides it for everything below that module (None: float); the nearest one takes precedence.
+    The caller's model is not modified. The result also has its attributes and methods (`class_names`, `postprocess`),
+    except those whose names a GraphModule has; methods are bound to the result. `until` stops after a pass ("activation.fuse")
+    or stage and returns the graph of that moment.
 
-    `observations`, from fxq.observations of a model prepared from the same one, give the scales that calibration with the same batches
-    would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE; those that they cannot give
-    are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples: weights of less
-    than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
+    `observations`, from fxq.observations of a model prepared from the same float model, give the scales that calibration with the same
+    batches would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE. Those that they
+    cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples: weights
+    of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
 
-    `batch_norm` says what batch norms do while training:
+    `batch_norm` sets the behaviour of batch norms while training:
 
         "live"    they use and update batch statistics, as in the float model
         "frozen"  they keep their running statistics; their weight and bias are trained
-        "folded"  those behind a layer are multiplied into its weight and bias once, here. The layer's parameters keep their
+        "folded"  those after a layer are multiplied into its weight and bias once, here. The layer's parameters keep their
                   names in `state_dict` (`conv.weight`), a bias that was missing is new (`conv.bias`), and the batch norm's are
-                  gone. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
-                  Batch norms behind nothing that absorbs them are frozen.
+                  removed. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
+                  Batch norms that cannot be folded into a layer are frozen.
 
-    `adapt` makes operators that break a limit of the target (see `check`) into others that mean the same: a large kernel or too many
-    channels into a sum of convolutions, a linear layer into a 1×1 convolution, a large pooling into two. Where that is not possible, the
+    `adapt` replaces operators that break a limit of the target (see `check`) by equivalent ones: a large kernel or too many
+    channels by a sum of convolutions, a linear layer by a 1×1 convolution, a large pooling by two. If that is not possible, the
     operator runs on the host, in float. `explain` names each, with the limit.
 
     `leaf` keeps modules whole, which then run as Python, in float: a class of modules, the path of one, several of these, or a function
     of a module and its path that decides for every module (see `trace`). Functions are kept by `fxq.wrap`.
 
-    `preserve` names attributes, methods and modules of the model, dotted where they are a submodule's ("head.strides", "head.decode"), that
-    this model and the integer one are to have under the same names. Values are also in files that `save` writes; a method is not, since
-    files hold no code, and a module named here stays as it is, in float, beside the graph.
+    `preserve` names attributes, methods and modules of the model that this model and the integer one must have under the same names.
+    Names in submodules are dotted ("head.strides", "head.decode"). Values are also in files that `save` writes. A method is not, since
+    files hold no code. A module named here stays unchanged, in float, next to the graph.
 
-    With `training_branch` the prepared model returns in train mode, after `prepared.train()`, what the float model does there: what forward
-    computes only under `self.training` (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors it
-    reads, and its parameters train. In eval mode, in the integer model and in its files there is nothing of it. A layer may not be called
-    on other tensors in train mode than in eval mode (TraceError); a prepared model with such a branch cannot be saved as a file, its
+    With `training_branch` the prepared model in train mode, after `prepared.train()`, returns what the float model does there. The part
+    of forward under `self.training` (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it
+    reads, and its parameters train. In eval mode, in the integer model and in its files it is absent. A layer may not be called
+    on other tensors in train mode than in eval mode (TraceError). A prepared model with such a branch cannot be saved as a file, but its
     `state_dict` can.
 
-    `passes` are passes of your own: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order, right
-    behind that pass; each rewrites the graph in place and returns how many changes it made, and the graph is then held against the table
-    of the stage as it is behind the compiler's own passes.
+    `passes` are the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order, right
+    after that pass. Each rewrites the graph in place and returns how many changes it made. The graph is then verified against the table
+    of the stage, as after the compiler's own passes.
 
-    Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError, and StageViolation for what a pass of your own has left.
+    Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError, and StageViolation for an invalid graph after an own pass.
     """
     chosen, mapping = backends.get(target), _rules(qconfig)
     pipeline = with_own(PREPARE, passes or {})
@@ -142,7 +142,7 @@ def prepare(
     check_until(until, pipeline)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
-    with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
+    with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
         prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until, adapt, pipeline)
         if observations is not None:
             _restore(prepared, observations)
@@ -175,7 +175,7 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
 
 
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """The mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
+    """Return the mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
     mapping = as_mapping(qconfig)
     rules = ", ".join(str(rule) for rule, _ in mapping.rules())
     if rules:
@@ -236,7 +236,7 @@ def _warn_of_state(prepared: fx.GraphModule) -> None:
 
 
 def _require_float32(traced: fx.GraphModule) -> None:
-    """Raise ConfigurationError for a half-precision input, and where float64 stands in place of float32."""
+    """Raise ConfigurationError for a half-precision input, and for float64 in place of float32."""
     inputs = {
         str(node.target): known.dtype for node in traced.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)
     }
@@ -262,13 +262,13 @@ def check(
     adapt: bool = False,
     leaf: Any = None,
 ) -> Findings:
-    """What of the model a target does not allow, before anything is calibrated: limits broken, and operators left in float.
+    """Find what of the model a target does not support, before calibration: broken limits, and operators left in float.
 
-    The result is true if there is nothing; it iterates over the findings, and prints as a table of layer, operator,
+    The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
     limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
-    checked; pass `dynamic_shapes={}` to check the example's. `adapt` says what would be left with `prepare(…, adapt=True)`.
+    checked; pass `dynamic_shapes={}` to check the example's. `adapt` leaves out what `prepare(…, adapt=True)` would replace.
 
-    A prepared model is held against the target it was prepared for; all other arguments are left out.
+    A prepared model is checked against the target it was prepared for; all other arguments are ignored.
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
@@ -291,15 +291,15 @@ def convert(
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> fx.GraphModule:
-    """The integer model: a graph of integer primitives with the weights and scales of this moment.
+    """Return the integer model: a graph of integer primitives with the current weights and scales.
 
-    It takes and returns what the float model does. The prepared model is left untouched.
+    It takes and returns what the float model does. The prepared model is not changed.
 
-    Unless kernels="reference" it runs on a processor, from the second call with inputs of some sizes on, with kernels that hold 8-bit
-    tensors as bytes and sum products of bytes, each proved equal to the primitives of the graph on this machine; `explain` tells which
-    run, and why others do not. The numbers are the same.
+    Unless kernels="reference", it uses fast kernels on a processor from the second call with inputs of the same sizes on. They store 8-bit
+    tensors as bytes and sum products of bytes. Each is proved equal to the primitives of the graph on this machine; `explain` lists which
+    run, and why others do not. The results are equal.
 
-    Raises NotCalibrated where a scale is unknown, and AccumulatorOverflow where a sum cannot be proved to fit.
+    Raises NotCalibrated if a scale is unknown, and AccumulatorOverflow if a sum cannot be proved to fit.
     """
     calibration.require_prepared(prepared)
     target: Target = prepared.meta["target"]
@@ -310,7 +310,7 @@ def convert(
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
     with collection_paused(), autocast_off(), torch.inference_mode(False):
-        # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
+        # The only pass reads this graph and writes another, so no copy is needed; its owner remains the prepared model.
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared
         fuses = kernels == "auto" or any(step.reaches is Stage.FUSED and until in (step.name, Stage.FUSED) for step in CONVERT)
@@ -330,7 +330,7 @@ def convert(
 
 
 def _carry(model: fx.GraphModule) -> None:
-    """Let a model have what is preserved of submodules."""
+    """Give a model the preserved attributes of submodules."""
     if CARRIED in model.meta:
         model.meta[CARRIED].dress(model)
 
@@ -356,33 +356,33 @@ def calibrate(
     balance_samples: bool | None = None,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
-    """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
+    """Observe the batches, set every scale, and leave the model in state VALIDATE; return it.
 
     `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,
     nested or not, or those that are named like forward's parameters, fill the model's inputs; the rest (labels) is
-    dropped, with one log line. `batch_fn` maps a batch to the inputs. `num_batches` takes so many and not one more.
+    dropped, with one log line. `batch_fn` maps a batch to the inputs. `num_batches` is the number of batches to take, and no more are read.
     Memory does not grow with their number.
 
-    Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
-    get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
+    If torch.distributed is in use, every rank calls this with its own shard, with any number of batches, and all
+    get equal scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
-    Calibrating again adds to what was observed, and ends with the bits that one call with all batches has: the first samples stay with
-    the model, in no file, and weights and biases are rounded and corrected again. Where batches were observed whose samples are not there,
+    Calibrating again adds to what was observed, with bits equal to one call with all batches: the first samples are kept with
+    the model, but in no file, and weights and biases are rounded and corrected again. If samples of observed batches are missing,
     a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
-    known scales while others are in CALIBRATE; a line of the log names them. Of the first, a tensor that others read as integers is
-    observed for these. `only_missing` observes only tensors that have no scale yet, and leaves the others
-    as they are; if there are none, no batch is taken.
+    known scales while others are in CALIBRATE; a line of the log names them. A tensor of an operator in FLOAT is still
+    observed for readers that take it as integers. `only_missing` observes only tensors without a scale, and leaves the others
+    unchanged; if there are none, no batch is taken.
 
-    Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
-    leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone. Behind it, weights of
-    less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet, and in what the model returns
-    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none. If there are 64 samples or more, biases then
-    take back what rounding shifts outputs by on average (`fxq.tuning.correct_bias`): with `correct_bias=True` by fewer as well, with False
-    never. By as many samples, ranges are chosen by the noise of each sample in decibels, in place of the squared error of all, where that
+    Before observation, channels whose ranges in the first batch differ much are equalized by powers of two, if that
+    clearly reduces the error of weights and activations (`fxq.equalize`); `equalize=False` disables this. After observation, weights of
+    less than 8 bits are rounded so that their errors cancel on the first 64 samples and in the model's outputs
+    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none. With 64 samples or more, biases then
+    compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`): with `correct_bias=True` with fewer as well, with False
+    never. With as many samples, ranges minimize the noise of each sample in decibels, instead of the squared error of all, if that
     lowers the noise of the outputs: with `balance_samples=True` always, with False never.
 
-    Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
-    values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
+    Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite
+    values, and ConfigurationError for unusable arguments; what was observed before stays observed.
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
@@ -440,34 +440,34 @@ def export_onnx(
 ) -> Path:
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
-    style  "auto": "fast" where this target requantizes by float32 numbers and every kernel is exact here without session options, else
-           "exact"; the log says which, and so does `onnx_metadata`. Of a prepared model "qdq".
-           "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
-           "fast": the same bits by kernels of bytes, proved in onnxruntime before it is written. Its metadata names session options to
-           run it with, above all on x86 processors without VNNI; where the target requantizes by shifts (bayes-e, bernoulli2, …) those
-           compute other numbers whatever the options, which the metadata and a line of the log say.
-           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
-           bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
+    style  "auto": "fast" if this target requantizes by float32 numbers and every kernel is exact here without session options, else
+           "exact"; the log says which, and so does `onnx_metadata`. For a prepared model "qdq".
+           "exact": standard operators on integers, equal bits in every runtime, at any optimisation
+           "fast": equal bits by 8-bit kernels, proved in onnxruntime before it is written. Its metadata names session options to
+           run it with, above all on x86 processors without VNNI. If the target requantizes by shifts (bayes-e, bernoulli2, …), those
+           processors compute other results whatever the options, as the metadata and a line of the log report.
+           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Its bits
+           differ: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
            int16 are rounded by Div, Round, Clip and Mul.
     io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
-    opset  17 to 21, and 21 unless given; in style "qdq" 11 to 21, and 17 unless given; of a float model 11 to 21, and 18 unless given.
-           What PyTorch's exporters write of float operators below 18 is compared in onnxruntime first.
+    opset  17 to 21, by default 21; in style "qdq" 11 to 21, by default 17; for a float model 11 to 21, by default 18.
+           Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
     external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
-           done where one file cannot hold the model.
-    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
-           them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
-    example_inputs of a float model that `trace` has not made, what it is called with
-    batch_size     so many rows are the batch of the file, for compilers that need every size: each input, output and value inside has a
+           done if one file cannot hold the model.
+    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given channels last. A Transpose inside converts
+           them to PyTorch's order; `verify` and `record` take PyTorch's layout all the same.
+    example_inputs the inputs for tracing a float model that is not traced yet
+    batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
            fixed shape, as if the model was traced with dynamic_shapes={}, and `verify` takes batches of this size. By default the batch
-           is dynamic where the model was traced so.
+           is dynamic if the model was traced so.
 
-    A prepared model is written with the weights and scales of this moment, as fxq.convert(model) would be: its grids are in the file's
-    QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's numbers are
+    A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's
+    QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's results are
     compared with PyTorch's before the file appears.
 
-    What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
-    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
-    appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
+    `onnx_metadata` reads the file's metadata: scales, zero points and dtypes of its inputs, outputs
+    and inner tensors. Numbers and None among the model's outputs are left out of the file. The file is checked before it
+    appears, and is written atomically. Raises ConfigurationError or ExportError.
     """
     from fxquant.backends.onnx.export import export_integer
     from fxquant.backends.onnx.float_file import export_float
@@ -503,7 +503,7 @@ def export_onnx(
 
 @dataclass
 class Result:
-    """What `quantize` returns: the model in every form, and how to write and prove it."""
+    """The result of `quantize`: the model in every form, and methods to export and verify it."""
 
     float: nn.Module
     prepared: fx.GraphModule
@@ -521,14 +521,14 @@ class Result:
 
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
-        """How far the integer model is from the float one, layer by layer, and what to do; options are those of `compare`."""
+        """Compare the integer model with the float one, layer by layer, with remedies; options are those of `compare`."""
         from fxquant.reporting.comparison import compare
 
         return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 
     @checked()
     def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
-        """Write what is known of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        """Write a report of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
         from fxquant.reporting.page import report as write_report
 
         reference = None if batches is None else self.float
@@ -554,7 +554,7 @@ def quantize(
     equalize: bool = True,
     show_progress: bool | None = None,
 ) -> Result:
-    """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
+    """Prepare, calibrate and convert in one call. The first batch also serves as example input.
 
     The arguments are those of `prepare` and `calibrate`; with `dynamic_shapes={}` every batch must have the size of the first.
     With `observations`, batches are observed only for the scales that these cannot give.
@@ -588,7 +588,7 @@ def quantize(
 
 @checked(path=FOLDER)
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
-    """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
+    """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; return the directory."""
     directory = Path(path)
     write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
@@ -597,13 +597,13 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 @checked()
 @working("saving")
 def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> Path:
-    """Write a traced, prepared or integer model, or observations, to one file, whole or not at all; returns its path.
+    """Write a traced, prepared or integer model, or observations, to one file, atomically; return its path.
 
     The file holds the graph as JSON and the tensors as safetensors, and no code; equal models give equal bytes.
-    A loaded model continues where this one is: its state, scales, observations and frozen statistics are kept. Attributes and
-    methods that the float model had besides are not in the file.
+    A loaded model continues from the state of this one: its state, scales, observations and frozen statistics are kept. Other
+    attributes and methods of the float model are not in the file.
 
-    Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
+    Raises ExportError, and writes nothing, if something cannot be stored in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.
     """
     look_at_constants(model)
@@ -613,11 +613,11 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
 @checked(path=PATH)
 @working("loading")
 def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
-    """What `save` wrote: a GraphModule, on the CPU, or Observations. Nothing a file names is imported.
+    """Load what `save` wrote: a GraphModule, on the CPU, or Observations. No name in a file is imported.
 
-    An integer model runs with the kernels of this machine; kernels="reference" leaves them out, as for `convert`.
+    An integer model runs with the kernels of this machine; kernels="reference" disables them, as for `convert`.
 
-    Raises ExportError if the file is missing, damaged, or nothing that this fxquant reads.
+    Raises ExportError if the file is missing, damaged, or in a format that this fxquant cannot read.
     """
     loaded = load_file(path, backends.get)
     if kernels == "auto" and isinstance(loaded, fx.GraphModule) and is_deployed(loaded):

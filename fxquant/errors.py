@@ -1,7 +1,7 @@
 """Errors with one shape: what / at / module / because / remedy.
 
-Every error a user can cause is an `FxQuantError`. Its text says what went wrong, at which line of the
-user's own code, in which module, why, and what to do about it. The texts are golden-tested.
+Every error a user can cause is an `FxQuantError`. Its text states the problem, the line of the
+user's own code, the module, the reason, and the remedy. The texts are golden-tested.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 
 class Located(Protocol):
-    """Anything that knows where it came from; an `fx.Node` does, through its `meta`."""
+    """An object with a source location; an `fx.Node` has it in its `meta`."""
 
     name: str
     meta: dict[str, object]
 
 
 class FxQuantError(Exception):
-    """An error that says what, where, why, and what to do.
+    """An error that states the problem, its place, the reason, and the remedy.
 
     what     one line, without a full stop
     node     the graph node it is about (its source line and module path are printed), or None
@@ -53,7 +53,7 @@ class TraceError(FxQuantError):
 
 
 class UnsupportedOperator(FxQuantError):
-    """An operator cannot be represented where it stands."""
+    """An operator is not supported at its position."""
 
 
 class ScaleConflict(FxQuantError):
@@ -73,7 +73,7 @@ class NotCalibrated(FxQuantError):
 
 
 class NotFinite(FxQuantError):
-    """A parameter, or a scale that is learned, is NaN or infinite: there are no integers for it."""
+    """A parameter, or a learned scale, is NaN or infinite, so it cannot become integers."""
 
 
 class AccumulatorOverflow(FxQuantError):
@@ -81,7 +81,7 @@ class AccumulatorOverflow(FxQuantError):
 
 
 class UnknownTarget(FxQuantError):
-    """No target has that name."""
+    """A target name is unknown."""
 
 
 class ConfigurationError(FxQuantError):
@@ -89,7 +89,7 @@ class ConfigurationError(FxQuantError):
 
 
 class MissingModule(ConfigurationError, AttributeError):
-    """A module of the float model is asked for that the graph made from it does not have."""
+    """A requested module of the float model does not exist in the graph made from it."""
 
 
 class ExportError(FxQuantError):
@@ -97,11 +97,11 @@ class ExportError(FxQuantError):
 
 
 class CompilationError(FxQuantError):
-    """A compiler or simulator of another vendor refused a model, or did not come to its end."""
+    """A compiler or simulator of another vendor refused a model, or crashed."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or KeyboardInterrupt in a batch or a metric, stopped a function that has something to show for it.
+    """Ctrl-C, or KeyboardInterrupt in a batch or a metric, stopped a function that has a partial result.
 
     result   what the function would have returned for the batches that it had finished
     """

@@ -1,6 +1,6 @@
-"""Running passes: the loop, and what watches it.
+"""Running passes: the loop, and its debug output.
 
-A pass is a function `(gm, context) -> int` that rewrites the graph in place and says how many changes it
+A pass is a function `(gm, context) -> int` that rewrites the graph in place and returns how many changes it
 made. The debug dial: `FXQUANT_DEBUG` 1 (a line per pass), 2 (the graph after each pass that changed it),
 3 (every rewrite and near-miss); `FXQUANT_DUMP` a directory for the graph after each pass.
 """
@@ -35,11 +35,11 @@ BATCH_NORM_MODES = ("live", "frozen", "folded")
 
 @dataclass
 class Context:
-    """What every pass may know, besides the graph.
+    """The information that every pass receives besides the graph.
 
-    adapt      whether operators that break a limit of the target become others
-    attached   the QConfigs that stand on modules of the traced model itself; those of the model it came from are on the nodes
-    kernels    the kernels there are, which say where they can stand for primitives
+    adapt      whether operators that break a limit of the target are replaced
+    attached   the QConfigs on modules of the traced model itself; those of its source model are on the nodes
+    kernels    the available kernels, which report where they can replace primitives
     """
 
     target: Target
@@ -57,16 +57,16 @@ class Context:
             print(f"    {line}", file=sys.stderr)
 
     def not_done(self, gm: fx.GraphModule, sentence: str) -> None:
-        """Record that something the user asked for is not done; `explain` ends with these sentences, and each is logged."""
+        """Record that a request of the user is not done; `explain` ends with these sentences, and each is logged."""
         gm.meta.setdefault("not_done", []).append(sentence)
         logger.warning("%s", sentence)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the pipeline: its function, and the stage the graph has reached once it has run.
+    """A pass of the pipeline: its function, and the stage that the graph reaches by it.
 
-    own   whether it is the user's: its graph is held against the stage's table whatever it says of its changes
+    own   whether it is the user's: its graph is verified against the stage's table whatever number of changes it returns
     """
 
     function: Callable[[fx.GraphModule, Context], int]
@@ -75,13 +75,13 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """module.verb, as in "batchnorm.fold"."""
+        """Return module.verb, as in "batchnorm.fold"."""
         return f"{self.function.__module__.rsplit('.', 1)[-1]}.{getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
 @dataclass
 class Dial:
-    """How much is shown: `debug` 0–3, and the directory graphs are dumped to. The environment gives the defaults."""
+    """The amount of output: `debug` 0–3, and the directory for dumps of graphs. The environment sets the defaults."""
 
     debug: int
     dump: Path | None
@@ -89,14 +89,14 @@ class Dial:
 
     @staticmethod
     def of(debug: int | None, dump: str | os.PathLike[str] | None) -> Dial:
-        """What was asked for by argument, or else by the environment. Raises ConfigurationError if that cannot be used."""
+        """Return the dial requested by argument, or else by the environment. Raises ConfigurationError if that cannot be used."""
         written = os.environ.get("FXQUANT_DEBUG", "") or "0"
         level = debug if debug is not None else accepted("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"])
         chosen = dump if dump is not None else os.environ.get("FXQUANT_DUMP") or None
         return Dial(level, None if chosen is None else Path(accepted("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
 
     def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
-        """Called after every pass."""
+        """Show the result of a pass; called after every pass."""
         if self.debug >= 1:
             print(
                 f"{self.count:02d} {name:<22} {changes:6d} rewrites {len(gm.graph.nodes):7d} nodes {milliseconds:9.1f} ms", file=sys.stderr
@@ -106,17 +106,17 @@ class Dial:
         self.write(name, gm)
 
     def write(self, name: str, gm: fx.GraphModule) -> None:
-        """Write the graph as NN-name.txt where dumping is on."""
+        """Write the graph as NN-name.txt if dumping is on."""
         if self.dump is not None:
             write_file(self.dump / f"{self.count:02d}-{name}.txt", text(gm, steps=True))
         self.count += 1
 
 
 def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial, until: str | Stage | None = None) -> bool:
-    """Run the passes over the graph in place, verifying after each one that changed it; recompiled once, at the end.
+    """Run the passes over the graph in place, verifying after each one that changed it; the graph is recompiled once, at the end.
 
-    `until` names the last pass to run, or the stage to stop at. Returns True if it was met. An error raised
-    in a pass says which one.
+    `until` names the last pass to run, or the stage to stop at. Return True if it was met. An error raised
+    in a pass names the pass.
     """
     for step in progress(passes, len(passes), "compiling"):
         start = time.perf_counter()
@@ -128,7 +128,7 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
             raise
         if step.own:
             changes = _counted(step, changes)
-        if changes or step.own or gm.meta.get("stage") != step.reaches.name:  # else it is the graph that the pass before left
+        if changes or step.own or gm.meta.get("stage") != step.reaches.name:  # else the graph is unchanged since the previous pass
             verify_stage(gm, step.reaches, step.name)
         gm.meta["stage"] = step.reaches.name
         dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
@@ -150,7 +150,7 @@ def _counted(step: Pass, changes: Any) -> int:
 
 
 def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., int]]]) -> tuple[Pass, ...]:
-    """The pipeline with the user's passes behind those that they are named after. Raises ConfigurationError for a name of none."""
+    """Return the pipeline with the user's passes after those that they are keyed by. Raises ConfigurationError for an unknown name."""
     unknown = [name for name in own if name not in [step.name for step in passes]]
     if unknown:
         raise ConfigurationError(
@@ -169,7 +169,7 @@ def _last(passes: Sequence[Pass], stage: Stage) -> Pass:
 
 
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
-    """Raise ConfigurationError if `until` names no pass, and no stage that the passes reach."""
+    """Raise ConfigurationError if `until` is neither the name of a pass nor a stage that the passes reach."""
     names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
     if until is not None and until not in (stages if isinstance(until, Stage) else names):
         raise ConfigurationError(

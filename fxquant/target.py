@@ -1,4 +1,4 @@
-"""What a target is: data."""
+"""The definition of a target, as data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.support.arguments import FLAG, NUMBER, TEXT, checked_class
 
 RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
-FORMER = "former"  # names, behind a march, the arithmetic that fxquant had for it before its compiler was measured
+FORMER = "former"  # after a march, names fxquant's arithmetic for it from before its compiler was measured
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a target allows of some operators.
+    """A limit of a target on some operators.
 
     operators  the names of the operators it is about; empty: every operator
-    measure    what of the operator is limited, a name of `fxquant.measures.MEASURES`; None: the target has no such operator
-    low, high  the smallest and largest value allowed, None where there is none
-    among      the values allowed, where they are not a range; None otherwise
+    measure    the limited property of the operator, a name of `fxquant.measures.MEASURES`; None: the target has no such operator
+    low, high  the smallest and largest allowed value, or None
+    among      the allowed values, if they are not a range; None otherwise
     remedy     what the user can do
-    allows     the allowed values in words, where the numbers alone would not say it
+    allows     the allowed values in words, if the numbers alone would not be clear
     """
 
     operators: tuple[str, ...]
@@ -37,7 +37,7 @@ class Limit:
     allows: str = ""
 
     def broken_by(self, values: Sequence[Any]) -> list[Any]:
-        """Those of the values that are not allowed, each once."""
+        """Return the values that are not allowed, each once."""
         return [value for value in dict.fromkeys(values) if not self._allowed(value)]
 
     def _allowed(self, value: Any) -> bool:
@@ -64,7 +64,7 @@ class Roofline:
 
     macs_per_second   multiply-accumulates of two int8 numbers
     bytes_per_second  to and from its memory
-    source            where the rates are published; of one that is not, what it is assumed from
+    source            where the rates are published; for an unpublished rate, the basis of the assumption
     assumed           whether the rate of the memory is such an assumption, which may be wrong by a factor of two either way
     """
 
@@ -79,13 +79,13 @@ class Target:
     """A target to compile for.
 
     activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer; an affine one,
-    "uint8", needs an arithmetic with *real* requantization); default_activation is what an ActivationConfig without a dtype
-    means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
-    model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
-    operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
-    dynamic says whether it quantizes the operands of linear layers at run time.
-    former is the arithmetic of fxquant before the chip was measured, which files of version 1 have; "bayes-e/former" computes by it.
-    roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
+    "uint8", needs an arithmetic with *real* requantization); default_activation is the dtype of an ActivationConfig without
+    one; aliases are chips and other names for it; limits are its limits on operators, which `fxq.check` applies to a
+    model. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, if they are not integer
+    operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
+    dynamic is whether it quantizes the operands of linear layers at run time.
+    former is fxquant's arithmetic from before the chip was measured, used by files of version 1; "bayes-e/former" selects it.
+    roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
     """
 
     name: str
@@ -109,11 +109,11 @@ class Target:
 
     @property
     def march(self) -> str:
-        """The name without what is written behind it: "nash-e" of "nash-e/requantize"."""
+        """Return the name without its variant: "nash-e" of "nash-e/requantize"."""
         return self.name.partition("/")[0]
 
     def variant(self, named: str) -> Target:
-        """The same target with its former arithmetic ("bayes-e/former"), or adding residuals in another way ("nash-e/requantize").
+        """Return the target with its former arithmetic ("bayes-e/former"), or another addition of residuals ("nash-e/requantize").
 
         Raises ConfigurationError for another name.
         """
@@ -122,7 +122,7 @@ class Target:
         return self.adding_residuals(named)
 
     def adding_residuals(self, how: str) -> Target:
-        """The same target with another choice of `Arithmetic.residual`; its name says so: "nash-e/requantize"."""
+        """Return the target with another choice of `Arithmetic.residual`, which is added to its name: "nash-e/requantize"."""
         if how == self.arithmetic.residual:
             return self
         if how not in RESIDUALS:
@@ -134,6 +134,6 @@ class Target:
         return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))
 
     def computes_in_float16(self, name: str) -> bool:
-        """Whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""
+        """Return whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""
         plain = name.lower().replace("_", "")
         return any(plain == known.replace("_", "") for known in self.float16)

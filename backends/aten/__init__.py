@@ -1,1 +1,1 @@
-"""PyTorch's own files: programs of plain ATen operators, which load where there is no fxquant."""
+"""PyTorch's own file formats: programs of plain ATen operators, which load without fxquant."""

@@ -30,17 +30,17 @@ OTHERS = "export it as ONNX with fxq.export_onnx, or keep it with fxq.save"
 
 
 class Program(nn.Module):
-    """The integer graph alone: its inputs by position; the tensor that it returns, or a tuple of those, in order."""
+    """The integer graph alone: it takes its inputs by position, and returns one tensor or a tuple of tensors in order."""
 
     def __init__(self, integer: fx.GraphModule) -> None:
         super().__init__()
         self.integer = integer
         returned = pytree.tree_leaves(integer.graph.output_node().args[0])
-        # By their facts: while PyTorch traces, sizes are tensors as well.
+        # Decided from the facts, because sizes are tensors as well while PyTorch traces.
         self._is_tensor = [isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) for value in returned]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the graph computes; nothing of it is checked here."""
+        """Compute the graph without any checks of the inputs."""
         values = pytree.tree_leaves(self.integer.forward(*inputs))
         returned = [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
         return returned[0] if len(returned) == 1 else tuple(returned)
@@ -52,10 +52,10 @@ def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 
     `torch.export.load(path).module()` is the model, in a process that has PyTorch and needs no fxquant: it takes the model's tensors by
     position, in the order of its inputs, and returns its tensor, or a tuple of those, in order, with the bits of the integer model.
-    Numbers and None beside them are no part of it. The batch is dynamic where the model was traced so, within the sizes that it holds for.
+    Numbers and None among the outputs are left out. The batch is dynamic where the model was traced so, within its batch limits.
 
-    Before the file appears it is loaded and run at several batch sizes, on inputs that fill their range, and compared byte for byte.
-    Raises ConfigurationError for what is no integer model, ExportError if `torch.export` refuses it or a bit differs.
+    Before the file appears it is loaded, run at several batch sizes on inputs that fill their range, and compared byte for byte.
+    Raises ConfigurationError if the model is not an integer model, ExportError if `torch.export` refuses it or a bit differs.
     """
 
     def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
@@ -69,10 +69,10 @@ def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the integer model as TorchScript, and return its path.
 
-    `torch.jit.load(path)` is the model, in a process that needs no fxquant, or in C++: inputs and outputs are those of `export_pt2`, and so
-    is the proof. It is written by `torch.jit.trace`, which PyTorch keeps for what exists; new programs are better served by `export_pt2`.
+    `torch.jit.load(path)` is the model, in a process without fxquant, or in C++. Its inputs, its outputs and its check are those of
+    `export_pt2`. It is written by `torch.jit.trace`, which PyTorch keeps for existing code; prefer `export_pt2` for new programs.
 
-    Raises ConfigurationError for what is no integer model, ExportError if `torch.jit` refuses it or a bit differs.
+    Raises ConfigurationError if the model is not an integer model, ExportError if `torch.jit` refuses it or a bit differs.
     """
 
     def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
@@ -97,9 +97,9 @@ def _export(
         )
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
-    archive = io.BytesIO()  # where a disk is full, PyTorch's own writer of files aborts the process
+    archive = io.BytesIO()  # PyTorch's own file writer aborts the process if the disk is full
     with warnings.catch_warnings(), torch.no_grad(), default_device_cpu():
-        warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
+        warnings.simplefilter("ignore")  # PyTorch's, about its formats and about shapes, which are compared below
         try:
             with _quiet():
                 write(program, batches[0], archive)
@@ -128,7 +128,7 @@ def _export(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is printed, or logged below an error, by PyTorch, which shows whole graphs of what it cannot export."""
+    """Suppress PyTorch's prints and its log below errors, because it shows whole graphs of what it cannot export."""
     logger = logging.getLogger("torch")
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
     loggers = [logger, *map(logging.getLogger, names)]
@@ -148,7 +148,7 @@ def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:
-    """The size to trace at, which is none that PyTorch treats in a way of its own, and others within the model's limits."""
+    """Return the batch sizes within the model's limits; the first, for tracing, is not one that PyTorch specializes on."""
     limits = noted_limits(integer.graph)
     within = [size for size in (4, 6, 3, 2, 1) if limits.smallest <= size <= (limits.largest or size)]
     return tuple(within) or (limits.smallest, limits.largest or limits.smallest + 1)

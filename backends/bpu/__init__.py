@@ -1,4 +1,4 @@
-"""Horizon's BPU, march by march: the whole target in one screen. The arithmetic is specified in ARITHMETIC.md."""
+"""Horizon's BPU: the complete target of each march. The arithmetic is specified in ARITHMETIC.md."""
 
 from dataclasses import replace
 
@@ -83,10 +83,10 @@ def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = 
 
 
 def _consistent(target: Target, level: int) -> Target:
-    """A march at a consistency level: 1, the scales of activations are powers of two; 2, those of weights as well.
+    """Return a march at a consistency level: at 1, activation scales are powers of two; at 2, weight scales are too.
 
-    Both need a model trained, or calibrated, for it. The published level 1 also makes resizing and means agree between training and
-    device, which they do here at every level.
+    Both need a model that was trained or calibrated for that level. The published level 1 also makes resizing and means agree between
+    training and device, which they do here at every level.
     """
     return replace(
         target,

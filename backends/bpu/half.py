@@ -1,8 +1,8 @@
-"""What Nash-p and Nash-h compute in float16 where it is no integer operator: everything their export knows but sums of products.
+"""The float16 operators of Nash-p and Nash-h: every operator of their export that has no integer form, except sums of products.
 
-Source: the table of operators that Horizon's export for Nash publishes, and its advice for these marches: products in integers, all else
-in float16. Such an operator runs on the march, so that nothing crosses to the host for it. Its numbers are outside the integer contract:
-PyTorch and ONNX compute it in float32 here.
+Source: the table of operators that Horizon's export for Nash publishes, and its advice for these marches: sums of products in integers,
+all else in float16. Such an operator runs on the march, so no tensor is transferred to the host for it. Its values are not covered by the
+integer contract: PyTorch and ONNX compute it in float32 here.
 """
 
 _NAMES = """

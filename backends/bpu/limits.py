@@ -1,14 +1,14 @@
-"""What the marches allow of an operator, as far as Horizon's public documents say.
+"""The limits of each march on an operator's parameters, as far as Horizon's public documents state them.
 
-Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, those of the conversion
-tool for the same chips where they say more, and, for Nash, the constraints that its export publishes. A number
-the documents give twice and differently stands here at its looser value, with the other beside it.
+Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, and those of the conversion tool for the same
+chips where they state more. For Nash: the constraints that its export publishes. Where the documents give two different values, the
+looser one is used here, and a comment gives the other.
 
-A composite is held to the limits of the operators that it is made of, not to those that are published of it as a whole: a softmax has any
-rank and axis that its parts have.
+A composite is held to the limits of the operators that it is made of, not to those that are published for the composite as a whole.
+A softmax, for example, accepts any rank and axis that its parts accept.
 
-What is not here is not known to be limited. For Bernoulli no limits are published. For Bayes-e none are published
-apart from those of Bayes, which it is held against. For Nash the published tables give dtypes rather than sizes.
+A limit that is missing here is not known. For Bernoulli no limits are published. For Bayes-e none are published
+apart from those of Bayes, which are applied to it. For Nash the published tables give dtypes rather than sizes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BERNOULLI2 = (
     _absent("reshape permute expand repeat", "leave it out, or do it behind the model's output; pixel and channel shuffles are available"),
     _absent("div", "multiply by the reciprocal"),
     _absent("prelu leaky_relu elu selu softplus hardsigmoid", "use relu, relu6, sigmoid, tanh, silu or gelu"),
-    # Its tables serve exp, sigmoid, tanh, silu and gelu; nothing says that they serve another function.
+    # The published tables serve exp, sigmoid, tanh, silu and gelu; no document says that they serve another function.
     _absent(
         "abs log sqrt rsqrt reciprocal erf sin cos pow square hardswish mish softsign tanhshrink logsigmoid maximum minimum", ON_THE_HOST
     ),
@@ -172,7 +172,7 @@ BAYES = (
 )
 
 NASH = (
-    # Padding is counted, or there is none; windows of an adaptive pooling are alike, which the arithmetic demands anyway.
+    # Padding is counted, or there is none. The windows of an adaptive pooling have equal sizes, which the arithmetic requires anyway.
     *COUNTED,
     _limit("max_pool1d max_pool2d", "dilation", "use dilation 1", high=1),
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
@@ -181,7 +181,7 @@ NASH = (
     _limit("gelu", "approximation", "pass approximate='none'", among=("none",)),
     _limit("matmul", "rank", "give both operands at least two dimensions", low=2),
     _limit("mean sum", "number of reduced dimensions", "reduce one dimension after another", high=1),
-    # These are in no published table of operators; an unpublished one may have them.
+    # No published table of operators has these; an unpublished one may.
     _absent("conv_transpose1d conv_transpose3d avg_pool1d avg_pool3d max_pool3d", "use the two-dimensional layer"),
 )
 
@@ -189,5 +189,5 @@ LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash": NA
 
 
 def limited(*targets: Target) -> tuple[Target, ...]:
-    """The targets, each with the limits that are known of it."""
+    """Return the targets, each with its known limits."""
     return tuple(replace(target, limits=LIMITS.get("nash" if target.name.startswith("nash") else target.name, ())) for target in targets)

@@ -1,8 +1,8 @@
-"""The peak rates of the chips, from what is published of them.
+"""The published peak rates of the chips.
 
 Published TOPS count a multiply-accumulate of int8 numbers as two operations. Memory is published as its width and its speed: bits / 8 times
-transfers per second. Where only its kind is published, the width is assumed from chips of the same class, and the row says so. What a
-program reaches of either is published of none.
+transfers per second. Where only its kind is published, the width is assumed from chips of the same class, and the row says so. For no chip
+is the fraction of the peak that a program reaches published.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool
     return Roofline(tops * 1e12 / 2, bits / 8 * megatransfers * 1e6, source, assumed)
 
 
-# By the march, or its beginning: the longest name that a target's begins with.
+# By march name or prefix: the longest key that the target's name begins with is used.
 ROOFLINES: Mapping[str, Roofline] = {
     "bernoulli": _peak(4, 32, 2400, "Journey 2: 4 TOPS (the vendor's announcement, 2019); memory assumed, 32 bits of LPDDR4-2400"),
     "bernoulli2": _peak(
@@ -38,7 +38,7 @@ ROOFLINES: Mapping[str, Roofline] = {
 
 
 def with_rooflines(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """The targets, each with the peak rates of its chip where they are known."""
+    """Return the targets, each with the peak rates of its chip where they are known."""
     return tuple(replace(target, roofline=_of(target.name)) for target in targets)
 
 

@@ -1,1 +1,1 @@
-"""The integer model as a C99 program that needs nothing else."""
+"""Export of the integer model as a C99 program without dependencies."""

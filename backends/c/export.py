@@ -1,4 +1,4 @@
-"""Writing an integer graph as a C99 program: a source, a header, a main, and, if told to, a file of weights."""
+"""Writing an integer graph as a C99 program: a source, a header, a main, and optionally a file of weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxquant.support.files import Content, write_files
 from fxquant.support.progress import working
 from fxquant.version import __version__
 
-__all__ = ["export_c", "places", "sums", "values"]  # the three declare the forms
+__all__ = ["export_c", "places", "sums", "values"]  # the three modules declare the C forms
 
 FLAGS = "-std=c99 -O2 -ffp-contract=off"
 MOST_NAMED = 16  # inputs and outputs in a line of help
@@ -43,25 +43,24 @@ GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 @checked()
 @working("writing C")
 def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_size: int = 1, external_data: bool | None = None) -> Path:
-    """Write the integer model as a C99 program that needs the standard library alone; returns `path`, that of its source.
+    """Write the integer model as a C99 program that needs only the standard library; return `path`, that of its source.
 
-    Beside `path`, as `net.c`, stand `net.h` with the function `net_run(inputs…, outputs…)`, and `net_main.c`, which runs it on raw files:
+    With `net.c` come `net.h`, with the function `net_run(inputs…, outputs…)`, and `net_main.c`, which runs it on raw files:
 
         cc -std=c99 -O2 -ffp-contract=off net.c net_main.c -o net
         ./net input.raw output.raw
 
-    The function takes and returns what the integer model does, with the same bits, as arrays of one element after another: float, int64_t,
-    or uint8_t for truth values; a batch has `batch_size` rows. Numbers and None beside the tensors that are returned are no part of it.
-    Memory is static, so nothing is allocated, and two calls cannot run at once. It returns 1 where an input names an element that does not
-    exist, or divides by 0, and else 0.
+    The function takes and returns what the integer model does, with the same bits, as contiguous arrays: float, int64_t, or uint8_t for
+    booleans. A batch has `batch_size` rows. Numbers and None among the outputs are left out. Memory is static: nothing is allocated, and
+    two calls cannot run at once. The function returns 1 if an input indexes an element that does not exist or divides by 0, else 0.
 
     external_data  True writes weights and tables to `net.data`, which `net_load(path)` reads (and net_main.c, in the current folder), in
-                   the byte order of the machine that wrote it; False writes them into the source; by default 4 MB and less stand there.
+                   the byte order of the machine that wrote it; False writes them into the source; by default up to 4 MB are.
 
-    The source is written for reading: a function for each primitive, after the sections of backends/bpu/ARITHMETIC.md, made for the
-    element types that occur. It is a reference, not fast.
+    The source is meant to be read: it has a function for each primitive, in the order of the sections of backends/bpu/ARITHMETIC.md,
+    instantiated for the element types that occur. It is a reference, not fast.
 
-    Raises ConfigurationError for what is no integer model, or a batch size that it does not hold for, and ExportError, before anything
+    Raises ConfigurationError if the model is not an integer model or does not support the batch size, and ExportError, before anything
     is written, for float operators.
     """
     path = Path(path)
@@ -119,7 +118,7 @@ def _about(program: Program, path: Path) -> str:
 
 
 def _elements(name: str, value: Value) -> str:
-    """The macro that says how many elements an input or an output has."""
+    """Return the name of the macro for the number of elements of an input or output."""
     return f"{name}_{value.text}_ELEMENTS".upper()
 
 
@@ -183,7 +182,7 @@ def _constants(program: Program, external: bool) -> Iterator[str]:
 
 
 def _numbers(tensor: Tensor) -> str:
-    """The elements in C, in lines."""
+    """Return the elements as C literals, in lines."""
     if tensor.dtype.is_floating_point:
         texts = [number(value, tensor.dtype) for value in tensor.flatten().tolist()]
     elif tensor.dtype == torch.int64:

@@ -1,4 +1,4 @@
-"""The C forms of what moves elements, or finds them by where they are."""
+"""The C forms of primitives that move elements or index them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODES = {"zeros": 0, "border": 1, "reflection": 2}
 
 
 def _moved(call: Call, input: Value, size: list[int], step: list[int], start: int = 0) -> None:
-    """The elements from `start` on, with these steps along dimensions of these sizes, one after another."""
+    """Emit a copy of the elements from `start` on, with these strides along dimensions of these sizes, into a contiguous result."""
     y = call.result()
     sizes, moved = joined(size, step)
     first = Value(f"{input.text} + {start}", input.dtype, input.shape) if start else input
@@ -92,8 +92,8 @@ def _rows(call: Call, table: Value, indices: Value) -> None:
 
 
 def _along(input: Value, index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
-    """How an index is gone through, and what lies below it in a tensor apart from one dimension: count, rank, sizes, steps; then the
-    size of the dimension, and how far apart its elements are.
+    """Return how an index is traversed and what it addresses in a tensor apart from one dimension: count, rank, sizes, strides; then the
+    size of the dimension, and its stride.
     """  # noqa: D205
     dim %= len(input.shape)
     strides = strides_of(input.shape)

@@ -1,4 +1,4 @@
-"""A walk over an integer graph that gives the body of a C function: memory for every tensor, and a call for every primitive."""
+"""A traversal of an integer graph that emits the body of a C function: memory for every tensor, and a call for every primitive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the program, its elements one after another: an expression for the first one's address."""
+    """A contiguous tensor of the program: an expression for the address of its first element."""
 
     text: str
     dtype: torch.dtype
@@ -34,16 +34,16 @@ class Value:
 
     @property
     def count(self) -> int:
-        """The number of its elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def empty(self) -> Tensor:
-        """A tensor of its shape and dtype without elements in memory, from which the shape of a result is found."""
+        """Return a meta tensor of this shape and dtype, from which the shape of a result is inferred."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class Window(NamedTuple):
-    """A `struct window`: of each row, depth, height and width."""
+    """A `struct window`: sizes for rows, depth, height and width."""
 
     size: list[int]
     result: list[int]
@@ -55,13 +55,13 @@ class Window(NamedTuple):
 
 @dataclass
 class Pool:
-    """Memory for the tensors of one C type, whose places are given again to others when they are no longer read."""
+    """Memory for the tensors of one C type, which is reused once a tensor is no longer read."""
 
     taken: dict[str, tuple[int, int]] = field(default_factory=dict)  # first element and number, by node
     size: int = 0
 
     def take(self, name: str, count: int) -> int:
-        """The first element of a free place, the lowest there is."""
+        """Return the first element of the lowest free range, and reserve it."""
         at = 0
         for first, length in sorted(self.taken.values()):
             if first - at >= count:
@@ -73,18 +73,18 @@ class Pool:
 
 
 class Call:
-    """What the C form of a primitive is told, and says: the result's facts, and the calls that compute it."""
+    """The context of a primitive's C form: the result's facts, and methods that emit the calls that compute it."""
 
     def __init__(self, program: Program, node: fx.Node | Step, known: TensorFact) -> None:
         self._program, self.node = program, node
         self.shape, self.dtype = known.at(program.batch), known.dtype
 
     def result(self) -> Value:
-        """Memory for the result."""
+        """Return memory for the result."""
         return self._program.store(self.node, self.dtype, self.shape)
 
     def constant(self, value: Tensor) -> Value:
-        """An array of the program with this value; equal ones are one."""
+        """Return an array of the program with this value; equal values share one array."""
         return self._program.constant(value)
 
     def emit(
@@ -96,14 +96,14 @@ class Call:
         replaced: Mapping[str, str] | None = None,
         fails: bool = False,
     ) -> None:
-        """Append a call of a function for these element types; one that `fails` ends the program where it returns other than 0."""
+        """Append a call of a function for these element types; with `fails`, the program ends if the function returns other than 0."""
         function = self._program.functions.name(template or name, name, types, replaced)
         line = f"{function}({', '.join(map(self._program.argument, arguments))})"
         self._program.lines.append(f"if ({line} != 0) return 1;" if fails else f"{line};")
 
 
 def number(value: float, dtype: torch.dtype = torch.float32) -> str:
-    """A real number in C, exactly; NaN and infinity as math.h spells them."""
+    """Return a float value as an exact C literal; NaN and infinity are written with the names of math.h."""
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
@@ -117,7 +117,7 @@ FORMS: dict[Callable[..., Any], Form] = {}
 
 def form(*primitives: Callable[..., Any]) -> Callable[[Form], Form]:
     """Declare the decorated function the C form of primitives: it receives a `Call` and the arguments of the primitive, tensors as
-    `Value`s, and emits calls, or returns the value that is the result without any.
+    `Value`s. It emits calls, or returns a value that is the result without any call.
     """  # noqa: D205
 
     def declare(function: Form) -> Form:
@@ -129,14 +129,14 @@ def form(*primitives: Callable[..., Any]) -> Callable[[Form], Form]:
 
 
 class Program:
-    """The program of an integer model at one batch size. Raises ExportError for what has no C form, before anything is written."""
+    """The program of an integer model at one batch size. Raises ExportError, before anything is written, if something has no C form."""
 
     def __init__(self, integer: fx.GraphModule, batch: int) -> None:
         self.integer, self.batch = integer, batch
         self.functions = Functions()
         self.lines: list[str] = []
-        self.sizes: dict[str, str] = {}  # arrays of sizes and steps by name
-        self.windows: dict[str, str] = {}  # names of windows by what they hold
+        self.sizes: dict[str, str] = {}  # arrays of sizes and strides by name
+        self.windows: dict[str, str] = {}  # names of windows by their content
         self.pools: dict[str, Pool] = {}
         self.constants: dict[tuple[torch.dtype, Shape, bytes], Value] = {}
         self.values: dict[fx.Node | Step, Any] = {}
@@ -153,12 +153,12 @@ class Program:
             if not self._stands(node, output):
                 self._copy(self.values[node], output)
         words = set(re.findall(r"\w+", "\n".join(self.lines)))
-        self.arrays = [value for value in self.constants.values() if value.text in words]  # others are numbers in the calls
+        self.arrays = [value for value in self.constants.values() if value.text in words]  # the other constants are literals in the calls
 
     # ---- facts ----------------------------------------------------------------------------------------------------------
 
     def fact_of(self, node: fx.Node) -> TensorFact:
-        """What is known of a tensor."""
+        """Return the shape and dtype of a tensor."""
         known = fact(node)
         if node.op == "get_attr":
             value = resolve(self.integer, str(node.target))
@@ -180,7 +180,7 @@ class Program:
         return known
 
     def _released(self) -> dict[int, list[fx.Node]]:
-        """The nodes whose memory nothing reads any more behind each place in the graph."""
+        """Return, for each position in the graph, the nodes whose memory is no longer read after it."""
         order = {node: index for index, node in enumerate(self.integer.graph.nodes)}
         last = {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
         for node in reversed(order):
@@ -193,7 +193,7 @@ class Program:
             released.setdefault(index, []).append(node)
         return released
 
-    # ---- the walk -------------------------------------------------------------------------------------------------------
+    # ---- the traversal --------------------------------------------------------------------------------------------------
 
     def _walk(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -219,7 +219,7 @@ class Program:
         return Value(f"output_{index}", known.dtype, known.at(self.batch))
 
     def _copies(self, node: fx.Node) -> bool:
-        """Whether a node is a float operator that only copies elements, and was written as such."""
+        """Emit a float operator that only copies elements; return whether the node is one."""
         constants = {each: found for each, found in self.values.items() if isinstance(found, Tensor)}
         steps = steps_of(node, constants.get)
         if steps is None or any(step.primitive not in FORMS for step in steps.calls):
@@ -242,7 +242,7 @@ class Program:
         return True
 
     def _number(self, node: fx.Node) -> Any:
-        """A number that the graph computes from sizes. Raises ExportError for what is computed in float."""
+        """Return a number that the graph computes from sizes. Raises ExportError if it is computed in float."""
         known = fact(node)
         if isinstance(known, TensorFact) or known is None:
             spec = annotation(node)
@@ -274,14 +274,14 @@ class Program:
                 self.lines.pop()
 
     def operand(self, node: fx.Node) -> Any:
-        """The value of an argument: a `Value`, or a number."""
+        """Return the value of an argument: a `Value`, or a number."""
         found = self.values[node]
         return self.constant(found) if isinstance(found, Tensor) else found
 
     # ---- memory ---------------------------------------------------------------------------------------------------------
 
     def store(self, node: fx.Node | Step, dtype: torch.dtype, shape: Shape) -> Value:
-        """Memory for the result of a node: the caller's, where it is returned and read by nothing else."""
+        """Return memory for the result of a node: the caller's, if the result is an output that no node reads."""
         if node in self._results:
             self.values[node] = self.outputs[self._results[node]]
             return self.outputs[self._results[node]]
@@ -291,7 +291,7 @@ class Program:
         return made
 
     def constant(self, tensor: Tensor) -> Value:
-        """An array with this value; equal ones are one."""
+        """Return an array with this value; equal values share one array."""
         tensor = tensor.detach().cpu().contiguous()
         key = tensor.dtype, tuple(tensor.shape), tensor.numpy(force=True).tobytes()
         if key not in self.constants:
@@ -302,7 +302,7 @@ class Program:
         return isinstance(self.values[node], Value) and self.values[node].text == output.text
 
     def argument(self, value: object) -> str:
-        """An argument of a call, in C."""
+        """Return an argument of a call as C text."""
         if isinstance(value, Value):
             return value.text
         if isinstance(value, bool | int):
@@ -314,7 +314,7 @@ class Program:
         return "NULL" if value is None else self._numbers(value)
 
     def _numbers(self, value: Any) -> str:
-        """The name of an array of sizes, or of steps, which says what it holds."""
+        """Return the name of an array of sizes or strides; the name is made of its content."""
         name = "_".join(["sizes", *(str(number).replace("-", "m") for number in value)])
         self.sizes[name] = ", ".join(map(str, value))
         return name
@@ -329,19 +329,19 @@ class Program:
         self.lines.append(f"\n{function}({', '.join(map(self.argument, (output.count, 1, [output.count], [1], value, output)))});")
 
 
-VIEWS: set[Any] = set()  # primitives whose result is their operand's memory
+VIEWS: set[Any] = set()  # primitives whose result shares their operand's memory
 
 
 def identifier(text: str) -> str:
-    """The letters and digits of a text, with underscores between them."""
+    """Return the letters and digits of a text, with underscores between groups of them."""
     return re.sub(r"[^0-9A-Za-z]+", "_", text).strip("_")
 
 
 def comment(text: str) -> str:
-    """A text that can stand in a comment."""
+    """Return a text that is safe inside a C comment."""
     return "".join(c if c.isprintable() else " " for c in text).replace("*/", "* /").replace("/*", "/ *").replace("??", "? ?").rstrip("\\")
 
 
 def pool_name(kind: str) -> str:
-    """The array of the memory for tensors of a C type."""
+    """Return the name of the memory array for tensors of a C type."""
     return f"memory_{kind.removesuffix('_t')}"

@@ -1,4 +1,4 @@
-"""The C forms of sums of products, and of what is done with windows and along whole dimensions."""
+"""The C forms of sums of products, of window operators, and of reductions over whole dimensions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxquant.primitives import accumulate, dynamic, matrix, pool, position, prod
 
 
 def _window(call: Call, input: Value, kernel: list[int], stride: list[int], before: list[int], dilation: list[int] | None = None) -> Window:
-    """The window over the last dimensions; those that there are not are 1."""
+    """Return the window over the last dimensions; missing dimensions have size 1."""
     rank = len(kernel)
 
     def row(values: Sequence[int], missing: int = 1) -> list[int]:

@@ -1,8 +1,8 @@
-"""The C functions of `functions/`: a text for each, made for the element types it is called with.
+"""The C functions of `functions/`: one template each, instantiated for the element types that it is called with.
 
-A section of a file begins with `/// name: X Y`: the function's name, and the words in it that stand for element types. A section without
-a colon is a helper that has no such words. Documents and expressions of functions that differ in nothing else are given when they
-are made.
+A section of a file begins with `/// name: X Y`: the function's name, and the placeholders in it for element types. A section without
+a colon is a helper that has no placeholders. Functions that differ only in their comment and expression share a template; both are
+inserted on instantiation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Template:
-    """The text of a function, and the words in it that stand for element types."""
+    """The text of a function, and its placeholders for element types."""
 
     text: str
     types: tuple[str, ...]
@@ -51,24 +51,24 @@ def _sections(file: str) -> dict[str, Template]:
 
 @functools.cache
 def templates() -> Mapping[str, Template]:
-    """The functions by name."""
+    """Return the functions by name."""
     return {name: template for file in FILES for name, template in _sections(file).items()}
 
 
 @functools.cache
 def helpers() -> Mapping[str, Template]:
-    """What functions call, in an order in which each stands behind what it calls itself."""
+    """Return the helpers that functions call, ordered so that each follows the helpers that it calls itself."""
     return _sections("helpers.c")
 
 
 class Functions:
-    """The functions that a program has needed so far."""
+    """The functions that a program has used so far."""
 
     def __init__(self) -> None:
         self._made: dict[str, str] = {}
 
     def name(self, template: str, name: str, dtypes: Sequence[torch.dtype], replaced: Mapping[str, str] | None = None) -> str:
-        """The name of the function that a template gives for these element types, which is made where it is new."""
+        """Return the name of a template's function for these element types, and instantiate it on first use."""
         known = templates()[template]
         types = [C_TYPES[dtype] for dtype in dtypes]
         made = "_".join([name, *(_SHORT[kind] for kind in types)])
@@ -78,7 +78,7 @@ class Functions:
         return made
 
     def text(self) -> str:
-        """All functions, behind the helpers that they call."""
+        """Return the text of all functions, preceded by the helpers that they call."""
         bodies = "\n\n".join(self._made.values())
         needed: list[str] = []
         for name, helper in reversed(list(helpers().items())):

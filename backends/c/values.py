@@ -1,4 +1,4 @@
-"""The C forms of what is computed element by element, and of both ends of the integer part."""
+"""The C forms of elementwise primitives, and of quantization and dequantization at the ends of the integer part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
 
 
 def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:
-    """The arguments that begin a call which reads operands beside each other: count, rank, sizes, and the steps of each."""
+    """Return the first arguments of an elementwise call over several operands: count, rank, sizes, and the strides of each."""
     sizes, *moved = joined(call.shape, *(steps(operand.shape, call.shape) for operand in operands))
     count = 1
     for size in sizes:
@@ -25,7 +25,7 @@ def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:
 
 
 def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
-    """Constants repeated to the shape of all of them, so that they are read at one place."""
+    """Return constants broadcast to their common shape, so that they share one index."""
     if len({value.shape for value in constants}) == 1:
         return list(constants)
     tensors = [value.constant for value in constants]
@@ -149,7 +149,7 @@ def _truncated(call: Call, input: Value, scale: Value, margin: Value) -> None:
 
 
 def _plain(name: str) -> Any:
-    """The form of a primitive that reads one tensor and nothing else."""
+    """Declare the form of a primitive that reads a single tensor."""
 
     def written(call: Call, input: Value, *_: Any) -> None:
         y = call.result()
@@ -185,7 +185,7 @@ DIVISIONS = {
 
 
 def pair(call: Call, name: str, document: str, expression: str, input: Value, other: Value) -> None:
-    """A function of two tensors, element by element."""
+    """Emit a function of two tensors, element by element."""
     y = call.result()
     words = {"DOCUMENT": document, "EXPRESSION": _typed(expression, y.dtype)}
     call.emit(name, [input.dtype, other.dtype, y.dtype], *_beside(call, input, other), input, other, y, template="PAIR", replaced=words)

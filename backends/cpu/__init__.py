@@ -1,6 +1,6 @@
 """Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it."""
 
-from fxquant.backends.cpu import counting, joining, training, watching  # noqa: F401  # they offer their passes
+from fxquant.backends.cpu import counting, joining, training, watching  # noqa: F401  # they register their kernels
 from fxquant.backends.cpu.kernels import KERNELS
 from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target

@@ -1,7 +1,7 @@
-"""Compiled libraries in the user's cache. What is loaded was written there by this user, whole, or is compiled again.
+"""Compiled libraries in the user's cache. A library is loaded only if this user wrote it and it is complete; else it is compiled again.
 
-A file holds a SHA-256 checksum and, behind it, the library. It is read once; what was compared with the checksum is what is loaded, from
-memory, so that no one can exchange it in between.
+A file holds a SHA-256 checksum followed by the library. It is read once, and the bytes that were compared with the checksum are loaded
+from memory, so that no one can exchange them in between.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _loads = itertools.count()
 
 
 def cached(name: str, make: Callable[[], bytes]) -> bytes:
-    """The library that is kept under a name; if there is none that can be trusted, what `make` returns, which is kept.
+    """Return the library that is cached under a name; if none can be trusted, call `make` and cache what it returns.
 
-    Without a folder of the user's own nothing is kept, and a line of the log says so.
+    If the user has no private folder, nothing is cached, and a line of the log says so.
     """
     try:
         file = folder() / name
@@ -54,7 +54,7 @@ def _say_once(message: str) -> None:
 
 
 def folder() -> Path:
-    """The cache, which exists and which no one else writes to. Raises OSError where there is none."""
+    """Return the cache folder, which exists and which no one else can write to. Raises OSError if there is none."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         above = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
@@ -67,7 +67,7 @@ def folder() -> Path:
 
 
 def read(file: Path) -> bytes:
-    """The library that a file holds. Raises OSError for a link, a file that others own or write to, and one that is damaged."""
+    """Return the library that a file holds. Raises OSError for a link, a damaged file, and one that others own or can write to."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(file, flags), "rb") as stream:
         known = os.fstat(stream.fileno())
@@ -82,7 +82,7 @@ def read(file: Path) -> bytes:
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write a library with its checksum, whole or not at all, in the place of what is there."""
+    """Write a library with its checksum atomically, in place of an existing file."""
     descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
     try:
         with open(descriptor, "wb") as stream:
@@ -97,12 +97,12 @@ def write(file: Path, content: bytes) -> None:
 
 
 def load(name: str, content: bytes) -> ctypes.CDLL:
-    """Load a library from these bytes. Raises OSError if they are none, or the system runs nothing from memory or temporary folders."""
+    """Load a library from these bytes. Raises OSError if they are not one, or nothing may be run from memory or temporary folders."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create(name), "wb") as stream:
             stream.write(content)
             stream.flush()
-            # The loader tells libraries apart by their names, and numbers of files come again: every path is another.
+            # The loader distinguishes libraries by path, and descriptor numbers are reused: every path is made unique.
             path = f"/proc/self/fd/{'./' * next(_loads)}{stream.fileno()}"
             with contextlib.suppress(OSError):
                 return ctypes.CDLL(path)

@@ -1,4 +1,4 @@
-"""The implementations that native.c has."""
+"""The kernel implementations of native.c."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LANES = 16  # output channels that are summed side by side
 
 
 def loaded_library(dot_products: bool = False) -> Any:
-    """The functions of native.c. Raises Refused where there are none, or none that sum products of bytes."""
+    """Return the functions of native.c. Raises Refused if there are none, or none for products of bytes where those are asked for."""
     loaded = native.library()
     if isinstance(loaded, str):
         raise Refused(loaded)
@@ -36,14 +36,14 @@ def loaded_library(dot_products: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of native.c with its structure filled in but for tensors; `keeps` are the tensors it points to.
+    """A function of native.c with its structure filled in except for the tensors; `keeps` holds the tensors that it points to.
 
-    The number of images is `batch` for each row of what is read first, over `rows`.
+    The number of images is `batch` for each row of the first operand, over `rows`.
     """
 
     function: Callable[[Any], None]
     structure: Sum | Move
-    names: tuple[str, ...]  # of what is read, in order
+    names: tuple[str, ...]  # of the operands, in order
     keeps: tuple[Tensor, ...] = ()
     rows: int = 1
     batch: int = 1
@@ -77,14 +77,14 @@ def _uneven() -> Tensor:
 
 @dataclass(frozen=True)
 class Requantization:
-    """An `Epilogue`, and the tensors it points to; `limit` is what no accumulator may exceed."""
+    """An `Epilogue`, and the tensors that it points to; `limit` bounds every accumulator."""
 
     epilogue: Epilogue
     keeps: tuple[Tensor, ...]
 
     @staticmethod
     def of(site: Site, layer: Layer) -> Requantization:
-        """That of a layer. Raises Refused where 32 bits do not hold what it computes."""
+        """Return the requantization of a layer. Raises Refused if its values do not fit in 32 bits."""
         root, epilogue = site.match.root, Epilogue()
         channels, largest = layer.weight.shape[0], layer.largest
         if largest > INT32_MAX:
@@ -136,7 +136,7 @@ class Requantization:
 
 
 def _structure(site: Site, layer: Layer, own: Requantization) -> tuple[Sum, tuple[Tensor, ...]]:
-    """The structure without weights, and what it points to. Channels that are computed along have no bias."""
+    """Return the structure without weights, and the tensors that it points to. Channels that are only padding have no bias."""
     input, result = site.held(site.match.reads[0]), site.result()
     outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
     bias = _padded(layer.bias(input.zero), result.pixel)
@@ -152,7 +152,7 @@ def _structure(site: Site, layer: Layer, own: Requantization) -> tuple[Sum, tupl
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """With zeros behind it, up to this size."""
+    """Pad the last dimension with zeros up to this size."""
     return F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
 
 
@@ -163,7 +163,7 @@ class Summed(Call):
     finish: Callable[[Any], None] | None = None
 
     def requantized(self, sums: Tensor) -> Tensor:
-        """Rows of accumulators as bytes."""
+        """Return rows of accumulators requantized to bytes."""
         rows, channels = sums.shape
         output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
         made = Sum(input=address(sums), output=address(output), batch=rows, out_height=1, out_width=1, threads=1)
@@ -176,7 +176,7 @@ class Summed(Call):
 
 
 def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
-    """(group, block, tap, quad of input channels, 16 output channels, 4), with zeros where there are no channels."""
+    """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels."""
     outer, inner, height, width = weight.shape
     count = outer // groups
     blocks, quads = -(-count // LANES), pixel // groups // ALIGNMENT
@@ -186,7 +186,7 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
 
 
 class Convolution:
-    """Sums of products of bytes, over all channels or those of a group, requantized in registers."""
+    """Sums of products of bytes over all channels or those of a group, requantized in registers."""
 
     name = "native convolution"
     reads_held = True
@@ -238,7 +238,7 @@ def _proved(site: Site, layer: Layer, made: Summed) -> Summed:
 
 
 def _area(form: Held) -> int:
-    """The pixels of an image."""
+    """Return the number of pixels of an image."""
     return form.grid[1] * form.grid[2]
 
 
@@ -246,7 +246,7 @@ def _read(site: Site) -> tuple[str, ...]:
     return ("input", "residual")[: len(site.match.reads)]
 
 
-# ---- what needs no weights ------------------------------------------------------------------------------------------
+# ---- kernels without weights ----------------------------------------------------------------------------------------
 
 
 def _move(input: Held, result: Held, **values: int) -> Move:
@@ -266,7 +266,7 @@ def _move(input: Held, result: Held, **values: int) -> Move:
 
 
 class Quantize:
-    """Real numbers as bytes, channels last."""
+    """Quantization of a float tensor to bytes, channels last."""
 
     name = "native quantization"
     reads_held = False
@@ -282,7 +282,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class _Contiguous:
-    """A call whose operand is brought into order first."""
+    """A call whose operand is made contiguous first."""
 
     call: Call
 
@@ -311,7 +311,7 @@ class MaxPool:
 
 
 class Total:
-    """Sums over whole images."""
+    """Sums over each whole image."""
 
     name = "native sum"
     reads_held = True
@@ -326,7 +326,7 @@ class Total:
 
 
 class Pointwise:
-    """One byte from one byte, or from two, by a table of all there are, which the primitives compute: a proof for every operand."""
+    """One byte from one or two bytes, by a table of all cases that the primitives compute, and so exact for every operand."""
 
     name = "native table"
     reads_held = True
@@ -349,7 +349,7 @@ class Pointwise:
 
 
 class Join:
-    """Images one after another along their channels."""
+    """Concatenation of images along their channels."""
 
     name = "joined bytes"
     reads_held = True

@@ -1,4 +1,4 @@
-"""What observers count of float32 tensors, with training.c."""
+"""The counts that observers take of float32 tensors, computed with training.c."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxquant.support.addresses import address, point, readable
 
 
 class NativeCounting:
-    """`Counting` with the same numbers."""
+    """`Counting` in C, with equal results."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether there is a library, and the tensor lies in the order of its dimensions where processors read it."""
+        """Return whether there is a library, and the tensor is large, contiguous and in CPU memory."""
         fits = value.device.type == "cpu" and value.dtype == torch.float32 and value.is_contiguous()
         return fits and value.numel() >= SMALLEST and type(value) in PLAIN and _admitted()
 
@@ -40,7 +40,7 @@ class NativeCounting:
         return counts, negative
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
-        counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last is of what lies outside
+        counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last counts the values outside
         made = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
         made.counts, rows = address(counts), readable(rows)
         for row in chosen:
@@ -51,7 +51,7 @@ class NativeCounting:
 
 @functools.cache
 def _admitted() -> bool:
-    """Whether there is a library, which counts as this PyTorch's torch.histc does: values in all bins, and at their ends."""
+    """Return whether there is a library that counts as this PyTorch's torch.histc does: values in all bins, and at their ends."""
     if isinstance(native.training_library(), str):
         return False
     bins, reach = 512, 0.7

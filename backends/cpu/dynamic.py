@@ -1,4 +1,4 @@
-"""Implementations of linear layers that are quantized at run time: one call of native.c, or oneDNN's sums among tensor operations."""
+"""Kernels for linear layers that are quantized at run time: one call of native.c, or oneDNN's sums among tensor operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxquant.support.addresses import address, point
 
 
 class NativeDynamic:
-    """The grid, the bytes, the sums and what becomes of them, by native.c."""
+    """A dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
 
     name = "native dynamic layer"
     reads_held = False
@@ -67,7 +67,7 @@ class _Native:
 
 
 class OneDnnDynamic:
-    """oneDNN's sums of products of bytes; the rest by tensor operations."""
+    """A dynamically quantized layer by oneDNN's sums of products of bytes; the rest by tensor operations."""
 
     name = "oneDNN linear layer"
     reads_held = False

@@ -1,4 +1,4 @@
-"""The passes of `fxquant.training.fused_elementwise` that joining.c has, for float32 tensors in memory that processors read."""
+"""The kernels of `fxquant.training.fused_elementwise` in `joining.c`, for float32 tensors in CPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Join(ctypes.Structure):
-    """One pass: the structure of joining.c."""
+    """The arguments of one fused kernel: the structure of `joining.c`."""
 
     _fields_ = [
         *((name, _pointer) for name in ("a", "b", "c", "multiplier", "half", "first", "product", "ratio", "of_integers", "of_real")),
@@ -33,10 +33,10 @@ class _Join(ctypes.Structure):
 
 
 class NativeJoining:
-    """`Joining` in C."""
+    """`Joining` in C, for fused elementwise operators."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether there is a library, and the tensor is where processors read it."""
+        """Return whether there is a library, and the tensor is float32 in CPU memory."""
         return value.device.type == "cpu" and value.dtype == torch.float32 and not isinstance(native.joining_library(), str)
 
     def ends(self, join: Join) -> Tensor:
@@ -106,10 +106,10 @@ class NativeJoining:
 
 
 class NativeMarks:
-    """`Marks` in C."""
+    """`Marks` in C, for saturation masks."""
 
     def takes(self, inside: Tensor) -> bool:
-        """Whether there is a library."""
+        """Return whether there is a library, and the mask is in CPU memory."""
         return inside.device.type == "cpu" and not isinstance(native.joining_library(), str)
 
     def places(self, marks: Tensor, count: int) -> Tensor:
@@ -128,10 +128,10 @@ fused_elementwise.OFFERS.add(NativeJoining())
 
 
 def _made(join: Join) -> _Join:
-    """The form of an accumulator, without its tensors."""
+    """Return the structure for an accumulator, without its tensors."""
     made = _Join(rows=join.rows, columns=join.columns, wide=join.wide, each=join.each)
     made.kind = PRODUCT if join.product else DOWN if join.down else NEAREST
-    made.mode = REAL if made.kind == NEAREST else FIXED  # the same accumulators; forward says which it is
+    made.mode = REAL if made.kind == NEAREST else FIXED  # equal accumulators; forward sets the mode
     made.b_rows, made.b_stride, made.b_step = join.of_b
     made.c_rows, made.c_stride, made.c_step = join.of_c
     made.factor_a, made.factor_b = join.factors
@@ -140,18 +140,18 @@ def _made(join: Join) -> _Join:
 
 
 def _operands(join: Join) -> dict[str, Tensor | None]:
-    none = torch.zeros(1, dtype=torch.float32, device="cpu") if join.b is None else join.b  # times 0
+    none = torch.zeros(1, dtype=torch.float32, device="cpu") if join.b is None else join.b  # multiplied by 0
     return {"a": join.a, "b": none, "c": join.c}
 
 
 def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """One number for each column, or one for all."""
+    """Return one value for each column, or one for all columns."""
     value = value.detach().to(dtype).flatten()
     return value.expand(join.columns) if join.each else value
 
 
 def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
-    """A function of joining.c."""
+    """Call a function of `joining.c`."""
     made.threads = torch.get_num_threads()
     held = point(made, [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None])
     getattr(native.joining_library(), f"fxq_{function}")(ctypes.addressof(made))

@@ -1,4 +1,4 @@
-"""The kernels that PyTorch's processors have."""
+"""The list of kernels for PyTorch on the CPU."""
 
 from fxquant.backends.cpu import compiled, dynamic, tensors
 from fxquant.kernels import patterns

@@ -1,8 +1,8 @@
-"""The kernels of native.c, training.c and joining.c, compiled once for this processor and kept in the user's cache.
+"""The kernels of native.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
 
-Nothing needs them, or a compiler.
+They are optional, and so is a compiler.
 
-FXQUANT_NATIVE=0 leaves them out. A library is kept under a name made of the source, the compiler and the processor.
+FXQUANT_NATIVE=0 disables them. The name of a cached library is a hash of the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WINDOW = [(name, _int64) for pair in ("kernel", "stride", "padding", "dilation"
 
 
 class Epilogue(ctypes.Structure):
-    """What an accumulator becomes: the structure of native.c."""
+    """The requantization of an accumulator: the structure of native.c."""
 
     _fields_ = [
         *((name, _int64) for name in ("mode", "low", "high", "zero", "limit", "residual_zero")),
@@ -61,7 +61,7 @@ class Sum(ctypes.Structure):
 
 
 class Move(ctypes.Structure):
-    """What needs no weights: the structure of native.c."""
+    """The arguments of a kernel without weights: the structure of native.c."""
 
     _fields_ = [
         *((name, _pointer) for name in ("input", "table", "other", "output")),
@@ -82,7 +82,7 @@ class Watch(ctypes.Structure):
 
 
 class Dynamic(ctypes.Structure):
-    """A linear layer whose operand becomes bytes on a grid of its own: the structure of native.c."""
+    """A linear layer whose operand is quantized at run time on its own grid: the structure of native.c."""
 
     _fields_ = [
         ("sum", Sum),
@@ -94,7 +94,7 @@ class Dynamic(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """One pass over large float tensors: the structure of training.c."""
+    """One kernel over large float tensors: the structure of training.c."""
 
     _fields_ = [
         *((name, _pointer) for name in ("sums", "bias", "residual", "factor", "multiplier", "half", "first", "product", "ratio")),
@@ -107,7 +107,7 @@ class Pass(ctypes.Structure):
 
 
 class Count(ctypes.Structure):
-    """What observers count: the structure of training.c."""
+    """The arguments of an observer's counting: the structure of training.c."""
 
     _fields_ = [
         *((name, _pointer) for name in ("value", "places", "low", "high", "counts", "negative")),
@@ -118,7 +118,7 @@ class Count(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """The compiled kernels, or a sentence that says why there are none."""
+    """Return the compiled kernels, or a sentence that says why there are none."""
     loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic", "watch"))
     if not isinstance(loaded, str):
         loaded.fxq_has_dot_products.restype = _int64
@@ -127,7 +127,7 @@ def library() -> Any:
 
 @functools.cache
 def training_library() -> Any:
-    """The compiled functions of training, or a sentence that says why there are none."""
+    """Return the compiled functions of training, or a sentence that says why there are none."""
     sums = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
     weights = ("weight_ends", "weight_forward", "weight_backward")
     return _loaded(TRAINING, (*sums, *weights, "row_ends", "magnitudes", "signed"))
@@ -135,7 +135,7 @@ def training_library() -> Any:
 
 @functools.cache
 def joining_library() -> Any:
-    """The compiled functions of training that join two tensors, or a sentence that says why there are none."""
+    """Return the compiled fused elementwise functions of training, or a sentence that says why there are none."""
     return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes"))
 
 
@@ -158,7 +158,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
 
 
 def _name(compiler: str, file: Path) -> str:
-    """That of a library, which depends on all that it is made by."""
+    """Return the name of a library, which depends on everything that it is compiled from."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     made_by = (file.read_bytes(), version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode())
     return f"{'kernels' if file == SOURCE else file.stem}-{hashlib.sha256(bytes(1).join(made_by)).hexdigest()[:20]}.library"
@@ -176,7 +176,7 @@ def _compiled(compiler: str, file: Path) -> bytes:
 
 
 def _processor() -> str:
-    """What the compiler may choose instructions by."""
+    """Return the properties of the processor by which the compiler may choose instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Implementations of tensor operations alone: oneDNN's sums of products of bytes, as PyTorch has them. Nothing is compiled.
+"""Kernels made of tensor operations alone: oneDNN's sums of products of bytes, as PyTorch provides them. Nothing is compiled.
 
-oneDNN gives the sums as float32, whole numbers that are exact below 2^24; images are taken in groups whose sums stay in the cache.
+oneDNN returns the sums as float32 integers, exact below 2^24. Images are processed in groups whose sums stay in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxquant.kernels.record import Bound, Built, Held, Refused, Site
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
 
-CACHED = 2**20  # bytes of float32 sums that are made at a time
+CACHED = 2**20  # bytes of float32 sums that are computed at a time
 Requantization = Callable[[Tensor], Tensor]  # of float32 sums, which it may overwrite, with the zero added
 
 
@@ -29,7 +29,7 @@ def _shaped(tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _real(site: Site) -> Requantization:
-    """One product with a float32 number, as the primitive forms it."""
+    """Return the requantization by one float32 product, as the primitive forms it."""
     arguments: Any = site.match.root.args
     _, node, low, high, *_ = arguments
     factor, zero = _shaped(site.constant(node), torch.float32), site.result().zero
@@ -42,7 +42,7 @@ def _real(site: Site) -> Requantization:
 
 
 def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
-    """Shift, product and shift in floats. In float64 every product is exact; in float32 it is proved where it is used, or not used."""
+    """Return the requantization by shift, product and shift in float. Float64 is always exact; float32 is used only where proved exact."""
 
     def of(site: Site) -> Requantization:
         arguments: Any = site.match.root.args
@@ -94,7 +94,7 @@ class _Sums:
     bias: Tensor | None
 
     def sums(self, images: Tensor) -> Tensor:
-        """Those of images of bytes, channels last."""
+        """Return the sums of images of bytes, channels last."""
         window = self.layer.window
         found: Tensor = torch.ops.onednn.qconv_pointwise(
             images, 1.0, self.input.zero, self.packed, self.ones, self.zeros, self.bias,
@@ -103,7 +103,7 @@ class _Sums:
         return found
 
     def requantized(self, sums: Tensor) -> Tensor:
-        """Rows of accumulators as bytes."""
+        """Return rows of accumulators requantized to bytes."""
         return self.requantized_sums(sums.float()[..., None, None]).to(torch.uint8)[..., 0, 0]
 
     def bind(self) -> Bound:
@@ -177,7 +177,7 @@ class OneDnn:
 
 
 class TensorPool:
-    """The largest byte of each window, by PyTorch: first down, then across."""
+    """The largest byte of each window, by PyTorch: first along the height, then along the width."""
 
     name = "PyTorch's maximum"
     reads_held = True
@@ -205,7 +205,7 @@ class _Pool:
             for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
                 reach = (size - 1) * stride + (taps - 1) * dilation + 1
                 around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
-                value = F.pad(value, [0, 0, *around])  # with zeros, which never win
+                value = F.pad(value, [0, 0, *around])  # with zeros, which are never above the maximum
                 parts = [value.narrow(dim, tap * dilation, (size - 1) * stride + 1) for tap in range(taps)]
                 strided = [part[:, ::stride] if dim == 1 else part[:, :, ::stride] for part in parts]
                 value = functools.reduce(torch.maximum, strided)

@@ -1,4 +1,4 @@
-"""The passes of training that training.c has, for float32 tensors in memory that processors read."""
+"""The training kernels of training.c, for float32 tensors in CPU memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fxquant.training.fused_layers import Form, Rounded
 
 
 class NativePasses(fused_layers.Passes):
-    """`Passes` with the same bits, gradients aside, whose sums are formed in another order."""
+    """`Passes` in C with bit-equal results, except gradients, whose sums are accumulated in another order."""
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether there is a library, and the tensors are large enough for a call of it to pay."""
+        """Return whether there is a library, and the tensors are large enough to be worth a call."""
         given = [t for t in tensors if t is not None]
         known = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given)
         return known and given[0].numel() >= SMALLEST and not isinstance(native.training_library(), str)
@@ -58,7 +58,7 @@ class NativePasses(fused_layers.Passes):
         how: Rounded,
         marks: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, int]:
-        """The integers, the real numbers, and how many elements have no gradient, where these are marked."""
+        """Return the integers, the dequantized tensor, and the number of elements without gradient, if a saturation mask is given."""
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
         names = ("half", "first", "product") if how.fixed else ("multiplier",)
         dtype = torch.float64 if how.fixed else torch.float32
@@ -162,7 +162,7 @@ fused_layers.OFFERS.add(NativePasses())
 
 
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
-    """A function of training.c; tensors are contiguous, or all of them lie alike. What it was called with."""
+    """Call a function of training.c, and return its arguments; all tensors are contiguous or have equal strides."""
     made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, threads=torch.get_num_threads(), **(numbers or {}))
     held = point(made, tensors.items())
     getattr(native.training_library(), f"fxq_{function}")(ctypes.addressof(made))
@@ -187,7 +187,7 @@ def _numbers(how: Rounded) -> dict[str, float]:
 
 
 def _added(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> dict[str, Any]:
-    """What is added to sums, as a pass takes it."""
+    """Return the bias and the residual that are added to sums, as arguments of a kernel."""
     found = {"bias": torch.zeros(form.channels, dtype=torch.float32, device="cpu") if bias is None else _each(bias, form)}
     if residual is not None and factor is not None:
         found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
@@ -199,12 +199,12 @@ def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One number for each channel."""
+    """Return one value for each channel."""
     return value.detach().to(dtype).flatten().expand(form.channels).contiguous()
 
 
 def _like(value: Tensor, other: Tensor) -> Tensor:
-    """The same numbers, lying as another tensor does."""
+    """Return the values with the strides of another tensor."""
     return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
 
 

@@ -12,7 +12,7 @@ from fxquant.support.addresses import address
 
 
 class NativeWatch:
-    """A `Watch` in C. The tensors of its spans are kept, and so is their memory."""
+    """A `Watch` in C. It keeps the tensors of its spans, and so their memory, alive."""
 
     def __init__(self, always: Sequence[Span], by_turns: Sequence[Span]) -> None:
         self.spans = (*always, *by_turns)
@@ -27,7 +27,7 @@ class NativeWatch:
         self._run(remember=1, everything=0)
 
     def changed(self, everything: bool) -> bool:
-        """Return whether a watched span was edited: of all, or of those that are next."""
+        """Return whether a watched span was edited: any of them, or any of those that are next."""
         return self._run(remember=0, everything=int(everything))
 
     def _run(self, remember: int, everything: int) -> bool:

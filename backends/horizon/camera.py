@@ -1,10 +1,10 @@
 """Images from a camera as the input of a compiled program.
 
-The compiler puts a layer in front of the model that takes the mean from each channel and rounds to the model's grid:
+The compiler inserts a layer before the model that subtracts the mean from each channel and rounds to the model's grid:
 
     acc = 127 · q + 64, y = ⌊acc · 16513 / 2^21⌋ = q       for a mean of 128 and the scale 1
 
-So the bytes less 128 are the integers of the model's input. For NV12 the hardware repeats U and V for two by two pixels before.
+So the bytes minus 128 are the integers of the model's input. For NV12 the hardware first repeats U and V for two by two pixels.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, qparams
 
-CENTRE = 128  # of a byte: the compiler's int8 is the byte less this
+CENTRE = 128  # of a byte: the compiler's int8 is the byte minus this
 MEAN = f"\n  mean_value: '{CENTRE} {CENTRE} {CENTRE}'"
 HALF = 2  # NV12 has one U and one V for two by two pixels
 
 
 def check_camera(integer: fx.GraphModule, format: Format, camera: str) -> None:
-    """Raise ConfigurationError where a program cannot take its only input from a camera with the integers of `integer`."""
+    """Raise ConfigurationError if a program cannot take its only input from a camera with the integers of `integer`."""
     (first, *others) = integer.graph.find_nodes(op="placeholder")
     because = None
     if camera not in format.cameras:
@@ -42,7 +42,7 @@ def check_camera(integer: fx.GraphModule, format: Format, camera: str) -> None:
 
 
 def _not_an_image(node: fx.Node, camera: str) -> str | None:
-    """Return why an input is no image on the grid of bytes less 128; None where it is one."""
+    """Return why an input is not an image on the grid of bytes minus 128; None if it is one."""
     known = fact(node)
     shape = known.shape if isinstance(known, TensorFact) else ()
     if len(shape) != 4 or shape[1] != 3:
@@ -58,9 +58,9 @@ def _not_an_image(node: fx.Node, camera: str) -> str | None:
 
 
 def nv12_of(image: Tensor) -> Tensor:
-    """Return the bytes of NV12, uint8 (3 · H / 2, W), of integers (1, H, W, 3) that are Y, U and V less 128.
+    """Return the bytes of NV12, uint8 (3 · H / 2, W), of integers (1, H, W, 3) that are Y, U and V minus 128.
 
-    Raises ConfigurationError where U and V are not the same for two by two pixels: no such image comes from NV12.
+    Raises ConfigurationError if U and V are not equal for two by two pixels: NV12 cannot represent such an image.
     """
     _, height, width, _ = image.shape
     planes = (image[0] + CENTRE).to(torch.uint8)

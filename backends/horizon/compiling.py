@@ -24,11 +24,11 @@ LOG = "hb_mapper.log"
 def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | None = None) -> Path:
     """Compile the folder that `export_horizon` wrote with the vendor's hb_mapper, and return the path of the .bin file.
 
-    The .bin, the compiler's models and its figures are in the folder's model_output, its whole output in hb_mapper.log. Three seconds for
-    a layer, ten to thirty for a network. Files of an earlier run are replaced; a .bin that could not be made again is not left.
+    The .bin, the compiler's models and its figures are in the folder's model_output, its whole output in hb_mapper.log. It takes three
+    seconds for a layer, ten to thirty for a network. Files of an earlier run are replaced; if compilation fails, no old .bin remains.
 
-    Raises ConfigurationError where the tool is not installed, or the folder is none that `export_horizon` wrote, and CompilationError,
-    with the layer, the user's source line and what can be done, where the compiler refuses the model or dies.
+    Raises ConfigurationError if the tool is not installed or the folder was not written by `export_horizon`, and CompilationError,
+    with the layer, the user's source line and the remedy, if the compiler refuses the model or crashes.
     """
     directory = Path(folder).absolute()
     known = _known(directory)
@@ -54,7 +54,7 @@ def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | Non
 
 
 def _steps(running: Running) -> Iterator[int]:
-    """One item for each step of the compiler that has begun."""
+    """Yield one item for each step of the compiler that has begun."""
     done = -1
     for line in running:
         step = step_of(line)

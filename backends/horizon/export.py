@@ -1,4 +1,4 @@
-"""An integer model as the folder that the vendor's compiler takes: the ONNX file, its configuration, the commands."""
+"""Export of an integer model as the folder that the vendor's compiler takes: the ONNX file, its configuration, the commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("fxquant")
 
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"
-PLAIN = re.compile(r"[\w.+/-]+")  # what stands in the configuration between quotes, and in lists
+PLAIN = re.compile(r"[\w.+/-]+")  # names that the configuration can hold in quotes and in lists
 NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
 
 
@@ -56,10 +56,10 @@ def export_horizon(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Path:
-    """Write what the vendor's compiler of the target takes into a folder, and return the folder's path.
+    """Write the files that the target's vendor compiler takes into a folder, and return the folder's path.
 
-    Into it go NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml, the
-    configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer, for the errors of
+    The folder holds NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml,
+    the configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer, for the errors of
     `compile_horizon`. Equal models give equal bytes. The file takes and returns float32, in the model's order of dimensions.
 
     The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
@@ -68,15 +68,15 @@ def export_horizon(
     optimize   the level of the compiler: "O0" to "O3"
     mode       what it optimizes for: "latency" or "bandwidth"
     camera     what the program takes in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
-               The model's only input is then YUV less 128, int8 on the scale 1: `fxq.nn.YuvToRgb(centred=True, …)` is its first module,
+               The model's only input is then YUV minus 128, int8 on the scale 1: `fxq.nn.YuvToRgb(centred=True, …)` is its first module,
                and its input's scale is set by `set_qparams`. The program's integers are those of `integer`
     input_names, output_names  names in the file; by default those of the graph
 
     For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
-    and no compiler has tried them; a warning and README.txt say so.
+    and have not been tried with a compiler; a warning and README.txt say so.
 
-    Raises ConfigurationError for what is no integer model, and for a target that the compiler does not know; ExportError for what its
-    program would compute differently, such as an upper clamp inside the range of its grid, or an average pool of int16.
+    Raises ConfigurationError if the model is not an integer model or the compiler does not support its target. Raises ExportError for
+    operators that its program would compute differently, such as an upper clamp inside the range of its grid, or an average pool of int16.
     """
     check_arguments(integer, "qdq", "float", OPSET)
     target = _check_target(integer)
@@ -112,7 +112,7 @@ def export_horizon(
 
 
 def refusals(integer: fx.GraphModule) -> list[ExportError]:
-    """Why the compiler would make something else of nodes of an integer model: the errors that `export_horizon` raises the first of."""
+    """Return an error for each node of an integer model that the compiler would compute differently; `export_horizon` raises the first."""
     found = []
     for node in integer.graph.nodes:
         try:
@@ -161,7 +161,7 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
 
 
 def _check_target(integer: fx.GraphModule) -> str:
-    """Return the target's name. Raises ConfigurationError where no compiler makes its integers, ExportError where nothing is returned."""
+    """Return the target's name. Raises ConfigurationError if no compiler computes its integers, ExportError if nothing is returned."""
     name: str = integer.meta["target"].name
     if name not in FORMATS:
         raise ConfigurationError(
@@ -175,7 +175,7 @@ def _check_target(integer: fx.GraphModule) -> str:
 
 
 def _check_node(node: fx.Node) -> None:
-    """Raise ExportError for what the compiler would make something else of."""
+    """Raise ExportError for a node that the compiler would compute differently."""
     known = fact(node)
     if node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point and node.users:
         raise ExportError(
@@ -202,7 +202,7 @@ def _check_node(node: fx.Node) -> None:
         for which, bound, limit in (("lower", low, dtype.low), ("upper", high, dtype.high))
         if bound and math.isfinite(bound) and abs(bound) / scale < abs(limit) - 0.5
     }
-    # With 0 below, a layer has no limit above in the integer graph either, and what is behind tables keeps it (CHIP.md, section 10).
+    # With a lower limit of 0, a layer has no upper limit in the integer graph either; operators after tables keep it (CHIP.md, section 10).
     if "lower" in inside or ("upper" in inside and low != 0):
         which = "lower" if "lower" in inside else "upper"
         raise ExportError(
@@ -215,9 +215,9 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _check_bits(node: fx.Node) -> None:
-    """Raise ExportError for a primitive whose operands have more bits than the compiler's programs compute it of."""
+    """Raise ExportError for a primitive whose operands have more bits than the compiler's programs support."""
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-    if record is None or record.kind == "float":  # a sum of 32 bits is dequantized as it is
+    if record is None or record.kind == "float":  # an int32 accumulator is dequantized as it is
         return
     read = [known.dtype for operand in node.all_input_nodes if (known := qparams(operand)) is not None]
     wide = next((dtype for dtype in read if ACTIVATION_TYPES[dtype].bits > record.chip_bits), None)
@@ -231,7 +231,7 @@ def _check_bits(node: fx.Node) -> None:
 
 
 def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
-    """The limits that are fused into an operator, or that it is made of; None where there is none."""
+    """Return the limits that are fused into an operator, or that it consists of; None for a missing limit."""
     if BY_NAME[lowered.name].function is clamp:
         low, high = lowered.arguments.get("min"), lowered.arguments.get("max")
     else:

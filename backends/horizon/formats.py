@@ -1,8 +1,8 @@
 """The files that each of the vendor's compilers reads: one record for hb_mapper, one for hb_compile.
 
-The keys of hb_mapper's configuration are those that it accepts here. For hb_compile there are public documents alone, and no compiler has
-tried the files: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19, O0 to
-O2). Keys that these do not name are hb_mapper's.
+The keys of hb_mapper's configuration are those that it accepts here. The format of hb_compile follows public documents only, and the files
+have not been tried with it. Documents: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ"
+(opset 10 to 19, O0 to O2). Keys that these do not name are hb_mapper's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Format:
     levels         of its optimization
     configuration  the yaml file, with names in braces
     commands       the script, likewise
-    untried        what a README says of files that no compiler has tried; None where it was tried
+    untried        what the README says of files that were not tried with a compiler; None if they were
     cameras        the images that the compiled program can take: "nv12" from the camera's pyramid, "yuv444" from memory
     """
 

@@ -1,4 +1,4 @@
-"""Read the compiler's log: how far it is, and why it stopped, as an error with the layer and the user's source line."""
+"""Reading of the compiler's log: its progress, and the reason of a failure as an error with the layer and the user's source line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fxquant.errors import CompilationError
 
-# What hb_mapper writes when a step begins, in order.
+# The messages of hb_mapper at the beginning of its steps, in order.
 STEPS = (
     "Start to prepare the onnx model",
     "Start to optimize the onnx model",
@@ -22,7 +22,7 @@ MESSAGE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (\w+) (.*)$")
 NOISE = re.compile(r"\[[WIE]:onnxruntime:|^\[[-= ]*\]|^INFO: |^\s*$")
 LONGEST_REASON = 6  # lines
 
-# What the tool says, and what the user can do then; the first that is found counts.
+# Messages of the tool, and the remedy for each; the first match counts.
 REMEDIES = (
     (r"not support(ed)? these cpu operators|cpu operators", "write the operator with others, or keep it out of the model"),
     (r"no node can execute on BPU|at least one .*node", "compile a model of which at least one operator runs on the BPU"),
@@ -33,12 +33,12 @@ OTHERWISE = "read what it says above; fxq.check(model, example_inputs, march) na
 
 
 def step_of(line: str) -> int | None:
-    """The step that a line of the log begins."""
+    """Return the step that a line of the log begins."""
     return next((index for index, words in enumerate(STEPS) if words in line), None)
 
 
 def reason(lines: Sequence[str]) -> str:
-    """The error messages of a log, or its last lines where there are none."""
+    """Return the error messages of a log, or its last lines if there are none."""
     messages: list[str] = []
     inside = False
     for line in lines:
@@ -57,7 +57,7 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
-    """The layer that a text names: the first of these names that begins the name of an ONNX node in it."""
+    """Return the layer that a text names: the first of these names that begins the name of an ONNX node in it."""
     found = {name: re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text) for name in layers}
     places = {name: match.start() for name, match in found.items() if match}
     return min(places, key=lambda name: (places[name], -len(name)), default=None)
@@ -66,7 +66,7 @@ def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
 def failure(
     program: str, code: int, lines: Sequence[str], layers: Mapping[str, str] | None = None, log: str | None = None
 ) -> CompilationError:
-    """The error of a program that has failed; `layers` are source lines by the names of nodes, `log` where its output was written."""
+    """Return the error of a program that failed; `layers` maps names of nodes to source lines, `log` is the file with its output."""
     layers = layers or {}
     text = reason(lines)
     if code < 0:

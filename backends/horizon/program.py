@@ -1,4 +1,4 @@
-"""The BPU programs inside a .bin file: their inputs and outputs, what the simulator computes of them, what they cost."""
+"""The BPU programs inside a .bin file: their inputs and outputs, their results in the simulator, and their cost."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fxquant.backends.horizon.tool import Tool
 from fxquant.errors import CompilationError
 
 TYPES = {"int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "float32": np.float32}
-MEMORY = 1024  # MB that the simulator sets aside
+MEMORY = 1024  # MB that the simulator reserves
 
 
 class Feature(NamedTuple):
-    """A tensor that a program takes or gives: its name in the quantized model, its dimensions in the order of its elements, its type.
+    """An input or output of a program: its name in the quantized model, its dimensions in the order of its elements, its type.
 
     `pyramid` says that it is an image, which the program takes as NV12 from the camera's pyramid.
     """
@@ -36,7 +36,7 @@ class Feature(NamedTuple):
 
 
 class Program(NamedTuple):
-    """One BPU program of a file; a file has several where operators on the processor stand between them."""
+    """One BPU program of a file; a file has several if operators on the processor separate them."""
 
     name: str
     march: str
@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """The figures of one layer of a program, in the words of the vendor's tool."""
+    """The figures of one layer of a program, with the column names of the vendor's tool."""
 
     layer: str
     operations: str
@@ -77,7 +77,7 @@ class CompiledCost:
         return f"{self.name}: {self.microseconds:.4g} µs, {self.frames_per_second:.4g} runs a second, {self.bytes:,} bytes moved"
 
 
-# Run by the environment's own Python: every tensor that is asked for, as the tool's runtime of ONNX files computes it.
+# Run by the environment's own Python: it returns every requested tensor, as the tool's runtime of ONNX files computes it.
 INNER = """
 import logging, sys
 import numpy, onnx
@@ -96,7 +96,7 @@ numpy.savez("found.npz", *results)
 
 
 def inner_values(tool: Tool, quantized: Path, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors inside of a quantized model, by name, that the tool's own runtime computes of its inputs. Raises CompilationError."""
+    """Return inner tensors of a quantized model by name, computed by the tool's own runtime from its inputs. Raises CompilationError."""
     with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
         work = Path(folder)
         (work / "names").write_text("\n".join(names), encoding="utf-8")
@@ -117,13 +117,13 @@ class Binary:
             raise CompilationError(f"{path} is missing", because="there is no such file", remedy="pass what fxq.compile_horizon returns")
         self._folder = tempfile.TemporaryDirectory(prefix="fxquant-")
         work = Path(self._folder.name)
-        # Its name is that of the model, not of the file.
+        # The .hbm is named after the model, not after the file.
         self.hbm = self.path if path.suffix == ".hbm" else self._run("hb_extract_hbm", str(self.path), cwd=work, makes="*.hbm")
         described = self._run("hbdk-disas", str(self.hbm), "--json", "-o", "programs.json", cwd=work, makes="programs.json")
         self.programs = [_program(entry) for entry in json.loads(described.read_text(encoding="utf-8"))]
 
     def _run(self, program: str, *arguments: str, cwd: Path, makes: str) -> Path:
-        """The file of this pattern that a program of the tool makes in `cwd`."""
+        """Run a program of the tool in `cwd`, and return the file of this pattern that it creates."""
         running = self.tool.run(program, *arguments, cwd=cwd)
         made = next(cwd.glob(makes), None)
         if running.code or made is None:
@@ -131,7 +131,7 @@ class Binary:
         return made
 
     def simulate(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The integers of each output, int64, or float32, of integers in the program's shapes and order."""
+        """Return each output, integers as int64 or float32, for integer inputs in the program's shapes and order."""
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work, out = Path(folder), Path(folder, "out")
             out.mkdir()
@@ -163,7 +163,7 @@ def _feature(entry: dict[str, Any]) -> Feature:
 
 
 def _written(work: Path, index: int, value: Tensor, feature: Feature) -> str:
-    """Write an input as the simulator reads it, and return the file's name."""
+    """Write an input in the simulator's format, and return the file's name."""
     value = value.reshape(feature.shape)
     name = f"{index}.{'yuv' if feature.pyramid else 'bin'}"
     stored = nv12_of(value).numpy() if feature.pyramid else value.contiguous().numpy().astype(TYPES[feature.dtype])
@@ -172,7 +172,7 @@ def _written(work: Path, index: int, value: Tensor, feature: Feature) -> str:
 
 
 def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:
-    """An output as the simulator has written it: text, its elements in the order of its dimensions; None where there is none."""
+    """Return an output that the simulator wrote as text, its elements in the order of its dimensions; None if there is none."""
     kind, dtype = ("float", np.float32) if feature.dtype == "float32" else ("int", np.int64)
     path = next(folder.glob(f"hbdk_output{index}_*elem_{kind}.txt"), None)
     if path is None:

@@ -1,4 +1,4 @@
-"""A compiled program in the vendor's simulator, as one more form of a model that `verify` and `record` run."""
+"""A compiled program in the vendor's simulator, as a form of a model that `verify` and `record` run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fxquant.ir.graph import fact, qparams
 logger = logging.getLogger("fxquant")
 
 QUANTIZED_MODEL = "_quantized_model.onnx"
-CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and give every image with its channels last
+CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every image channels last
 
 
 class SimulatedForm:
-    """The BPU programs of a file. Each is given the integers that the integer graph has at its inputs, a row of a batch at a time.
+    """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, one row of a batch at a time.
 
     unseen   tensors at the ends of programs that cannot be compared: name and reason
-    given    quantized tensors that programs are given and no program computes: the processor does, or the quantization of an input
+    given    quantized tensors that programs are given but do not compute: the processor does, or the quantization of an input
     """
 
     def __init__(self, path: Path, integer: fx.GraphModule) -> None:
@@ -50,7 +50,7 @@ class SimulatedForm:
             if not {node.name, *(operand.name for operand in node.all_input_nodes)} & self.tensors.keys():
                 self.unseen[f"output {index}"] = f"the processor computes %{node.name}"
 
-    # ---- which tensors they are -----------------------------------------------------------------------------------------
+    # ---- mapping of tensors ---------------------------------------------------------------------------------------------
 
     def _output(self, feature: Feature) -> Place | None:
         place = self.connections.place(feature.name) or self._sum(feature)
@@ -64,7 +64,7 @@ class SimulatedForm:
         return None
 
     def _sum(self, feature: Feature) -> Place | None:
-        """Where a sum of 32 bits is that leaves the model: the file has no pair of it, and so no name, but that of the output."""
+        """Return the place of an int32 sum that the model returns: it has no pair in the file, so it is found by the output's name."""
         found = self.connections.output(feature.name) if feature.dtype == "int32" else None
         if found is None:
             return None
@@ -85,20 +85,20 @@ class SimulatedForm:
 
     @property
     def fed(self) -> list[str]:
-        """The tensors that programs are given and none computes, by name."""
+        """Return the names of the tensors that programs are given and none computes."""
         return sorted({place.node for place in self.given.values()} - self.tensors.keys())
 
     # ---- running --------------------------------------------------------------------------------------------------------
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """The model's inputs out of a batch. Raises CalibrationError if it does not fit."""
+        """Return the model's inputs from a batch. Raises CalibrationError if it does not fit."""
         return self.reference.inputs(batch, index)
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        """The integers, int64, of what the programs compute of a batch; real numbers are not given."""
+        """Return the int64 integers that the programs compute for a batch; dequantized tensors are not returned."""
         names = set(wanted.among(self.tensors))
         rows = [self._row(row, names) for row in self._rows(inputs)]
-        if ACCUMULATORS in wanted.kinds:  # in depth: what is between the ends of the programs, too
+        if ACCUMULATORS in wanted.kinds:  # in depth: also the tensors between the ends of the programs
             rows = [self._inner(values) | row for values, row in zip(self._rows(inputs), rows, strict=True)]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
@@ -121,7 +121,7 @@ class SimulatedForm:
         return found
 
     def _rows(self, inputs: Sequence[Any]) -> Iterable[list[Any]]:
-        """The inputs of each item of a batch; the batch as it is where the model is fixed to its size."""
+        """Yield the inputs of each item of a batch; the batch as it is if the model has a fixed batch size."""
         shapes = [fact(node) for node in self.reference.model.graph.find_nodes(op="placeholder")]
         batched = [isinstance(known, TensorFact) and bool(known.shape) and isinstance(known.shape[0], BatchDim) for known in shapes]
         if not any(batched):
@@ -146,21 +146,21 @@ class SimulatedForm:
         return found
 
     def _last(self, rank: int, place: Place) -> bool:
-        """Whether a tensor of images has its channels last in the program."""
+        """Return whether a tensor of images is channels last in the program."""
         return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
-        """A tensor of the graph in the order of a program's; an image from a camera has its channels last."""
+        """Return a tensor of the graph in the program's order of dimensions; an image from a camera is channels last."""
         turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 
     def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
-        """A program's tensor in the order of the graph's."""
+        """Return a program's tensor in the graph's order of dimensions."""
         return _in_order(value, wanted, self._last(wanted.dim(), place))
 
 
 def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
-    """A tensor in the shape of another one, whose channels are second."""
+    """Return a tensor in the shape of another one, whose channels are second."""
     if not channels_last:
         return value.reshape(wanted.shape)
     rows, channels, height, width = wanted.shape
@@ -172,7 +172,7 @@ def _stored(dtype: str) -> str:
 
 
 def _require(holds: bool, path: Path, because: str) -> None:
-    """Raise ExportError where a file is not the program of a model."""
+    """Raise ExportError if a file is not the program of a model."""
     if not holds:
         raise ExportError(
             f"{path} is the program of another model",

@@ -1,4 +1,4 @@
-"""Finds the programs of the vendor's tool, and runs them."""
+"""Location and execution of the programs of the vendor's tool."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m|[\x08\r]")
 
 @dataclass
 class Running:
-    """A program while it runs: iterate over its lines, then read `code` and `text`.
+    """A running program: iterate over its lines, then read `code` and `text`.
 
-    code   the exit status; negative where a signal ended it
+    code   the exit status; negative if a signal ended it
     lines  its output so far, standard output and error together, without colours
     """
 
@@ -47,7 +47,7 @@ class Running:
                 self.process.wait()
 
     def finish(self) -> Running:
-        """Wait for its end."""
+        """Wait until the program ends."""
         for _ in self:
             pass
         return self
@@ -59,13 +59,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Tool:
-    """The folder that the programs are in."""
+    """The folder of the tool's programs."""
 
     folder: Path
 
     @staticmethod
     def find(program: str = "hb_mapper") -> Tool:
-        """The tool that FXQUANT_HORIZON names, or the one in PATH. Raises ConfigurationError where there is none."""
+        """Return the tool that FXQUANT_HORIZON names, or the one in PATH. Raises ConfigurationError if there is none."""
         named = os.environ.get(VARIABLE)
         if named:
             folders = [Path(named).absolute() / "bin", Path(named).absolute()]
@@ -80,7 +80,7 @@ class Tool:
         return Tool(found)
 
     def start(self, program: str, *arguments: str, cwd: Path) -> Running:
-        """A program of the tool with these arguments, in a process group of its own. Raises ConfigurationError if it is missing."""
+        """Start a program of the tool with these arguments in its own process group. Raises ConfigurationError if it is missing."""
         place = shutil.which(program, path=str(self.folder))
         if place is None:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Whether an ONNX model of float operators computes what PyTorch does: where exporters translate between opsets, they may not."""
+"""The check that an ONNX model of float operators computes what PyTorch does; translation between opsets may change the result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 
-LARGEST = 1e-3  # of the largest number of an output: float32 sums in another order differ by some millionths of it
+LARGEST = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """How far two results are apart, as a part of the largest number wanted; infinity for another shape or dtype."""
+    """Return the difference of two results relative to the largest expected value; infinity if shape or dtype differ."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return float("inf")
     if not wanted.is_floating_point():
@@ -29,7 +29,7 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether onnxruntime computes what a module of tensors does, on random inputs of these facts, up to rounding."""
+    """Return whether onnxruntime computes what a module of tensors does, on random inputs of these facts, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     given = [random_value(known, generator) for known in inputs]
     copied = onnx.ModelProto()
@@ -48,7 +48,7 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) 
 
 
 def random_value(known: Any, generator: torch.Generator) -> Any:
-    """A tensor of this fact: normal numbers, integers 0 or 1; or the size that the number is."""
+    """Return a random tensor of this fact: normal values, integers 0 or 1; for a size, the integer itself."""
     if not isinstance(known, TensorFact):
         return known.at(BATCH_SIZES[0]) if isinstance(known, BatchDim) else int(known)
     size = known.at(BATCH_SIZES[0])

@@ -2,8 +2,8 @@
 
     %y = conv2d(%x, …)     →     y = HzCalibration(Conv(HzCalibration(x), HzCalibration(weight), bias))
 
-A node rounds a float tensor to integers on a scale, or on one for each index of `axis`, and returns their float values. The name and the
-attributes are those of the `*_calibrated_model.onnx` that hb_mapper 1.24 writes for bayes-e. That hb_compile reads them alike is untried.
+A node rounds a float tensor to integers on a scale, or on one for each index of `axis`, and returns their float values. Its name and
+attributes are those of the `*_calibrated_model.onnx` that hb_mapper 1.24 writes for bayes-e. Whether hb_compile reads them is untested.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: i
 
 
 class CalibratedWriter(HorizonWriter):
-    """Walks an integer graph of a nash target once. A quantized tensor is carried as its float value."""
+    """Writes an integer graph of a nash target in one traversal. A quantized tensor is represented by its float value."""
 
     calls = CalibratedCall
 

@@ -1,7 +1,7 @@
-"""Which tensors of an integer graph the tensors of the vendor's quantized model are.
+"""The mapping from tensors of the vendor's quantized model to tensors of an integer graph.
 
-The tool names its tensors after those of the file that it reads, and puts reshapes and transposes between. A tensor of its quantized model
-is followed along these to a value of that file, which a node of the integer graph has its name from.
+The tool names its tensors after those of the file that it reads, and inserts reshapes and transposes. A tensor of its quantized model
+is followed through these to a value of that file, which is named after a node of the integer graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DOMAIN = "horizon"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the quantized model is in the integer graph.
+    """The position of a tensor of the quantized model in the integer graph.
 
     node           the name of the node whose integers it holds
-    channels_last  whether its dimensions are N, H, W, C where those of the node are N, C, H, W
+    channels_last  whether its dimensions are N, H, W, C if those of the node are N, C, H, W
     """
 
     node: str
@@ -34,7 +34,7 @@ class Place:
 
 
 def named_values(model: onnx.ModelProto) -> dict[str, str]:
-    """The node of the integer graph behind values of a file of style "horizon": those on both sides of a pair, and copies of these."""
+    """Return the integer graph's node for values of a file of style "horizon": those on both sides of a pair, and copies of them."""
     produced = {node.output[0]: node for node in model.graph.node}
     found = {}
     for node in model.graph.node:
@@ -48,7 +48,7 @@ def named_values(model: onnx.ModelProto) -> dict[str, str]:
 
 
 class Connections:
-    """The quantized model that the tool has written, as a graph of names."""
+    """The quantized model that the tool wrote, as a graph of names."""
 
     def __init__(self, path: Path, values: Mapping[str, str]) -> None:
         try:
@@ -69,7 +69,7 @@ class Connections:
         self.inner = [name for name in self.producers if name.endswith(SUFFIX)]
 
     def place(self, tensor: str) -> Place | None:
-        """The node whose integers a tensor holds; None where it is none of the file's values."""
+        """Return the node whose integers a tensor holds; None if it is not a value of the file."""
         node = self._named(tensor)
         for name, turned in (*self._behind(tensor), *self._before(tensor)):
             found = self._named(name)
@@ -77,18 +77,18 @@ class Connections:
                 return Place(found, turned)
         if node is None:
             return None
-        producer = self.producers.get(tensor)  # the tool's own layers have their channels last; what it quantizes is as the file has it
+        producer = self.producers.get(tensor)  # the tool's own layers are channels last; tensors that it quantizes keep the file's order
         return Place(node, producer is not None and producer.op_type != "HzQuantize" and producer.domain == DOMAIN)
 
     def output(self, tensor: str) -> tuple[int, bool] | None:
-        """Which output of the file has a tensor's elements, and whether it is turned against it; None where none has."""
+        """Return which output of the file has a tensor's elements, and whether it is transposed relative to it; None if none has."""
         return next(((self.outputs.index(name), turned) for name, turned in self._behind(tensor) if name in self.outputs), None)
 
     def _named(self, tensor: str) -> str | None:
         return self.values.get(tensor) or self.values.get(tensor.removesuffix(SUFFIX))
 
     def _behind(self, tensor: str) -> Iterator[tuple[str, bool]]:
-        """The values that hold the same elements behind a tensor, and whether they are turned against it."""
+        """Yield the values after a tensor that hold its elements, and whether they are transposed relative to it."""
         waiting, seen = [(tensor, False)], {tensor}
         while waiting:
             name, turned = waiting.pop(0)
@@ -99,7 +99,7 @@ class Connections:
                     waiting.append((node.output[0], turned != _turns(node)))
 
     def _before(self, tensor: str) -> Iterator[tuple[str, bool]]:
-        """The same for those in front of it."""
+        """Yield the values before a tensor that hold its elements, and whether they are transposed relative to it."""
         name, turned = tensor, False
         while name in self.producers and self.producers[name].op_type in BEFORE:
             node = self.producers[name]
@@ -108,6 +108,6 @@ class Connections:
 
 
 def _turns(node: onnx.NodeProto) -> bool:
-    """Whether a node brings channels last, or back."""
+    """Return whether a node transposes to channels last or back."""
     orders = [helper.get_attribute_value(entry) for entry in node.attribute if entry.name == "perm"]
     return node.op_type == "Transpose" and list(orders[0]) in ([0, 2, 3, 1], [0, 3, 1, 2])

@@ -1,7 +1,7 @@
-"""Float operators that are written as they are, without PyTorch's exporter, which takes seconds for whatever it is given.
+"""Float operators that are written directly, without PyTorch's exporter, which takes seconds for any model.
 
-These are what the float parts of transformers consist of: norms, attention, and what moves elements. A run of float nodes that has
-nothing else is written by this; any other, and any call with arguments that no form here is for, is left to the exporter.
+They are the operators of the float parts of transformers: norms, attention, and operators that move elements. A run of float nodes that
+has no others is written here. Any other run, and any call with arguments that no form here supports, is left to the exporter.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fxquant.ops.normalization import layer_norm
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 
-OPSET = 18  # the first in which all of these operators are what they are now
+OPSET = 18  # the first in which all of these operators have their present definition
 
-Read = Callable[[Any], str]  # the name of a node's value, or of a constant with a number's
-Plan = Callable[[Any, Read], str]  # appends what computes a node to an emitter, and returns the name of the result
+Read = Callable[[Any], str]  # returns the name of a node's value, or of a constant with a number's value
+Plan = Callable[[Any, Read], str]  # appends the ONNX nodes of a node to an emitter, and returns the name of the result
 FORMS: dict[Any, Callable[..., Plan | None]] = {}  # by the operator's function: given a node and its arguments, its plan, or None
 MOVING = ("view", "reshape", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")  # methods that are called on constants
 
 
 def form(*functions: Any) -> Callable[[Callable[..., Plan | None]], Callable[..., Plan | None]]:
-    """Declare the decorated function the form of these."""
+    """Declare the decorated function the form of these functions."""
 
     def declare(function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
         FORMS.update(dict.fromkeys(functions, function))
@@ -51,10 +51,10 @@ class Direct:
 
     def __init__(self, integer: fx.GraphModule, opset: int) -> None:
         self.integer, self.opset = integer, opset
-        self.constants: dict[fx.Node, Tensor] = {}  # what nodes give that read nothing but constants
+        self.constants: dict[fx.Node, Tensor] = {}  # the results of nodes that read only constants
 
     def plans(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[tuple[fx.Node, Plan]] | None:
-        """What writes each node of a run of them, in order, but for sizes; None if one of them cannot be written."""
+        """Return the plan of each node in a run, in order, without sizes; None if one of them cannot be written."""
         if self.opset < OPSET or not all(is_size(output) or (_is_float32(output) and not self._fold(output)) for output in outputs):
             return None
         found: list[tuple[fx.Node, Plan]] = []
@@ -68,7 +68,7 @@ class Direct:
         return found
 
     def emit(self, plans: Sequence[tuple[fx.Node, Plan]], outputs: Sequence[fx.Node], emitter: Any, values: dict[fx.Node, Any]) -> None:
-        """Append them; the outputs get their nodes' names."""
+        """Append the planned nodes; the outputs get the names of their nodes."""
 
         def read(value: Any) -> str:
             if not isinstance(value, fx.Node):
@@ -95,7 +95,7 @@ class Direct:
             return None
 
     def _copied(self, node: fx.Node) -> Plan | None:
-        """What copies elements, by the primitives that do."""
+        """Return the plan of a node that copies elements, by the primitives that do so."""
         steps = steps_of(node, lambda each: self.constants[each] if self._fold(each) else None)
         if steps is None or any(is_size(each) and each not in self.constants for each in node.all_input_nodes):
             return None  # sizes have no names here
@@ -113,7 +113,7 @@ class Direct:
         return write
 
     def _fold(self, node: fx.Node) -> bool:
-        """Whether a node is a constant, whose value is kept then."""
+        """Return whether a node is a constant, and keep its value if it is."""
         if node in self.constants:
             return True
         value: Any = None
@@ -145,7 +145,7 @@ def _is_float32(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether it is a whole number, which may depend on the batch's size."""
+    """Return whether a node is an integer, which may depend on the batch size."""
     return isinstance(fact(node), int | BatchDim)
 
 
@@ -154,7 +154,7 @@ def _sizes(node: fx.Node) -> tuple[Size, ...]:
     return known.shape
 
 
-# ---- what moves elements ------------------------------------------------------------------------------------------------
+# ---- operators that move elements ---------------------------------------------------------------------------------------
 
 
 @form(shape.reshape)
@@ -173,7 +173,7 @@ def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
 
 @form(shape.expand)
 def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
-    """To sizes that do not depend on the batch, or that do as a size of the model's first input does, times a number."""
+    """Return the plan of an expansion to sizes that do not depend on the batch, or that are multiples of a size of the first input."""
     first = next((each for each in node.graph.nodes if each.op == "placeholder" and isinstance(fact(each), TensorFact)), None)
     wanted = _sizes(node)
     unit = None if first is None else next((size for size in _sizes(first) if isinstance(size, BatchDim)), None)
@@ -211,7 +211,7 @@ def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> 
     return write
 
 
-# ---- what computes ------------------------------------------------------------------------------------------------------
+# ---- operators that compute ---------------------------------------------------------------------------------------------
 
 
 @form(layer_norm.layer_norm)
@@ -246,7 +246,7 @@ def _attention(
     if is_causal or enable_gqa or not isinstance(width, int) or (scale is not None and scale < 0):
         return None
     order = [*range(rank - 2), rank - 1, rank - 2]
-    root = (width**-0.5 if scale is None else scale) ** 0.5  # each operand takes it, so that no product is large
+    root = (width**-0.5 if scale is None else scale) ** 0.5  # each operand is multiplied by it, so that no product is large
 
     def write(e: Any, read: Read) -> str:
         factor = e.constant(float(root))
@@ -259,7 +259,7 @@ def _attention(
 
 
 def _recorded(node: fx.Node, input: fx.Node, **settings: Any) -> Plan:
-    """As the record writes an operator of one tensor."""
+    """Return the plan of an operator of one tensor, as its record writes it."""
     record = OPERATORS[node.target]  # type: ignore[index]
 
     def write(e: Any, read: Read) -> str:
@@ -277,7 +277,7 @@ def _as_recorded(node: fx.Node, input: fx.Node) -> Plan:
 
 @form(unary.gelu)
 def _gelu(node: fx.Node, input: fx.Node, approximate: str = "none") -> Plan:
-    """As its record says, but for old opsets: of operators in floats the order counts, and this one is in files already."""
+    """Return the plan as its record says, except for old opsets: the order of float operators matters, and existing files have this one."""
 
     def write(e: Any, read: Read) -> str:
         if e.opset >= WHOLE_OPSET:

@@ -1,4 +1,4 @@
-"""Collecting ONNX nodes: the `Emitter` that the forms of primitives and operators speak to."""
+"""The `Emitter` that collects ONNX nodes for the forms of primitives and operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = {
     torch.int64: TensorProto.INT64,
     torch.bool: TensorProto.BOOL,
 }
-# The result's element type is that of this input; Cast and the listed constants say theirs themselves.
+# The result has the element type of the input with this index; Cast and the listed constants give theirs themselves.
 _TYPE_INPUT = {"Where": 1, "QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7}
 _FIXED_TYPE = {
     "IsNaN": torch.bool,
@@ -41,8 +41,8 @@ _FIXED_TYPE = {
 }
 
 
-# Operators that are not to be joined with one of these before a cast of their operand. A Transpose before a product: onnxruntime 1.24 to
-# 1.31 joins the three on x86 processors, and is ended by the operating system (microsoft/onnxruntime#28392). A Pad before a pool:
+# Operators that runtimes must not fuse with one of these before a cast of their operand. A Transpose before a product: onnxruntime 1.24 to
+# 1.31 fuses the three on x86 processors, and the operating system then ends it (microsoft/onnxruntime#28392). A Pad before a pool:
 # onnxruntime makes its zeros the pool's own padding, which no maximum sees; and 1.21 to 1.23 count uneven padding of means wrongly.
 _APART = {"MatMul": "Transpose", "MaxPool": "Pad", "AveragePool": "Pad"}
 
@@ -50,7 +50,7 @@ _APART = {"MatMul": "Transpose", "MaxPool": "Pad", "AveragePool": "Pad"}
 class Emitter:
     """Collects ONNX nodes; implements `fxquant.primitives.Emitter` for a graph or for a function's body.
 
-    No constant gets a name that is in `taken`.
+    No constant gets a name from `taken`.
     """
 
     def __init__(self, functions: dict[str, onnx.FunctionProto], opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
@@ -84,7 +84,7 @@ class Emitter:
         return names
 
     def _kept_apart(self, operator: str, value: str) -> str:
-        """An operand, behind a barrier where it is a cast of what a runtime would join with the operator."""
+        """Return an operand; it gets a barrier if it is a cast of a node that a runtime would fuse with the operator."""
         cast = self.producers.get(value)
         moved = None if cast is None or cast.op_type != "Cast" else self.producers.get(cast.input[0])
         return value if moved is None or moved.op_type != _APART[operator] else self.node("Round", value)
@@ -106,7 +106,7 @@ class Emitter:
         return self.constants[key]
 
     def own_constant(self, value: Tensor) -> str:
-        """The name of an initializer with this value that is shared with nothing."""
+        """Return the name of an initializer with this value that no other node shares."""
         name = f"{self.scope}/constant_{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(value.contiguous().numpy(force=True), name))
         self.types[name] = value.dtype
@@ -128,7 +128,7 @@ class Emitter:
         return output
 
     def _shared(self, function: onnx.FunctionProto) -> str:
-        """The name of the one function with this body: its own, or with a number where another body has that name."""
+        """Return the name of the one function with this body; a number is appended if another body has that name."""
         name, count = function.name, 1
         while self.functions.setdefault(function.name, function) != function:
             count += 1
@@ -136,7 +136,7 @@ class Emitter:
         return str(function.name)
 
     def _define(self, name: str, body: Callable[..., str], inputs: Sequence[str]) -> tuple[onnx.FunctionProto, torch.dtype]:
-        """A function, and the dtype of what it returns for these inputs; a function says nothing of dtypes itself."""
+        """Return a function, and the dtype of its result for these inputs; a function itself does not state dtypes."""
         inner = FunctionEmitter(self.functions, self.opset)
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
@@ -153,7 +153,7 @@ class Emitter:
 
 
 class FunctionEmitter(Emitter):
-    """The same inside a function, where constants are nodes."""
+    """An emitter for the body of a function, in which constants are nodes."""
 
     def _store(self, array: np.ndarray[Any, Any]) -> str:
         name = f"constant_{len(self.constants)}"
@@ -162,7 +162,7 @@ class FunctionEmitter(Emitter):
 
 
 def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.ValueInfoProto:
-    """The type of a value; the batch is symbolic."""
+    """Return the type of a value; the batch is symbolic."""
     dims: list[int | str] = [_dimension(size) for size in shape]
     if dtype not in TYPES:
         raise ExportError(

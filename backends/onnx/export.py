@@ -23,8 +23,8 @@ from fxquant.target import Target
 
 logger = logging.getLogger("fxquant")
 
-# Of each style: the opsets it can be written in, and the one it is written in unless told otherwise.
-FLOAT_OPSETS = (range(11, 22), 18)  # the same of a float model
+# For each style: the opsets that it can be written in, and the default.
+FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
 
@@ -50,7 +50,7 @@ def export_integer(
 def build(
     integer: fx.GraphModule, style: str, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
-    """The model in memory."""
+    """Return the model in memory."""
     if style == "auto":
         found = _fast_if_exact(integer, io, opset, input_names, output_names) if _has_kernels(integer) else None
         logger.info("style 'auto': written in style '%s'", "exact" if found is None else "fast")
@@ -78,13 +78,13 @@ def _fast_if_exact(
 ) -> onnx.ModelProto | None:
     try:
         return write_fast(integer, io, opset, input_names, output_names, plain=True)
-    except ExportError as error:  # the whole differs, or nothing can be written, which the exact style says as well
+    except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
         logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
         return None
 
 
 def _strict(style: str) -> str:
-    """The style that is as strict about opsets."""
+    """Return the style with the same restrictions on opsets."""
     return "exact" if style == "auto" else style
 
 
@@ -94,7 +94,7 @@ def _has_kernels(integer: fx.GraphModule) -> bool:
 
 
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
-    """Raise ConfigurationError or ExportError for arguments that nothing can be written with."""
+    """Raise ConfigurationError or ExportError for unsupported arguments."""
     if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
             f"{type(integer).__name__} is no integer model",
@@ -109,7 +109,7 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
 
 
 def _check_constants(integer: fx.GraphModule) -> None:
-    """Raise ExportError if something has changed the dtype of what the integer part reads."""
+    """Raise ExportError if the dtype of a constant of the integer part was changed."""
     for node in integer.graph.nodes:
         if node.op != "get_attr" or not any(user.op == "call_function" and user.target in PRIMITIVES for user in node.users):
             continue
@@ -124,7 +124,7 @@ def _check_constants(integer: fx.GraphModule) -> None:
 
 
 def check_choice(name: str, value: object, known: list[object]) -> None:
-    """Raise ConfigurationError for a value that is none of these."""
+    """Raise ConfigurationError for a value that is not one of these."""
     if value not in known:
         raise ConfigurationError(
             f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"

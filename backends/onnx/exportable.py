@@ -1,4 +1,4 @@
-"""Float operators that PyTorch's ONNX exporter cannot write, said in others that it can: the same numbers up to rounding."""
+"""Float operators that PyTorch's ONNX exporter cannot write, expressed by others that it can: equal results up to rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of tensors with any number of dimensions."""
+    """Compute `F.scaled_dot_product_attention` of tensors with any number of dimensions."""
     scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -44,26 +44,26 @@ def own_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The same with the arguments of the operator in the table; without `enable_gqa`."""
+    """Compute `attention` with the arguments of the operator in the table; without `enable_gqa`."""
     return attention(query, key, value, attn_mask, 0.0, is_causal, scale)
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """`torch.chunk` along a dimension whose size is not fixed, into exactly so many chunks."""
+    """Compute `torch.chunk` along a dimension whose size is not fixed, into exactly this number of chunks."""
     size = input.shape[dim]
     step = (size + chunks - 1) // chunks
     return tuple(input.narrow(dim, index * step, step if index + 1 < chunks else size - index * step) for index in range(chunks))
 
 
 def hypot(input: Tensor, other: Tensor) -> Tensor:
-    """`torch.hypot`; the larger operand is a factor, so that no square overflows."""
+    """Compute `torch.hypot`; the larger operand is a factor, so that no square overflows."""
     large, small = torch.maximum(input.abs(), other.abs()), torch.minimum(input.abs(), other.abs())
     ratio = small / torch.where((large == 0) | (small == torch.inf), torch.ones_like(large), large)
     return large * (ratio * ratio + 1).sqrt()
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
-    """`torch.cdist` in any norm: of the differences of all pairs of rows."""
+    """Compute `torch.cdist` in any norm, from the differences of all pairs of rows."""
     differences = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
     if p == 0:
         return (differences != 0).to(x1.dtype).sum(-1)
@@ -75,7 +75,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = Non
 
 
 def copysign(input: Tensor, other: Tensor) -> Tensor:
-    """`torch.copysign` of two tensors; 0 and -0 differ in the sign of their reciprocal."""
+    """Compute `torch.copysign` of two tensors; 0 and -0 differ in the sign of their reciprocal."""
     negative = torch.where(other == 0, 1 / other, other) < 0
     return torch.where(negative, -input.abs(), input.abs())
 
@@ -88,7 +88,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
 
 
 def replacement(node: fx.Node) -> Callable[..., Any] | None:
-    """What a node is to call instead; None if the exporter writes it as it is."""
+    """Return the function that a node should call instead; None if the exporter writes the node as it is."""
     if node.target in WRITTEN_OUT:
         return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
     if node.target is F.scaled_dot_product_attention:
@@ -106,7 +106,7 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _empty(node: fx.Node) -> Callable[..., Any] | None:
-    """What gives a tensor without elements, of as many items as the node's operand has: a file cannot say -1 beside 0 in a reshape."""
+    """Return a function for an empty tensor with the operand's number of items: a file cannot have -1 next to 0 in a reshape."""
     known, read = fact(node), _fact(node.args[0]) if node.args else None
     if not isinstance(known, TensorFact) or not isinstance(read, TensorFact) or 0 not in known.shape or not read.shape:
         return None

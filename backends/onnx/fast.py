@@ -1,6 +1,6 @@
-"""Style "fast", as it is written: kernels are admitted one by one, and the whole is compared, before there is a file.
+"""Style "fast" as it is written: kernels are admitted one by one, and the whole model is compared, before the file is created.
 
-A kernel that differs from PyTorch here is written in the form of style "exact" instead, which the metadata and the log say.
+A kernel that differs from PyTorch here is written in the form of style "exact" instead, as the metadata and the log report.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger("fxquant")
 
 
 def has_kernels(arithmetic: Arithmetic) -> bool:
-    """Whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does.
+    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does.
 
-    Where they cannot, they form sums of products alone.
+    If they cannot, they compute sums of products only.
     """
     return requantize_real in arithmetic.primitives
 
@@ -51,9 +51,9 @@ def write_fast(
     *,
     plain: bool = False,
 ) -> onnx.ModelProto | None:
-    """The model in memory, compared with the integer graph. Raises ExportError if it differs as a whole.
+    """Return the model in memory, compared with the integer graph. Raises ExportError if it differs as a whole.
 
-    If `plain`, None where there is no kernel, or one is not exact here in a session without options.
+    If `plain`, return None if the model has no kernels, or one is not exact here in a session without options.
     """
     if not has_kernels(integer.meta["target"].arithmetic):
         return _write_sums(integer, io, opset, input_names, output_names)
@@ -116,13 +116,13 @@ def _run(
 
 
 def _images(operands: Iterable[fx.Node]) -> int:
-    """The batch of a proof: the larger, the smaller an item of the smallest operand is."""
+    """Return the batch size of a proof: the smaller an item of the smallest operand is, the larger is the batch."""
     smallest: int = min(math.prod(fact(operand).at(BATCH_SIZES[0])) for operand in operands)
     return min(MOST_DRAWS, -(-DRAWN // max(1, smallest))) * BATCH_SIZES[0]
 
 
 def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
-    """Integers of the whole range; every second item of the batch has pairs of its ends (`pairs_of_ends`)."""
+    """Return integers of the whole range; every second item of the batch has pairs of its ends (`pairs_of_ends`)."""
     described, known = qparams(operand), fact(operand)
     dtype, zero = (INT8, 0) if described is None else (ACTIVATION_TYPES[described.dtype], described.zero_point)
     value = whole_range(dtype, known.at(images), dtype.low, generator)
@@ -139,7 +139,7 @@ def _every_byte(operand: fx.Node) -> Tensor:
 
 
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
-    """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
+    """Return whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
     if node.target is dynamic_linear:
         return _dynamic_is_exact(integer, node, opset, settings)
     writer = FastWriter(integer, "integer", opset)
@@ -178,12 +178,12 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
     return all(
         torch.equal(_run(model, fed, settings, runtime)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
-        for runtime in MEASURED_RUNTIMES  # without VNNI only one of them may saturate
+        for runtime in MEASURED_RUNTIMES  # without VNNI it may be that only one of them saturates
     )
 
 
 def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
-    """Whether a layer as a sum of products of bytes runs and, alone, gives PyTorch's integers for operands of the whole range."""
+    """Return whether a layer as a sum of products of bytes runs and, alone, gives PyTorch's integers for operands of the whole range."""
     writer = SumsWriter(integer, "integer", opset)
     operand, *constants = (argument for argument in node.args if isinstance(argument, fx.Node))
     given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
@@ -216,7 +216,7 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
 
 
 def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
-    """Whether a layer that is quantized at run time, alone, gives PyTorch's numbers where its operand is all the integers there are."""
+    """Return whether a dynamically quantized layer, alone, gives PyTorch's values for an operand with all possible integers."""
     writer = FastWriter(integer, "float", opset)
     operand, constants = node.args[0], [value for value in node.args[1:] if isinstance(value, fx.Node)]
     assert isinstance(operand, fx.Node)
@@ -248,7 +248,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequ
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
     inputs = [random_input(integer, node, generator) for node in placeholders]
     if _float_nodes(integer):
-        return  # operators on the host round in their own ways; the kernels have been compared one by one
+        return  # rounding of host operators differs; the kernels were compared one by one
     with torch.no_grad():
         wanted: list[Tensor] = []
         device = next((buffer.device for buffer in integer.buffers()), torch.device("cpu"))
@@ -268,7 +268,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequ
 
 
 def _float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that are neither primitives nor constants nor the ends of the graph."""
+    """Return the nodes that are neither primitives nor constants nor the ends of the graph."""
     return [
         node
         for node in integer.graph.nodes
@@ -277,7 +277,7 @@ def _float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
 
 
 def random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Generator) -> Tensor:
-    """Real numbers over the range of the quantize that reads them; any others are normal, and integers are 0 or 1."""
+    """Return float values over the range of the quantize that reads them; without one they are normal, and integers are 0 or 1."""
     known: TensorFact = fact(node)
     size = known.at(BATCH_SIZES[0])
     if not known.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Writing models to disk: each file checked and whole, or unchanged, and in two files where one would be too large."""
+"""Writing of models to disk: each file is checked and complete, or unchanged; a model that is too large is split into two files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from onnx.external_data_helper import set_external_data
 from fxquant.errors import ExportError
 from fxquant.support.files import Content, write_files
 
-LARGEST_FILE = 2**31 - 2**20  # a protobuf message ends at 2 GiB; what is left over is for the graph
+LARGEST_FILE = 2**31 - 2**20  # a protobuf message is limited to 2 GiB; the remainder is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
 
 
 def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -> None:
-    """Write a model to `path`; its tensors to `path`.data if told to, or if one file cannot hold them.
+    """Write a model to `path`; its tensors go to `path`.data if requested, or if one file cannot hold them.
 
     Raises ExportError as `save_models` does.
     """
@@ -30,10 +30,10 @@ def save_models(
     external_data: bool | None,
     others: Mapping[str, Content] | None = None,
 ) -> None:
-    """Check models and write them by their file names into one folder, and behind them `others`, files that refer to them.
+    """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
-    Tensors of a model that is changed to have external data are taken out of it. Raises ExportError if a model is not valid, is too
-    large for one file, or cannot be written; files that exist are then unchanged.
+    Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too
+    large for one file, or cannot be written; existing files are then unchanged.
     """
     contents = dict[str, Content]()
     for name, model in models.items():
@@ -42,7 +42,7 @@ def save_models(
 
 
 def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> dict[str, Content]:
-    """The files of a model: its tensors, if they have a file of their own, and itself."""
+    """Return the files of a model: its tensors, if they have their own file, and the model."""
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if external_data is False and size > LARGEST_FILE:
         raise ExportError(

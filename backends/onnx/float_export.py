@@ -1,4 +1,4 @@
-"""Float operators as ONNX, by PyTorch's own exporter: those that stay in float, one region at a time, and single functions."""
+"""Float operators as ONNX by PyTorch's own exporter: operators that stay in float, one region at a time, and single functions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from fxquant.ir.graph import attach, fact, is_python, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 from fxquant.support.forks import free_in_child
 
-OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
+OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
 
 
 class Region(NamedTuple):
-    """A run of consecutive float nodes of an integer graph: no value leaves it and comes back.
+    """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
 
-    key  what determines its export besides names; the first node itself where parameters or buffers do
+    key  what determines its export besides names; the first node itself if the region reads parameters or buffers
     """
 
     nodes: list[fx.Node]
@@ -52,7 +52,7 @@ class Region(NamedTuple):
 class FloatRegions:
     """The maximal runs of consecutive float nodes of an integer graph, exported together when the first of all nodes is met.
 
-    One call of PyTorch's exporter for a model: most of a call's time does not depend on what it exports.
+    One call of PyTorch's exporter serves a model, because most of a call's time does not depend on what it exports.
     """
 
     def __init__(self, integer: fx.GraphModule, opset: int) -> None:
@@ -60,8 +60,8 @@ class FloatRegions:
         self.opsets: list[onnx.OperatorSetIdProto] = []
         self.functions: list[onnx.FunctionProto] = []
         self.exported: dict[Any, onnx.ModelProto] = {}  # by the key of regions
-        self.tried = False  # to export them together
-        self.sizes = sizes_for_primitives(integer.graph)  # no regions: each is written by itself
+        self.tried = False  # whether exporting them together was tried
+        self.sizes = sizes_for_primitives(integer.graph)  # not in regions: each is written by itself
         runs: list[list[fx.Node]] = [[]]
         home: dict[fx.Node, list[fx.Node]] = {}
         for node in integer.graph.nodes:
@@ -70,7 +70,7 @@ class FloatRegions:
             if node.op == "call_function" and node.target in PRIMITIVES:
                 runs.append([])
             elif node not in self.sizes and not is_pick(node):
-                # One of several results belongs to what gives them: only tensors go from one region to another.
+                # One of several results belongs to the node that returns them: only tensors pass from one region to another.
                 whole = node.args[0] if node.target is operator.getitem else None
                 home[node] = home.get(whole, runs[-1])  # type: ignore[arg-type]
                 home[node].append(node)
@@ -79,7 +79,7 @@ class FloatRegions:
         self.plans = self._plans()
 
     def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
-        """By the first node of each region: how it is written without the exporter, where it can be, and no size is wanted of it."""
+        """Return, by each region's first node, how it is written without the exporter, if it can be and none of its sizes is used."""
         found = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
         planned = {node for first, region in self.regions.items() if found[first] is not None for node in region.nodes}
         for first, region in reversed(self.regions.items()):
@@ -89,7 +89,7 @@ class FloatRegions:
         return found
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
-        """Append the region that begins with this node; nothing for any later node of it. A size, or a pick, is appended by itself."""
+        """Append the region that begins with this node; later nodes of it append nothing. A size or a pick is appended by itself."""
         if node in self.sizes:
             values[node] = emit_size(node, emitter, values)
             return
@@ -118,9 +118,9 @@ class FloatRegions:
             values[output] = output.name
 
     def _export_together(self) -> None:
-        """Fill `exported` with all regions' models, by one call of the exporter; leave it as it is if that fails, once for all."""
+        """Fill `exported` with all regions' models by one call of the exporter; if that fails, leave it and do not try again."""
         left = {region.key: region for first, region in self.regions.items() if self.plans[first] is None}
-        if self.tried or len(left) < 2 or self.opset < OLDEST_OPSET:  # what becomes of each in an old opset is compared
+        if self.tried or len(left) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
             return
         self.tried = True
         graph = fx.Graph()
@@ -132,7 +132,7 @@ class FloatRegions:
             with _quiet():
                 program = self._program(self._part(graph), facts, sum(outputs for _, outputs in counts))
                 models = [self._at_opset(model) for model in split(program, counts)]
-        except Exception:  # each by itself says which operator it is
+        except Exception:  # exporting them one by one reports the operator
             return
         self.exported.update(zip(left, models, strict=True))
 
@@ -145,9 +145,9 @@ class FloatRegions:
         emitter: Any,
         real: Callable[[str], str],
     ) -> str:
-        """Append a float function whose result a node of the graph holds as integers; returns the name of the real value.
+        """Append a float function whose result a node of the graph holds as integers; return the name of the float value.
 
-        Nodes among the arguments stand for real values, which `real` gives by their names; `parameters` are further arguments. Raises
+        Nodes among the arguments stand for their float values, whose names `real` returns; `parameters` are further arguments. Raises
         ExportError if the exporter cannot write the function.
         """
         operands: list[fx.Node] = []
@@ -194,7 +194,7 @@ class FloatRegions:
         return model
 
     def _export(self, region: Region) -> onnx.ModelProto:
-        """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
+        """Return the region as an ONNX model. Raises ExportError, about the node that cannot be written if a single one cannot."""
         try:
             with _quiet():
                 model = self._written(region)
@@ -213,7 +213,7 @@ class FloatRegions:
 
     def _check_opset(self, model: onnx.ModelProto, node: fx.Node, what: str) -> None:
         written = opset_of(model)
-        if written != self.opset:  # the conversion says nothing if it cannot
+        if written != self.opset:  # the conversion does not report a failure
             raise ExportError(
                 f"{what} cannot be exported with opset={self.opset}",
                 node=node,
@@ -222,28 +222,28 @@ class FloatRegions:
             )
 
     def _part(self, graph: fx.Graph) -> fx.GraphModule:
-        """A model of this graph, which holds only what the graph reads."""
+        """Return a model of this graph, which holds only what the graph reads."""
         root = torch.nn.Module()
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 held = resolve(self.integer, str(node.target))
-                # The exporter reads attributes by name, so names that mean something else in Python do not reach it.
+                # The exporter reads attributes by name, so names that have another meaning in Python must not reach it.
                 node.target = "held_" + re.sub(r"\W", "_", str(node.target))
                 attach(root, node.target, held)
         return fx.GraphModule(root, graph).eval()
 
     def _culprit(self, region: list[fx.Node]) -> fx.Node | None:
-        """The first node of a region that cannot be exported by itself."""
+        """Return the first node of a region that cannot be exported by itself."""
         for node in region:
             inputs = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
             if is_python(node) and fact(node) is None:
                 return node
             if not all(isinstance(fact(operand), TensorFact | int | BatchDim) for operand in inputs):
-                continue  # an element of a sequence: what made that is looked at
+                continue  # an element of a sequence: the node that made the sequence is examined
             try:
                 with _quiet():
                     self._written(Region([node], inputs, [node], node))
-            except Exception:  # whatever it is, it is said of the region
+            except Exception:  # the region's error reports it
                 return node
         return None
 
@@ -253,7 +253,7 @@ class FloatRegions:
         return self._exported(self._part(graph), [fact(node) for node in region.inputs], len(region.outputs))
 
     def _copied(self, graph: fx.Graph, region: Region, prefix: str = "") -> list[fx.Node]:
-        """The region's outputs in a graph, to which placeholders of its inputs and copies of its nodes are appended."""
+        """Append placeholders for the region's inputs and copies of its nodes to a graph; return the region's outputs in it."""
         environment = {node: graph.placeholder(prefix + node.name) for node in region.inputs}
         for node in region.nodes:
             for operand in node.all_input_nodes:
@@ -266,7 +266,7 @@ class FloatRegions:
         return [environment[node] for node in region.outputs]
 
     def _exported(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
-        """A model with inputs of these facts and so many outputs, by PyTorch's exporter. Raises whatever that raises."""
+        """Return a model with inputs of these facts and this number of outputs, by PyTorch's exporter. Raises whatever that raises."""
         model = self._at_opset(self._program(part, inputs, outputs))
         if self.opset < OLDEST_OPSET and not (opset_of(model) == self.opset and agrees(model, part, inputs)):
             older = by_the_older_exporter(part, inputs, outputs, self.opset)
@@ -277,7 +277,7 @@ class FloatRegions:
         return model
 
     def _program(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
-        """The same, of the opset that the exporter writes."""
+        """Return the exported model in the opset that the exporter writes."""
         program: Any = torch.onnx.export(
             part,
             tuple(example_of(known) for known in inputs),
@@ -286,24 +286,24 @@ class FloatRegions:
             dynamic_shapes=tuple(dynamic_of(known) for known in inputs),
             verbose=False,
             input_names=[f"region_input_{i}" for i in range(len(inputs))],
-            output_names=[f"region_output_{i}" for i in range(outputs)],  # no value inside has such a name
+            output_names=[f"region_output_{i}" for i in range(outputs)],  # no inner value has such a name
         )
         if self.opset < OLDEST_OPSET:
-            from onnxscript.version_converter import convert_version  # takes a second, and is seldom wanted
+            from onnxscript.version_converter import convert_version  # the import takes a second, and is seldom needed
 
             convert_version(program.model, self.opset, fallback=True)
         model: onnx.ModelProto = program.model_proto
         return model
 
     def _at_opset(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """The model, said to be of the wanted opset if that means the same."""
+        """Return the model, declared with the wanted opset if its meaning is unchanged in that."""
         for entry in model.opset_import:
             if entry.domain == "" and entry.version > self.opset and unchanged(model, entry.version, self.opset):
                 entry.version = self.opset
         return model
 
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: dict[str, Any], node: fx.Node) -> None:
-        """Add a model's nodes, with its inputs and outputs, of which the facts are given, under these names."""
+        """Add a model's nodes under these names of its inputs and outputs; the facts of the outputs are given."""
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
         renamed.update({o.name: output for o, output in zip(model.graph.output, outputs, strict=True)})
 
@@ -333,14 +333,14 @@ class FloatRegions:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause, where the exporter says what it stumbled over."""
+    """Return the first line of the innermost cause, in which the exporter names the problem."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
-    """Give every value and node of a graph, and of the graphs inside of its nodes, which see its values, another name."""
+    """Rename every value and node of a graph, and of the graphs inside its nodes, which see its values."""
     for tensor in graph.initializer:
         tensor.name = name(tensor.name)
     for info in (*graph.input, *graph.output, *graph.value_info):
@@ -356,9 +356,9 @@ def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's remarks about its own insides are kept from the user; its errors are not.
+    """Hide the exporter's remarks about its internals from the user; its errors stay visible.
 
-    One thread exports at a time: what is set here, and what the exporter sets, all threads see.
+    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads.
     """
     with _exporting, built_once():
         yield from _levels_raised()
@@ -376,7 +376,7 @@ def _levels_raised() -> Iterator[None]:
     for logger, level in loggers.items():
         logger.setLevel(level)
     try:
-        # It prints whole graphs of what it cannot export.
+        # The exporter prints whole graphs of what it cannot export.
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
@@ -394,7 +394,7 @@ def _region(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
 
 
 def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
-    """What determines a region's export besides names; None for a region that reads parameters or buffers."""
+    """Return the key that determines a region's export besides names; None for a region that reads parameters or buffers."""
     index = {node: position for position, node in enumerate([*inputs, *region])}
     modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
     settings = {node: _settings(module) for node, module in modules.items()}
@@ -407,13 +407,13 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
 
 
 def _settings(module: torch.nn.Module) -> Any:
-    """Its class and attributes, all that a module computes by; None for one that has tensors, modules or hooks, too."""
+    """Return a module's class and attributes if it computes by these alone; None if it has tensors, modules or hooks."""
     if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
         return None
     return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
 
 
 def _real(node: fx.Node) -> TensorFact:
-    """The real value of a node of an integer graph: float32 where it is a quantized tensor, else what it is."""
+    """Return the float value's fact for a node of an integer graph: float32 if it is quantized, otherwise unchanged."""
     known: TensorFact = fact(node)
     return known if qparams(node) is None else replace(known, dtype=torch.float32)

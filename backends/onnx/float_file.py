@@ -1,4 +1,4 @@
-"""A float model as an ONNX file: PyTorch's exporter writes it, and what onnxruntime computes of it is compared with PyTorch."""
+"""A float model as an ONNX file: PyTorch's exporter writes it, and onnxruntime's results are compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("fxquant")
 
 
 class FloatWriter(Writer):
-    """Writes a traced graph: all of it is one region of float operators."""
+    """Writes a traced graph as one region of float operators."""
 
     style = "float"
 
@@ -43,9 +43,9 @@ def export_float(
     external_data: bool | None = None,
     layouts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a traced float model, and return the path; the batch is dynamic where it was traced so.
+    """Write a traced float model, and return the path; the batch is dynamic if it was traced so.
 
-    Before the file appears it is run in onnxruntime on random inputs. Raises ExportError where that differs from PyTorch by
+    Before the file appears it is run in onnxruntime on random inputs. Raises ExportError if the result differs from PyTorch by
     more than rounding.
     """
     opsets, default = FLOAT_OPSETS
@@ -68,7 +68,7 @@ def _check(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
     for value, output in zip(wanted, model.graph.output, strict=True):
         other = found[output.name]
         if not value.is_floating_point() and value.shape == other.shape:
-            continue  # an index may turn over where two numbers are as good as equal
+            continue  # an index may change if two values are nearly equal
         far = apart(other, value)
         logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", output.name, far)
         if far > LARGEST:

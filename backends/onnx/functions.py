@@ -1,8 +1,8 @@
-"""A table of style "fast" as the function that it is made of, in float32, which onnxruntime computes in a fifth of the time of a look-up.
+"""A table of style "fast" as its function in float32, which onnxruntime computes in a fifth of the time of a look-up.
 
-A table has 256 entries, so what rounding in float32 can do to each of them is known. Where the real value of every entry lies further from
-the next tie than operators can be wrong, all that are as accurate as `ACCURACY` says give the entries of the table, whatever order they
-compute in and whatever a runtime fuses; elsewhere the table is looked up.
+A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
+next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of computation
+and fused kernels then do not matter. Otherwise the table is looked up.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxquant.primitives.elementwise import lookup
 
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
-OPSET = 19  # before, ONNX's own evaluator has no DequantizeLinear of uint8
+OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 
 
 def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
-    """Whether float32 operators compute every entry of the table that a node looks up."""
+    """Return whether float32 operators compute every entry of the table that a node looks up."""
     if node.target is not lookup or opset < OPSET:
         return False
     operand, table = node.args[:2]
@@ -43,7 +43,7 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
 
 
 def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
-    """Whether the operator's record writes it, with these arguments, by operators of ONNX."""
+    """Return whether the operator's record writes it, with these arguments, by operators of ONNX."""
     if BY_NAME[known.name].onnx is None:
         return False
     scratch = Emitter({}, opset)
@@ -56,7 +56,7 @@ def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
 
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
-    """Whether the entries are those of this function, as real numbers and as any that are so accurate."""
+    """Return whether the entries are those of this function, for its float values and for any within `ACCURACY`."""
     limits = torch.iinfo(entries.dtype)
     assert isinstance(given.scale, float)
     assert isinstance(made.scale, float)
@@ -77,13 +77,13 @@ def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, 
 
 
 def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], str]) -> str:
-    """Append the function of what `stored` names, as uint8 to uint8; `zero` gives the zero points of what is stored so."""
+    """Append the function of the value named `stored`, from uint8 to uint8; `zero` returns the zero points of stored values."""
     operand, known = node.args[0], operation(node)
     assert isinstance(operand, fx.Node)
     assert isinstance(known, Operation)
     real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
-    whole = e.opset >= WHOLE_OPSET  # onnxruntime is quick at such operators
+    whole = e.opset >= WHOLE_OPSET  # onnxruntime computes such operators fast
     call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
     form = BY_NAME[known.name].onnx
     assert form is not None
@@ -97,13 +97,13 @@ def _scale(node: fx.Node) -> Tensor:
 
 
 def _bytes(node: fx.Node) -> Any:
-    """The dtype of a tensor of bytes; None of any other."""
+    """Return the dtype of an 8-bit tensor; None for any other value."""
     known = fact(node)
     return known.dtype if isinstance(known, TensorFact) and known.dtype in (torch.int8, torch.uint8) else None
 
 
 class _Exported(Exception):
-    """A form that leaves an operator to PyTorch's exporter."""
+    """Raised by a form that leaves an operator to PyTorch's exporter."""
 
 
 def _exported() -> str:

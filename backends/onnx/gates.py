@@ -1,12 +1,12 @@
-"""The product of two tensors of bytes as one kernel of style "fast": gates behind a squeeze, hard swish, SiLU.
+"""The product of two tensors of bytes as one kernel of style "fast": gates after a squeeze, hard swish, SiLU.
 
-onnxruntime makes one QLinearMul of DequantizeLinear, DequantizeLinear, Mul and QuantizeLinear. Where fxquant computes
+onnxruntime fuses DequantizeLinear, DequantizeLinear, Mul and QuantizeLinear to one QLinearMul. Where fxquant computes
 
     q = round_half_even(float32(p · m)),   p = (a - a_zero) · (b - b_zero)
 
-ONNX divides by a scale, and runtimes do so in ways of their own: by a division, as the reference evaluator does, by the reciprocal, as
+ONNX divides by a scale, and runtimes do so in different ways: by a division, as the reference evaluator does, or by the reciprocal, as
 onnxruntime's QLinearMul does (MlasQLinearMul), with the zero point added before the rounding, in one rounding or two. There are
-65,536 pairs of bytes, so which divisors give the same integer in every way, for all of them, is found by trying.
+65,536 pairs of bytes, so all are tried to find a divisor that gives equal integers in every way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FARTHEST = 4  # steps of float32 from 1 / m, either way
 
 @functools.lru_cache(maxsize=1024)
 def divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
-    """A float32 number that every runtime may divide all products of two bytes by, with these zero points; None where there is none."""
+    """Return a float32 divisor that is exact in every runtime for all products of two bytes with these zero points, or None."""
     products = torch.unique(
         torch.outer(torch.arange(BYTES, device="cpu") - left_zero, torch.arange(BYTES, device="cpu") - right_zero)
     ).float()
@@ -38,7 +38,7 @@ def divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> fl
 
 
 def _near(value: Tensor) -> Iterator[Tensor]:
-    """The value and its neighbours among float32 numbers, the nearest first."""
+    """Yield the value and its float32 neighbours, the nearest first."""
     yield value
     above = below = value
     for _ in range(FARTHEST):
@@ -51,13 +51,13 @@ def _near(value: Tensor) -> Iterator[Tensor]:
 
 
 def _ways(products: Tensor, divisor: Tensor, zero: int) -> Iterator[Tensor]:
-    """The whole numbers that a runtime may find."""
+    """Yield the integers that a runtime may compute."""
     reciprocal = 1 / divisor
     for quotient in (products / divisor, products * reciprocal):
         yield torch.round(quotient)
         yield torch.round(quotient + zero) - zero
     for exact in (products.double() / divisor.double(), products.double() * reciprocal.double()):
-        yield torch.round((exact + zero).float()).double() - zero  # one rounding for both, as a fused multiply-add has
+        yield torch.round((exact + zero).float()).double() - zero  # a single rounding, as in a fused multiply-add
 
 
 def _stored(whole: Tensor, zero: int) -> Tensor:
@@ -65,7 +65,7 @@ def _stored(whole: Tensor, zero: int) -> Tensor:
 
 
 def emit(e: Emitter, left: tuple[str, str], right: tuple[str, str], divided_by: float, zero: str) -> str:
-    """Append the product of two values, each uint8 beside its zero point, as uint8 with the zero point `zero`."""
+    """Append the product of two values, each uint8 with its zero point, as uint8 with the zero point `zero`."""
     one = e.constant(1.0)
     operands = [e.node("DequantizeLinear", value, one, its_zero) for value, its_zero in (left, right)]
     return e.node("QuantizeLinear", e.node("Mul", *operands), e.constant(divided_by), zero)

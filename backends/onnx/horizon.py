@@ -1,4 +1,4 @@
-"""Style "horizon": what the vendor's compiler of bernoulli2, bayes and bayes-e reads, so that its program computes the integer graph.
+"""Style "horizon": the input of the vendor's compiler of bernoulli2, bayes and bayes-e, whose program computes the integer graph.
 
     %y = conv2d(%x, …)     →     y = DequantizeLinear(QuantizeLinear(Clip(Conv(x, w, bias))))
 
@@ -35,12 +35,12 @@ BITS = {torch.int8: 8, torch.int16: 16}
 
 
 class HorizonCall(Call):
-    """One operator to be written for the tool."""
+    """One operator in the form that the tool reads."""
 
-    by_layers = True  # GlobalAveragePool and AveragePool round twice there
+    by_layers = True  # GlobalAveragePool and AveragePool round twice in the tool
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
-        """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""
+        """Return a weight's float values on their grid; followed by a pair if the tool would derive other scales from them."""
         integers, scale, axis = self._per_channel(role)
         value = self.e.constant(arrange(self.grouped(role)).contiguous())
         if _derived(integers, scale, axis):
@@ -56,9 +56,9 @@ class HorizonCall(Call):
         return pair(self.e, value, scale, integers.dtype, channels)
 
     def as_convolution(self) -> bool:
-        """Where the weight is behind a pair, and where it is one-dimensional.
+        """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
 
-        The tool dies of a Gemm whose weight is behind a pair, and puts such a MatMul, and every one-dimensional Conv, on the processor.
+        The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor.
         """
         return BY_NAME[self.name].function is conv1d or not _derived(*self._per_channel("weight"))
 
@@ -72,7 +72,7 @@ class HorizonCall(Call):
         return pair(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 
     def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
-        """A weight's integers and scales; the tool takes one scale for each output channel."""
+        """Return a weight's integers and scales; the tool takes one scale for each output channel."""
         integers, scale, axis = self.constants[role]
         if axis is None and scale.numel() == 1:
             return integers, scale.expand(len(integers)).contiguous(), -integers.dim()
@@ -80,7 +80,7 @@ class HorizonCall(Call):
 
 
 def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
-    """Whether the scales of a weight are those that the tool takes: the largest magnitude of each channel over 127."""
+    """Return whether the scales of a weight are those that the tool derives: the largest magnitude of each channel over 127."""
     if integers.dtype != torch.int8 or axis is None:
         return False
     groups = scale.numel() // integers.shape[axis]  # more than one where scales run through groups along the first dimension
@@ -90,7 +90,7 @@ def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
 
 
 def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
-    """The float value of a float value that is rounded to integers on a scale, or on one for each index of `axis`."""
+    """Write the pair that rounds a float value to integers on a scale, or on one for each index of `axis`; return its float value."""
     scales = scale.reshape(-1).float()
     zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
     place = {} if axis is None else {"axis": axis}
@@ -102,21 +102,21 @@ def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | No
 
 
 def float_nodes(integer: fx.GraphModule, model: onnx.ModelProto) -> list[str]:
-    """Return the names of the file's nodes that float operators are written as, to be run on the processor.
+    """Return the names of the file's nodes for float operators, which run on the processor.
 
-    Between quantized tensors the tool makes integers of whatever it can where it is not told, a convolution above all.
+    Between quantized tensors the tool makes integers of whatever it can unless it is instructed otherwise, of convolutions above all.
     """
     floats = {node.name for node in integer.graph.nodes if node.op.startswith("call_") and node.target not in PRIMITIVES}
     return [node.name for node in model.graph.node if node.input and node.name.partition("/")[0] in floats]
 
 
 def fixed_shape(info: onnx.ValueInfoProto) -> list[int]:
-    """The sizes of a value at a batch of 1."""
+    """Return the sizes of a value at a batch of 1."""
     return [_at_one(dim.dim_param) if dim.dim_param else dim.dim_value for dim in info.type.tensor_type.shape.dim]
 
 
 def _at_one(size: str) -> int:
-    """A size as it is written in a file, such as "3batch/2+1", at a batch of 1."""
+    """Return a size as it is written in a file, such as "3batch/2+1", at a batch of 1."""
     factor, _, rest = size.partition("batch")
     divisor, sign, offset = re.fullmatch(r"(?:/(\d+))?([+-]?)(.*)", rest).groups()  # type: ignore[union-attr]
     value = Fraction(factor or 1) / int(divisor or 1) + (Fraction(f"{sign}{offset}") if offset else 0)
@@ -124,14 +124,14 @@ def _at_one(size: str) -> int:
 
 
 class HorizonWriter(QdqWriter):
-    """Walks an integer graph once, and writes what its nodes stand for. A quantized tensor is carried as its float value."""
+    """Writes the operators of an integer graph in one traversal. A quantized tensor is represented by its float value."""
 
     style = "horizon"
     calls = HorizonCall
 
     @property
     def in_floats(self) -> list[fx.Node]:
-        return []  # pairs of the tool's own carry int16
+        return []  # the tool's own pairs support int16
 
     def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
@@ -160,7 +160,7 @@ class HorizonWriter(QdqWriter):
 
 
 def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
-    """The nodes of an integer graph by the names of their values in its file of style "horizon"."""
+    """Return the nodes of an integer graph by the names of their values in its file of style "horizon"."""
     writer = HorizonWriter(integer, "float", OPSET)
     found = named_values(writer.write(None, None))
-    return {value: name for name, value in writer.reals.items()} | found  # what only moves elements has no pair
+    return {value: name for name, value in writer.reals.items()} | found  # operators that only move elements have no pair

@@ -1,10 +1,10 @@
 """The kernels of style "fast": the same integers by operators on uint8, for targets with float32 requantization.
 
 An int8 tensor is stored as uint8 with zero point 128, for which runtimes have fast kernels on every processor; an affine one
-has its own. A sum of products and its requantization become one QLinearConv or QLinearMatMul, or a MatMulInteger and what follows; its
-multiplier is their weight's scale, with all other scales one, so that there is one number and no order of
-multiplication. What only moves or compares elements works on uint8 as it stands, since the zero point moves along. All
-else is as in style "exact", on real whole numbers.
+has its own. A sum of products and its requantization become one QLinearConv or QLinearMatMul, or a MatMulInteger and its requantization.
+The multiplier is stored as the weight's scale, and all other scales are one, so there is a single factor and no order of
+multiplication. Operators that only move or compare elements work on uint8 directly, since the zero point is preserved. All
+others are as in style "exact", on centred integers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.dynamic import emit as emit_dynamic
 from fxquant.primitives.requantize import requantize_real
 
-ZERO_POINT = 128  # of what is stored as int8 elsewhere
+ZERO_POINT = 128  # of tensors that other styles store as int8
 EIGHT_BITS = (torch.int8, torch.uint8)
 
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
-# Their ONNX forms give the same elements, so many more, for elements that are so many more; a table's rows are int8, as constants are.
+# Their ONNX forms commute with adding a constant to all elements; the rows of a table are int8, as constants are.
 SHIFTED = [
     function
     for function, record in PRIMITIVES.items()
@@ -43,9 +43,9 @@ SHIFTED = [
 
 
 class FastWriter(Writer):
-    """Walks an integer graph once.
+    """Writes an integer graph in one traversal.
 
-    `refused` names the requantizations that are not to be part of an integer kernel; `settings` are the session
+    `refused` names the requantizations that must not be part of an integer kernel; `settings` are the session
     options without which the kernels are not exact on this machine.
     """
 
@@ -62,15 +62,15 @@ class FastWriter(Writer):
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
-        """The requantizations that become part of an integer kernel, layers that are quantized at run time by one, and computed tables."""
+        """Return the requantizations inside integer kernels, the dynamically quantized layers with one, and the computed tables."""
         return [node for node in self.integer.graph.nodes if self.parts_of(node) or self.signs(node) or self.computes(node)]
 
     def signs(self, node: fx.Node) -> bool:
-        """Whether the weight of a layer that is quantized at run time stays int8: MatMulInteger is faster then."""
+        """Return whether the weight of a layer that is quantized at run time stays int8, which makes MatMulInteger faster."""
         return node.target is dynamic_linear and node.name not in self.refused
 
     def computes(self, node: fx.Node) -> bool:
-        """Whether a table is written as the function it is made of."""
+        """Return whether a table is written as the function it is made of."""
         return node in self.functions and node.name not in self.refused
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class FastWriter(Writer):
         return result if result is not None else super().emit(node, record)
 
     def exact(self, node: fx.Node, take: Callable[[Any], Any]) -> str:
-        """Append a primitive in its own form, with its arguments as `take` gives them."""
+        """Append a primitive in its own form, with its arguments as `take` returns them."""
         return PRIMITIVES[node.target].onnx(self.emitter, *fx.node.map_aggregate(node.args, take))  # type: ignore[index]
 
     def parts_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What becomes one kernel with this requantization, in order: a sum of 8-bit products, or of two 8-bit tensors; or nothing."""
+        """Return the nodes that form one kernel with this requantization, in order: a sum of 8-bit products or tensors; or none."""
         if node.target is not requantize_real or node.args[4] not in EIGHT_BITS or node.name in self.refused:
             return ()
         total = node.args[0]
@@ -123,7 +123,7 @@ class FastWriter(Writer):
         return (*_terms(total), total) if self._adds_exactly(node, total) else ()
 
     def divisor(self, node: fx.Node, total: fx.Node) -> float | None:
-        """What a product of two tensors of 8 bits is divided by; None where it is no kernel."""
+        """Return the divisor of a product of two 8-bit tensors; None if the product is not a kernel."""
         left, right = (plain(operand) for operand in total.args[:2])
         multiplier = resolve(self.integer, str(node.args[1].target))  # type: ignore[union-attr]
         if self.opset < functions.OPSET or not (_is_8_bits(left) and _is_8_bits(right)) or multiplier.numel() != 1:
@@ -131,7 +131,7 @@ class FastWriter(Writer):
         return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
 
     def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
-        """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
+        """Return whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
         terms = _terms(total)
         if self.opset < functions.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
             return False
@@ -143,17 +143,17 @@ class FastWriter(Writer):
         return whole and step in _NARROW_STEPS
 
     def operand(self, value: Any) -> Any:
-        """An int8 value as the real whole numbers, which an exact form reads; an affine one as it is stored, or centred."""
+        """Return an int8 value as its actual integers, which an exact form reads; an affine value as it is stored, or centred."""
         if plain(value) is not value:
             return self.real(value)
         found = super().operand(value)
-        if not isinstance(value, fx.Node):  # a word among the arguments may be the name of a value as well
+        if not isinstance(value, fx.Node):  # a string among the arguments may also be the name of a value
             return found
         shifted = isinstance(found, str) and self._is_shifted(found) and fact(value).dtype == torch.int8
         return self._as(found, torch.int8, ZERO_POINT) if shifted else found
 
     def real(self, value: Any) -> Any:
-        """The same as float32; of an affine value, too, the whole numbers that its zero point is taken from."""
+        """Return a value's integers as float32; for an affine value, the centred integers."""
         known = plain(value)
         found = super().operand(known)
         if isinstance(known, fx.Node) and isinstance(found, str) and self._is_shifted(found):
@@ -161,7 +161,7 @@ class FastWriter(Writer):
         return found
 
     def shifted(self, value: Any) -> str:
-        """An 8-bit tensor, or a constant, as uint8."""
+        """Return an 8-bit tensor, or a constant, as uint8."""
         value = plain(value)
         found = super().operand(value)
         if isinstance(found, Tensor):
@@ -169,7 +169,7 @@ class FastWriter(Writer):
         return str(found) if self._is_shifted(found) else self._as(found, torch.uint8, ZERO_POINT)
 
     def zero(self, value: Any) -> str:
-        """The zero point of what `shifted` gives."""
+        """Return the zero point of the result of `shifted`."""
         return self.emitter.constant(stored_zero_point(plain(value)), torch.uint8)
 
     # ---- values -----------------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class FastWriter(Writer):
 
     @property
     def foreign(self) -> set[str]:
-        """The inputs of the model, which may be uint8 for reasons of their own; those that are quantized tensors are described."""
+        """Return the inputs of the model, which may be uint8 for another reason; inputs that are quantized tensors are described."""
         return {info.name for info in self.inputs}
 
     def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
-        """A quantized value in another storage."""
+        """Return a quantized value in another storage."""
         if (name, dtype) not in self.converted:
             e = self.emitter
             value = e.node("Cast", name, to=torch.float32)
@@ -197,12 +197,12 @@ class FastWriter(Writer):
 
 
 def plain(value: Any) -> Any:
-    """What a node of centred integers is made of: kernels know of zero points themselves; any other value as it is."""
+    """Return the operand of a node that centres integers, because kernels apply zero points themselves; any other value as it is."""
     return value.args[0] if isinstance(value, fx.Node) and value.target is elementwise.centre else value
 
 
 def _terms(total: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors of a sum, each in steps of it."""
+    """Return the operands of a sum, each in steps of the sum's grid."""
     return tuple(term for term in total.args if isinstance(term, fx.Node) and term.target is elementwise.align_real)
 
 
@@ -210,12 +210,12 @@ _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
 
 
 def stored_zero_point(node: Any) -> int:
-    """What stands for 0 where a node's value is uint8; a constant beside it is int8."""
+    """Return the stored value of 0 if a node's value is uint8; for a constant or an int8 tensor it is 128."""
     return zero_point(node) if isinstance(node, fx.Node) and fact(node).dtype == torch.uint8 else ZERO_POINT
 
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
-# Each takes a primitive's node and arguments, appends it and returns its value, or None to have it as in style "exact".
+# Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
 
 FORMS: dict[Callable[..., Any], Callable[..., str | None]] = {}
 
@@ -236,12 +236,12 @@ def _is_8_bits(node: Any) -> bool:
 
 
 def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
-    """A uint8 value within these limits of the whole numbers it stands for."""
+    """Clip a uint8 value to these limits of its integers."""
     return e.node("Clip", value, e.constant(low + zero_point, torch.uint8), e.constant(high + zero_point, torch.uint8))
 
 
 def _limited(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
-    """The same for a value that lies between 0 and 255 anyhow."""
+    """Clip a uint8 value to these limits, unless they are 0 and 255 as stored."""
     return value if (low + zero_point, high + zero_point) == (0, 255) else _clipped(e, value, low, high, zero_point)
 
 
@@ -253,9 +253,9 @@ def _quantize(
         return None
     e, step = w.emitter, w.values[scale]
     value = as_float32(e, w.values[input])
-    # No limit before: onnxruntime saturates, and 1.21 to 1.23 cannot start a session with a Clip of what is read twice.
+    # No limit before: onnxruntime saturates, and 1.21 to 1.23 cannot start a session with a Clip of a value with two readers.
     stored = _limited(e, e.node("QuantizeLinear", value, e.constant(step), w.zero(node)), low, high, stored_zero_point(node))
-    return e.node("Where", e.node("IsNaN", value), w.zero(node), stored)  # bytes, which are chosen four times as fast as floats
+    return e.node("Where", e.node("IsNaN", value), w.zero(node), stored)  # a Where on bytes is four times as fast as on floats
 
 
 @form(requantize_real)
@@ -289,10 +289,10 @@ def _requantize(
 
 
 def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits: int = 32) -> str:
-    """round_half_even(value · multiplier), saturated, as the node stores it; of a value of so many bits."""
+    """Append round_half_even(value · multiplier), saturated, in the node's storage, for a value of this number of bits."""
     e = w.emitter
     product = e.node("Mul", value, e.constant(multiplier))
-    if float(multiplier.max()) >= 2 ** (32 - bits):  # beyond the range of int32 not every runtime saturates
+    if float(multiplier.max()) >= 2 ** (32 - bits):  # not every runtime saturates beyond the range of int32
         product = e.node("Clip", product, e.constant(-BOUNDARY_LIMIT), e.constant(BOUNDARY_LIMIT))
     return e.node("QuantizeLinear", product, e.constant(1.0), w.zero(node))
 
@@ -335,7 +335,7 @@ def _product(w: FastWriter, node: fx.Node, multiplier: Tensor, left: Any, right:
 
 
 def _sum(w: FastWriter, node: fx.Node, multiplier: Tensor, kind: str, terms: tuple[fx.Node, ...]) -> str:
-    """Every number in it has at most 24 bits, so runtimes may form the sum in any order: onnxruntime's QLinearAdd is one."""
+    """Append a sum whose numbers have at most 24 bits each, so that a runtime may use any order, as onnxruntime's QLinearAdd."""
     e = w.emitter
     apart = stored_zero_point(node) % 2  # QLinearAdd rounds with the zero point added, which would move a tie to another even number
     real = []
@@ -368,7 +368,7 @@ def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first:
 
 
 def moved_by(input: fx.Node) -> int:
-    """How much more than the node's integers their uint8 is."""
+    """Return the offset of a node's uint8 values relative to its integers."""
     return ZERO_POINT if fact(input).dtype == torch.int8 else 0
 
 
@@ -403,7 +403,7 @@ def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
 
 @form(pool.max_pool)
 def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *_: Any) -> str | None:
-    """On uint8 where the pixels of an image lie together for onnxruntime's convolutions; on float, five times faster, elsewhere."""
+    """Pool uint8 if onnxruntime keeps the pixels of the image together for its convolutions; else pool float, five times faster."""
     if not _is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
         return _moved(w, node)
     stride, begin, end, dilation = (list(sizes) for sizes in node.args[2:])  # type: ignore[arg-type]
@@ -411,7 +411,7 @@ def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *
 
 
 def _beside_convolution(w: FastWriter, value: fx.Node) -> bool:
-    """Whether an image comes of a QLinearConv, directly or by additions and pools."""
+    """Return whether an image comes from a QLinearConv, directly or through additions and pools."""
     parts = w.parts_of(value)
     if parts:
         return role_of(parts[-1].target) is Role.CONVOLUTION or any(_beside_convolution(w, plain(term.args[0])) for term in parts[:-1])

@@ -1,4 +1,4 @@
-"""Inputs in another layout than PyTorch's: the file takes channels last, and a Transpose behind the input puts them first."""
+"""Inputs in another layout than PyTorch's: the file takes channels last, and a Transpose after the input moves them to PyTorch's order."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LAYOUTS = Kind(f"a dict of layouts by names of inputs, each one of {', '.join(KN
 
 
 def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, source: fx.GraphModule) -> onnx.ModelProto:
-    """Let inputs of the model be given in these layouts; fxquant.inputs says so. The model is changed, and returned.
+    """Change inputs of the model to these layouts, and record them in fxquant.inputs. The model is changed in place, and returned.
 
-    They are named as in the file, or as the arguments of forward, of which `source` knows.
+    Inputs are named as in the file, or as the arguments of forward, which `source` knows.
 
-    Raises ConfigurationError for a name that no input has, and for a layout of another number of dimensions than the input's.
+    Raises ConfigurationError for the name of no input, and for a layout whose number of dimensions differs from the input's.
     """
     graph = model.graph
     inputs = {info.name: info for info in graph.input}
@@ -62,7 +62,7 @@ def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, sour
 
 
 def to_file(layout: str) -> tuple[int, ...]:
-    """The dimensions of PyTorch's tensor in the order the file has them."""
+    """Return the dimensions of PyTorch's tensor in the file's order."""
     return tuple(CHANNELS_LAST[layout].index(letter) for letter in layout)
 
 
@@ -84,7 +84,7 @@ def _permute(graph: onnx.GraphProto, info: onnx.ValueInfoProto, layout: str) -> 
     shape.dim.extend(sizes[dim] for dim in to_file(layout))
     perm = [layout.index(letter) for letter in CHANNELS_LAST[layout]]
     graph.node.insert(0, helper.make_node("Transpose", [info.name], [inner], name=inner, perm=perm))
-    for output in graph.output:  # one that is the input itself
+    for output in graph.output:  # an output that is the input itself
         if output.name == info.name:
             raise ConfigurationError(
                 f"the input {info.name!r} cannot be {layout}", because="the model returns it as it is", remedy="leave it out of layouts"

@@ -1,4 +1,4 @@
-"""What an exported file says about itself, in its `metadata_props`.
+"""The metadata of an exported file, in its `metadata_props`.
 
     fxquant.version          the fxquant that wrote it
     fxquant.style            "exact", "fast", "qdq" or "horizon", or "float" of a model that is not quantized
@@ -7,29 +7,29 @@
     fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
                              name of the quantized tensor it is or is made into, "tensor", where there is one; "layout", as "NHWC",
                              where it is not PyTorch's
-    fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was. Where it is that tensor (io
-                             "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
+    fxquant.outputs          JSON: as for inputs, for each output, with the quantized tensor it is or was. Where it is that tensor (io
+                             "integer"), its entry in fxquant.tensors describes the numbers taken and returned
     fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
-                               kind        "quantized", "accumulator" (between two of them), "plain" (truth values or whole numbers, which
-                                           have no scale), "dynamic" (real numbers of a layer that is quantized at run time) or "float"
+                               kind        "quantized", "accumulator" (between two of them), "plain" (booleans or integers, which
+                                           have no scale), "dynamic" (float values of a layer that is quantized at run time) or "float"
                                and of a quantized one
                                scale       a number, or a list along the dimension `axis`, counted from the end
                                dtype       its range: "int8", "uint8", "int16", …
                                storage     the element type it is stored with: "int8", or "uint8" in style "fast" and of an affine tensor
-                               zero_point  what stands for 0: real = (stored - zero_point) · scale
+                               zero_point  the stored value of 0: real = (stored - zero_point) · scale
     fxquant.provenance       JSON: of values that are not the float model's of that name, by name: "fused", the nodes that were fused into
                              it, of which the last one's result it is, and "exponents": it is that times 2 to these, nested lists of its
                              shape without the batch, where a list of one stands for a whole dimension
-    fxquant.float            JSON: why the operators outside of the integer part are there, by name
+    fxquant.float            JSON: why operators are outside of the integer part, by name
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
                              JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
-    fxquant.relies_on_vnni   JSON, style "fast": whether on x86 processors without VNNI its numbers are others, whatever the options
+    fxquant.relies_on_vnni   JSON, style "fast": whether its numbers differ on x86 processors without VNNI, whatever the options
     fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
-                             are computed in float32, and "refused", what of both was not exact where it was written, and is as in
-                             style "exact"
+                             are computed in float32, and "refused", those of both that were not exact where it was written, which are
+                             as in style "exact"
 
-The names are stable: what is added later gets names of its own.
+The names are stable: later additions get names of their own.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ LARGEST_EXPONENT = 64
 LAYOUTS = ("NWC", "NHWC", "NDHWC")
 STORAGES = ("int8", "uint8", "int16", "int32")
 RANGES = tuple(ACTIVATION_TYPES)
-# On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
+# On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless this option is set.
 # Elsewhere this only makes them slower.
 PRECISE = {"session.x64quantprecision": "1"}
-SESSION_OPTIONS = {name: (value,) for name, value in PRECISE.items()}  # those a file may ask for, and their values
+SESSION_OPTIONS = {name: (value,) for name, value in PRECISE.items()}  # the options that a file may request, and their values
 
 
 def write_metadata(model: onnx.ModelProto, entries: Mapping[str, Any]) -> None:
-    """Give the model these properties, by their names without the prefix."""
+    """Set these properties of the model, by their names without the prefix."""
     import onnx
 
     onnx.helper.set_model_props(
@@ -73,7 +73,7 @@ def write_metadata(model: onnx.ModelProto, entries: Mapping[str, Any]) -> None:
 
 
 def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
-    """The properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
+    """Return the properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
     found = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
     if "tensors" not in found:
         raise ExportError(
@@ -94,11 +94,11 @@ def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     return entries
 
 
-# ---- what must be true of it ----------------------------------------------------------------------------------------
+# ---- validation -----------------------------------------------------------------------------------------------------
 
 
 class Unusable(ValueError):
-    """What is wrong with the metadata of a file."""
+    """A defect in the metadata of a file."""
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -111,7 +111,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
-    """Raise Unusable unless everything that fxquant reads is there, of its type, and about values of this model."""
+    """Raise Unusable unless every property that fxquant reads exists, has its type, and describes values of this model."""
     for name, allowed in _ALLOWED.items():
         _require(entries.get(name) in allowed, f"fxquant.{name} is {entries.get(name)!r}, not one of {', '.join(allowed)}")
     for name in ("version", "target"):
@@ -158,7 +158,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
 
 
 def _are_exponents(value: object) -> bool:
-    """Whether a value is nested lists, of equal lengths at each depth, of whole numbers that a factor can have."""
+    """Return whether a value is nested lists, of equal lengths at each depth, of integers that are valid exponents of a factor."""
     if not isinstance(value, list):
         return False
     level = value
@@ -195,7 +195,7 @@ def check_session_options(options: object, what: str) -> None:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The model in a file, without its external data. Raises ExportError if it is none."""
+    """Return the model in a file, without its external data. Raises ExportError if the file does not hold one."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -212,7 +212,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def _texts(message: Any) -> Iterator[object]:
-    """What stands where a message has text; of a damaged file it is bytes."""
+    """Yield the values of a message's string fields; in a damaged file they may be bytes."""
     from google.protobuf.message import Message
 
     for field, value in message.ListFields():
@@ -226,9 +226,9 @@ def _texts(message: Any) -> Iterator[object]:
 
 @checked(path=PATH)
 def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file that `export_onnx` wrote says about itself: version, style, io, target, inputs, outputs, tensors, …
+    """Return the metadata of a file that `export_onnx` wrote: version, style, io, target, inputs, outputs, tensors, …
 
-    The keys are the properties' names without "fxquant."; their JSON is read. backends/onnx/metadata.py documents them.
+    The keys are the properties' names without "fxquant."; their JSON is parsed. backends/onnx/metadata.py documents them.
     Raises ExportError if the file cannot be read, or was not written by fxquant.
     """
     return read_metadata(read_model(Path(path)), Path(path))

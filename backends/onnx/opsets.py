@@ -1,4 +1,4 @@
-"""Opsets of what PyTorch's exporters write: which it is, whether another would mean the same, and the exporter that writes old ones."""
+"""Opsets of the models that PyTorch's exporters write: which it is, whether another is equivalent, and the exporter for old ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """The opset of ONNX's own operators in a model."""
+    """Return the opset of ONNX's own operators in a model."""
     return int(next(entry.version for entry in model.opset_import if entry.domain == ""))
 
 
 def unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
-    """Whether every operator of a model is in an older opset what it is in the one that was written."""
+    """Return whether every operator of a model has the same definition in an older opset as in the one that was written."""
 
     def since(operator: str, opset: int) -> int:
         try:
             found: int = onnx.defs.get_schema(operator, opset).since_version
-        except onnx.defs.SchemaError:  # it came later
+        except onnx.defs.SchemaError:  # the operator was added later
             return 0
         return found
 
@@ -33,9 +33,9 @@ def unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
 
 
 def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int, opset: int) -> onnx.ModelProto | None:
-    """A model of a module with inputs of these facts, by PyTorch's exporter of before, which writes old opsets.
+    """Return a model of a module with inputs of these facts, by PyTorch's older exporter, which writes old opsets.
 
-    None where it cannot, or where there is none any more.
+    Return None if the exporter fails, or PyTorch has it no more.
     """
     names = [f"region_input_{i}" for i in range(len(inputs))], [f"region_output_{i}" for i in range(outputs)]
     moving = {name: list(axes) for name, known in zip(names[0], inputs, strict=True) if (axes := dynamic_of(known))}
@@ -51,20 +51,20 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
             output_names=names[1],
             dynamic_axes=moving,
         )
-    except Exception:  # the reason that is told is that of the newer one
+    except Exception:  # the reported reason is that of the newer exporter
         return None
     return onnx.load_from_string(written.getvalue())
 
 
 def example_of(value: Any) -> Tensor | int:
-    """What the exporter is given for an input of this fact."""
+    """Return the exporter's example for an input of this fact."""
     if isinstance(value, TensorFact):
         return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
     return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
 
 
 def dynamic_of(value: Any) -> Any:
-    """Which of its dimensions depend on the batch, as torch.export is told."""
+    """Return the dimensions of an input that depend on the batch, in the form that torch.export takes."""
     if not isinstance(value, TensorFact):
         return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
     return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None

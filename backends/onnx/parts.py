@@ -1,4 +1,4 @@
-"""A model of independent parts, cut into one model for each part."""
+"""Division of a model of independent parts into one model for each part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from onnx import helper
 
 
 def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
-    """One model for each pair (number of inputs, number of outputs), which come in the order of the model's own.
+    """Return one model for each pair (number of inputs, number of outputs), in the order of the model's own inputs and outputs.
 
-    Constants that several parts read are in each of them; the order of nodes is kept. Unlike `onnx.utils.extract_model`, the graphs
-    inside of nodes are looked into, and shapes are not needed. Raises ValueError if a part reads an input of another.
+    Constants that several parts read are in each of them; the order of nodes is kept. Unlike `onnx.utils.extract_model`, this searches
+    the graphs inside nodes, and does not need shapes. Raises ValueError if a part reads an input of another.
     """
     found: list[onnx.ModelProto] = []
     maker = {name: index for index, node in enumerate(model.graph.node) for name in node.output if name}
@@ -41,7 +41,7 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """The values that a node reads, also those of outside that the graphs inside of it read."""
+    """Yield the values that a node reads, including outer values that the graphs inside it read."""
     yield from filter(None, node.input)
     for attribute in node.attribute:
         for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):

@@ -1,7 +1,7 @@
-"""One index of a dimension, picked in float from what a primitive gives, as ONNX: a step of a sequence.
+"""Selection of one index of a dimension, in float, from the result of a primitive, as ONNX: one step of a sequence.
 
-Of the steps of a recurrence only these differ, by their index. They are no part of a float region, so that the regions of all steps are
-alike, and exported once.
+The steps of a recurrence differ only in this index. The selections are left out of float regions, so that the regions of all steps are
+equal, and exported once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxquant.primitives import PRIMITIVES
 
 
 def is_pick(node: fx.Node) -> bool:
-    """Whether a node picks one index of one dimension from the result of a primitive, or from an input."""
+    """Return whether a node selects one index of one dimension from the result of a primitive, or from an input."""
     if node.op != "call_function" or node.target is not getitem or node.kwargs or len(node.args) != 2:
         return False
     operand, index = node.args
@@ -28,7 +28,7 @@ def is_pick(node: fx.Node) -> bool:
 
 
 def emit_pick(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
-    """Append what computes it, under the node's name, unless it is there."""
+    """Append the selection under the node's name, unless it exists."""
     if node in values:
         return
     operand, index = node.args

@@ -3,9 +3,9 @@
 %y = conv2d(%x, …)     →     y = QuantizeLinear(Clip(Conv(x/real, w/real, bias)))      y/real = DequantizeLinear(y)
 
 It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
-weights: by the form in an operator's record or, where there is none, by its float function (`Operator.onnx`). Quantized
-tensors keep their names. The numbers are not those of the integer graph: float sums are rounded, and other compilers
-choose kernels of their own. Below opset 21, in which QuantizeLinear knows no int16, such tensors are whole numbers in floats.
+weights: by the form in an operator's record or, without one, by its float function (`Operator.onnx`). Quantized
+tensors keep their names. The results differ from those of the integer graph: float sums are rounded, and other compilers
+choose kernels of their own. Below opset 21, whose QuantizeLinear is the first with int16, such tensors are integers in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxquant.primitives.boundary import as_float32, dequantize
 
 
 class QdqWriter(Writer):
-    """Walks an integer graph once, and writes what its nodes stand for."""
+    """Writes the operators that an integer graph's nodes belong to, in one traversal."""
 
     style = "qdq"
     calls = Call
@@ -42,7 +42,7 @@ class QdqWriter(Writer):
         for node in integer.graph.nodes:
             if node.op == "call_function" and node.target in PRIMITIVES:
                 self.lowered.setdefault(origin(node), []).append(node)
-        self.reals: dict[str, str] = {}  # the real value of each node, by the node's name
+        self.reals: dict[str, str] = {}  # the float value of each node, by the node's name
         self._check()
 
     def _check(self) -> None:
@@ -63,28 +63,28 @@ class QdqWriter(Writer):
 
     @property
     def in_floats(self) -> list[fx.Node]:
-        """The int16 tensors, where the opset has no integers for them."""
+        """Return the int16 tensors if the opset does not support that dtype."""
         if self.opset >= INT16_OPSET:
             return []
         return [node for node in self.nodes.values() if (known := qparams(node)) is not None and known.dtype == "int16"]
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         if kind == "quantized" and self.emitter.types[name].is_floating_point:
-            self.tensors[name] = {"kind": "float"}  # whole numbers in floats, which no reader takes for stored integers
+            self.tensors[name] = {"kind": "float"}  # integers in float32, so that no reader takes them for stored integers
             return
         super()._describe(node, name, kind)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
-        if record.kind == "dynamic":  # real numbers come in and go out: there is no grid to write
+        if record.kind == "dynamic":  # operand and result are float values without a grid
             return super().emit(node, record)
         known = self.operations[origin(node)]
         operator = BY_NAME[known.name]
         if operator.onnx is None and all(role_of(other.target) is Role.MOVEMENT for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
             if operation(node) is None and any(map(_repeats, self.lowered[origin(node)])):
-                # onnxruntime cannot move QuantizeLinear of opset 21 behind parts or repetitions by itself: they are on the result's scale.
+                # onnxruntime cannot move QuantizeLinear of opset 21 past concatenations or repetitions: they are on the result's scale.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
         elif operation(node) is None:
@@ -101,9 +101,9 @@ class QdqWriter(Writer):
         if operation(node) is None:
             return None
         described = qparams(node)
-        if described is None:  # truth values and whole numbers have no scale
+        if described is None:  # booleans and integers have no scale
             return value
-        if described.dtype == "int32":  # the sum of a last layer stays as it is
+        if described.dtype == "int32":  # the accumulator of a last layer is returned unchanged
             if self.io == "integer":
                 raise ExportError(
                     "io='integer' cannot be used",
@@ -114,14 +114,14 @@ class QdqWriter(Writer):
             self.reals[node.name] = value
             self.tensors[node.name] = {"kind": "float"}
             return None
-        # What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
+        # The results of these are within the range of their operands; onnxruntime fails on a Clip after some of them.
         stays = not isinstance(operator.demand, Own) and operator.function is not pad
         return self._quantized(value, described, limited=stays)
 
     def _named(self, result: str, name: str) -> str:
         result = super()._named(result, name)
         if name in self.operations and self.operations[name].name != DEQUANTIZE.name:
-            self.reals.pop(name, None)  # what reads it reads its quantized values
+            self.reals.pop(name, None)  # its readers read the quantized values
         return result
 
     def _moved(self, value: Any) -> Any:
@@ -144,7 +144,7 @@ class QdqWriter(Writer):
         return call
 
     def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
-        """The real value of a node, as PyTorch's exporter writes its operator's float function, and what is fused behind it."""
+        """Return the float value of a node: its operator's float function by PyTorch's exporter, and what is fused after it."""
         rest = {name: value for name, value in known.arguments.items() if name not in ("residual", "clamp")}
         operands = {name: fx.node.map_aggregate(value, self._referred) for name, value in rest.items()}
         parameters = {role: call.real(role) for role in call.constants if role in operator.parameter_names and role not in rest}
@@ -154,7 +154,7 @@ class QdqWriter(Writer):
         return self.nodes[value.node] if isinstance(value, Reference) else value
 
     def _rounding(self, node: fx.Node) -> Callable[[str], str]:
-        """What quantizes and dequantizes a value on the scale of a node; a plain one stays as it is."""
+        """Return a function that quantizes and dequantizes a value on the scale of a node; a plain value is unchanged."""
         described = qparams(node)
         if described is None:
             return lambda value: value
@@ -163,7 +163,7 @@ class QdqWriter(Writer):
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _real(self, name: str) -> str:
-        """The real value of a node: dequantized once, by the first that reads it; a host operator's as it is."""
+        """Return the float value of a node: dequantized once, for its first reader; a host operator's value is unchanged."""
         if name not in self.reals:
             node = self.nodes[name]
             described = qparams(node)
@@ -171,7 +171,7 @@ class QdqWriter(Writer):
         return self.reals[name]
 
     def _dequantized(self, name: str) -> str:
-        """A value of its own for the real number at the end of an integer part."""
+        """Write a separate dequantized tensor at the end of an integer part, and return its name."""
         node = self.nodes[name]
         described = qparams(node)
         assert described is not None
@@ -180,7 +180,7 @@ class QdqWriter(Writer):
         return self._dequantize(str(self.values[node]), described)
 
     def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
-        """The value's integers; a range that is narrower than its storage is a Clip, unless the value is limited to it anyhow."""
+        """Write a value's integers; a range narrower than its storage needs a Clip, unless the value is already within it."""
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
         scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
         if described.dtype == "int16" and self.opset < INT16_OPSET:
@@ -206,7 +206,7 @@ class QdqWriter(Writer):
         return lambda value: self._dequantize(self._quantized(value, described), described)
 
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
-        """The centred integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
+        """Return the centred integers of a parameter, the scale or scales, and the axis of these, counted from the end."""
         integers = self.values[self.nodes[constant.node]]
         if isinstance(constant.zero_point, tuple):
             integers = integers.to(torch.int64) - torch.tensor(constant.zero_point, dtype=torch.int64, device="cpu")
@@ -216,5 +216,5 @@ class QdqWriter(Writer):
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a primitive puts parts, or repetitions, one behind another."""
+    """Return whether a primitive concatenates or repeats parts."""
     return node.target is shape.concatenate or node.target is shape.tile

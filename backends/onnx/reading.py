@@ -1,4 +1,4 @@
-"""Looking into an exported file: its graph as text, its constants, its shapes."""
+"""Inspection of an exported file: its graph as text, its constants, its shapes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ R = TypeVar("R")
 
 
 def _of_any_file(function: Callable[Concatenate[OnnxModel, P], R]) -> Callable[Concatenate[OnnxModel, P], R]:
-    """The function, which raises ExportError where ONNX's readers raise whatever they do about a file that is damaged, or was made up."""
+    """Wrap a function so that it raises ExportError for any error of ONNX's readers about a damaged or forged file."""
 
     @functools.wraps(function)
     def call(opened: OnnxModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(opened, *args, **kwargs)
-        except Exception as error:  # their errors have no class in common
+        except Exception as error:  # their errors have no common class
             raise ExportError(
                 f"{opened.path} cannot be read as ONNX",
                 because=str(error).strip().split("\n")[0] or type(error).__name__,
@@ -39,13 +39,13 @@ def _of_any_file(function: Callable[Concatenate[OnnxModel, P], R]) -> Callable[C
 
 @_of_any_file
 def operators(opened: OnnxModel) -> dict[str, str]:
-    """The operator of every node of the graph, by the name of its first output."""
+    """Return the operator of every node of the graph, by the name of its first output."""
     return {node.output[0]: node.op_type for node in opened.model.graph.node}
 
 
 @_of_any_file
 def shape(opened: OnnxModel, name: str) -> str:
-    """The element type and shape of a value, as in f32[batch,3,8,8]; empty if the file does not say."""
+    """Return the element type and shape of a value, as in f32[batch,3,8,8]; empty if the file does not state it."""
     graph = opened.model.graph
     for info in (*graph.input, *graph.output, *graph.value_info):
         if info.name == name:
@@ -64,18 +64,18 @@ _NAMES = {torch.empty((), dtype=dtype, device="cpu").numpy().dtype: name for dty
 
 @_of_any_file
 def constants(opened: OnnxModel) -> dict[str, Tensor]:
-    """The constants of the graph, by name."""
+    """Return the constants of the graph by name."""
     return {tensor.name: _tensor(numpy_helper.to_array(tensor, str(opened.path.parent))) for tensor in opened.model.graph.initializer}
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    # Types that numpy and PyTorch do not share, as int4, are shown in wider ones.
+    # Types that numpy and PyTorch do not share, such as int4, are shown in wider ones.
     return torch.from_numpy(array.copy() if array.dtype in _NAMES else array.astype(np.int8 if "int" in str(array.dtype) else np.float32))
 
 
 @_of_any_file
 def text(opened: OnnxModel) -> str:
-    """The graph and its functions, one line for each node."""
+    """Return the graph and its functions as text, one line for each node."""
     model = opened.model
     versions = ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in model.opset_import)
     lines = [f"graph   # {versions}", *(f"  %{info.name} = input   {_type(info.type.tensor_type)}" for info in model.graph.input)]

@@ -1,4 +1,4 @@
-"""Running an exported model every way there is, with its inner tensors in view."""
+"""Execution of an exported model in every available runtime, with access to its inner tensors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ RUNTIMES = (
     ("reference", None, 1),
 )
 RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
-MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # where a file is measured that is not exact by nature
+MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # for measuring a file that is not exact by design
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-# ---- what ONNX's own evaluator gets wrong ---------------------------------------------------------------------------
+# ---- defects of ONNX's own evaluator --------------------------------------------------------------------------------
 # It multiplies sums by float32 scales in float64, and adds the zero point before it rounds; the operators' kernels, and
-# style "fast", mean one product in float32, rounded half to even.
+# style "fast", expect one product in float32, rounded half to even.
 
 
 def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -> np.ndarray[Any, Any]:
@@ -47,7 +47,7 @@ def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -
 
 
 class QLinearConv(OpRun):
-    """The sum in float64, where it is exact; `x_scale` and `y_scale` are 1 in what fxquant writes."""
+    """The operator with the sum in float64, in which it is exact; `x_scale` and `y_scale` are 1 in fxquant's files."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray[Any, Any]]:
         x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, *bias = inputs
@@ -60,7 +60,7 @@ class QLinearConv(OpRun):
 
 
 class QLinearMatMul(OpRun):
-    """The same for a matrix product."""
+    """The operator with the sum in float64, for a matrix product."""
 
     def _run(self, a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any) -> Any:
         sums = (a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero)
@@ -68,14 +68,14 @@ class QLinearMatMul(OpRun):
 
 
 class Gather(OpRun):
-    """Before onnx 1.23 it fails where the indices are not contiguous."""
+    """The operator for indices that are not contiguous, for which it fails before onnx 1.23."""
 
     def _run(self, x: Any, indices: Any, axis: int | None = None) -> Any:
         return (np.take(x, indices, axis=axis or 0),)
 
 
 class MaxPool(op_max_pool.MaxPool):
-    """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape; integers it pads with NaN."""
+    """The operator with padding in its shape if strides and dilations are all 1, and without NaN in the padding of integers."""
 
     def _run(self, x: Any, **given: Any) -> Any:  # type: ignore[override]
         kernel = given["kernel_shape"]
@@ -93,7 +93,7 @@ class MaxPool(op_max_pool.MaxPool):
 
 
 class GatherElements(OpRun):
-    """It fails beyond some tens of elements, and where the indices are fewer than the elements along other dimensions."""
+    """The operator beyond some tens of elements, and for fewer indices than elements along other dimensions, where it fails."""
 
     def _run(self, data: Any, indices: Any, axis: int | None = None) -> Any:
         along = axis or 0
@@ -106,7 +106,7 @@ CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, MaxPool)
 
 
 class Evaluator(ReferenceEvaluator):
-    """ONNX's own evaluator with these operators, inside of functions as well, which it evaluates by further ones of its class."""
+    """ONNX's own evaluator with these operators, also inside functions, for which it creates further evaluators of its class."""
 
     def __init__(self, proto: Any, **settings: Any) -> None:
         super().__init__(proto, **settings, new_ops=list(CORRECTED))
@@ -116,11 +116,11 @@ class Evaluator(ReferenceEvaluator):
 
 
 class OnnxModel:
-    """An exported file, read; raises ExportError if it is no ONNX file written by fxquant.
+    """An exported file, read; raises ExportError if it is not an ONNX file written by fxquant.
 
-    `tensors` describes its values, `metadata` everything it says about itself: see `fxquant.backends.metadata`;
-    `in_float` says why operators are outside of the integer part, by name.
-    Tensors that stand in a file beside it are read when they are needed.
+    `tensors` describes its values, `metadata` is all its metadata: see `fxquant.backends.metadata`;
+    `in_float` states why operators are outside of the integer part, by name.
+    Tensors in an external file are read when they are needed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -137,27 +137,27 @@ class OnnxModel:
         self.output_names = [info.name for info in self.model.graph.output]
 
     def names(self, kinds: Sequence[str]) -> list[str]:
-        """The described values of these kinds, in the order they are computed."""
+        """Return the described values of these kinds, in the order they are computed."""
         return [name for name, entry in self.tensors.items() if entry["kind"] in kinds]
 
     def runner(self, runtime: str, expose: Sequence[str], feed: Sequence[str] = ()) -> Runner:
-        """A way to run the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
+        """Return a runner of the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
         model = _with_values(self.model, expose, feed)
         _, level, threads = next(row for row in RUNTIMES if row[0] == runtime)
         return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path), self.layouts)
 
     def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
-        """One runner per runtime."""
+        """Yield one runner per runtime."""
         for name in RUNTIME_NAMES:
             yield name, self.runner(name, expose, feed)
 
 
 class Runner:
-    """One runtime holding one model; `folder` is where its external data stands, `settings` are options of onnxruntime.
+    """One runtime with one model; `folder` holds its external data, `settings` are options of onnxruntime.
 
     Inputs are given in PyTorch's layout; `layouts` are the orders of dimensions in which the file takes some of them.
 
-    Raises ExportError, which says `name`, if the model cannot be loaded or run.
+    Raises ExportError, which contains `name`, if the model cannot be loaded or run.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Runner:
         self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
         try:
             self._open(model, level, threads, folder, settings)
-        except Exception as error:  # the runtimes' own errors have no class in common
+        except Exception as error:  # the runtimes' own errors have no common class
             raise self._failed(error) from error
 
     def _open(self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None, settings: Mapping[str, str] | None) -> None:
@@ -200,7 +200,7 @@ class Runner:
         self._run = lambda feeds: session.run(None, feeds)
 
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs and exposed values, by name."""
+        """Return the outputs and exposed values by name."""
         given = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
         self._check_sizes(given)
         arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in given.items()}
@@ -209,7 +209,7 @@ class Runner:
         except Exception as error:
             raise self._failed(error) from error
         return {
-            name: torch.from_numpy(np.array(value, order="C"))  # a copy: evaluators return arrays of constants, and of negative strides
+            name: torch.from_numpy(np.array(value, order="C"))  # a copy: evaluators return constant arrays, and negative strides
             for name, value in zip(self.outputs, results, strict=True)
         }
 
@@ -235,7 +235,7 @@ class Runner:
 
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:
-    """A copy whose outputs include `expose` and whose inputs include `feed`, with what computed those cut off."""
+    """Return a copy whose outputs include `expose` and whose inputs include `feed`; the nodes that compute `feed` are removed."""
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     graph = copied.graph
@@ -253,7 +253,7 @@ def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[s
 
 
 def _prune(graph: onnx.GraphProto) -> None:
-    """Drop the nodes and inputs that no output needs; float nodes before the cut are not run in vain."""
+    """Remove the nodes and inputs that no output needs, so that float nodes before the cut are not run in vain."""
     needed = {info.name for info in graph.output}
     kept = []
     for node in reversed(graph.node):

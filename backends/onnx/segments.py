@@ -1,4 +1,4 @@
-"""A model as several files, one for each segment, with a manifest that joins them.
+"""A model as several files, one for each segment, with a manifest that connects them.
 
 manifest.json
     fxquant     the fxquant that wrote it
@@ -8,9 +8,9 @@ manifest.json
     inputs      the names of the tensors that the model takes, in order
     outputs     the names of the tensors that it returns, in order
     segments    in the order they run: the file, where it runs ("host", or the target's name), and the names of the tensors it takes
-                and gives, in the order of the file's inputs and outputs. Of one that ONNX cannot say, since functions behind fxq.wrap or
-                modules of leaf= are in it, the file is null, and "python" names these calls
-    tensors     for each tensor that passes: its ONNX element type, its shape, and of a quantized one scale, zero point and dtype
+                and returns, in the order of the file's inputs and outputs. If ONNX cannot express it, because it has functions of
+                fxq.wrap or modules of leaf=, the file is null, and "python" names these calls
+    tensors     for each tensor between segments: its ONNX element type, its shape, and if quantized its scale, zero point and dtype
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ FUNCTIONS = Kind("a dict of functions by names of tensors", _functions)
 def export_segments(
     integer: fx.GraphModule, folder: str | os.PathLike[str], cut: Sequence[str | Sequence[str]] = (), opset: int | None = None
 ) -> Path:
-    """Write every segment of the integer model as an ONNX file of its own, and the manifest that joins them; returns its path.
+    """Write every segment of the integer model as an ONNX file of its own, and the manifest that connects them; return its path.
 
-    The segments are those that `segments(integer, cut)` lists: one for each stretch of the target's integers, and of the host's float
-    operators, and cut behind the tensors that `cut` names. Joined, they give the bits of the whole. A tensor that passes from integers to
-    integers passes as the integers it is. The files are in style "exact"; `run_segments` runs them. A segment on the host with Python in
-    it (`wrap`, `leaf=`) that no ONNX operators can say has no file: the manifest names its tensors, between which the user's Python runs.
+    The segments are those that `segments(integer, cut)` lists: one for each stretch of the target's integers and of the host's float
+    operators, and cut after the tensors that `cut` names. Run in sequence, they give the bits of the whole model. Between integer segments
+    a tensor is passed as its integers. The files are in style "exact"; `run_segments` runs them. A host segment with Python in
+    it (`wrap`, `leaf=`) that no ONNX operators can express has no file: the manifest names its inputs and outputs for the user's Python.
 
-    All files are complete before the first is put in place, and the manifest is the last. Raises ConfigurationError or ExportError; files
-    that exist are then unchanged.
+    All files are complete before the first is put in place, and the manifest is the last. Raises ConfigurationError or ExportError;
+    existing files are then unchanged.
     """
     check_arguments(integer, "exact", "float", opset)
     parts = segments(integer, cut)
@@ -102,7 +102,7 @@ def export_segments(
 
 
 def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs: Sequence[str]) -> fx.GraphModule:
-    """A segment as a model of its own, which shares the parameters of the whole; its nodes and inputs have the names they have there."""
+    """Return a segment as a model that shares the parameters of the whole; its nodes and inputs keep their names."""
     graph = fx.Graph()
     named = {node.name: node for node in integer.graph.nodes}
     copies: dict[fx.Node, fx.Node] = {}
@@ -111,7 +111,7 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
         made.meta.update(named[name].meta)
 
     def copied(node: fx.Node) -> fx.Node:
-        """A node's copy: a parameter's, or a number's, where it is first read."""
+        """Return a node's copy; a parameter or a number is copied at its first reader."""
         if node not in copies:
             for operand in node.all_input_nodes:
                 copied(operand)
@@ -141,11 +141,11 @@ def _described(metadata: Mapping[str, Any], inputs: Sequence[str], outputs: Sequ
 def run_segments(
     folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0], python: Mapping[str, Callable[..., Any]] | None = None
 ) -> tuple[Any, ...]:
-    """What the segments in a folder give for these inputs, one after another as its manifest says: the model's outputs, flattened.
+    """Run the segments in a folder on these inputs, in the order of its manifest; return the model's outputs, flattened.
 
-    `runtime` is one of those that `verify` uses. `python` has a function for each segment without a file, by the name of its first output,
-    which is called with the segment's inputs and returns its output, or a tuple of its outputs, in the manifest's order. Raises
-    ExportError for a folder without a usable manifest, and ConfigurationError for inputs that are not as many as the model's, and where
+    `runtime` is one of those that `verify` uses. `python` has a function for each segment without a file, by the name of its first output.
+    It is called with the segment's inputs and returns its output, or a tuple of its outputs, in the manifest's order. Raises
+    ExportError for a folder without a usable manifest, and ConfigurationError if the number of inputs is not the model's, or
     a function is missing.
     """
     directory = Path(folder)
@@ -172,7 +172,7 @@ def run_segments(
 
 
 def _function(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """What runs a segment that has no file."""
+    """Return the function that runs a segment without a file."""
     name = entry["outputs"][0]
     if name not in python:
         raise ConfigurationError(
@@ -184,7 +184,7 @@ def _function(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]]) -
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A manifest, of which is known that its names lead to each other, and its files stand beside it."""
+    """Return a manifest, checked: its names refer to each other, and its files are in the folder."""
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         because = _unusable(manifest)

@@ -1,6 +1,6 @@
-"""Sizes that depend on the batch, and what is computed of them, as ONNX: whole numbers, of which primitives make shapes.
+"""Sizes that depend on the batch, and their arithmetic, as ONNX: int64 values, from which primitives make shapes.
 
-Real numbers in between are doubles, as Python's are.
+Float intermediate values are doubles, as in Python.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fxquant.ir.facts import BatchDim
 from fxquant.ir.graph import fact
 from fxquant.primitives import PRIMITIVES
 
-# Of sizes, which are never negative, ONNX's integer division is Python's.
+# For sizes, which are never negative, ONNX's integer division equals Python's.
 _ARITHMETIC: dict[Callable[..., Any], str] = {operator.add: "Add", operator.sub: "Sub", operator.mul: "Mul", operator.floordiv: "Div"}
 _REAL: dict[Callable[..., Any], str] = {operator.truediv: "Div", math.sqrt: "Sqrt", float: "Identity"}
 _ROUNDED: dict[Callable[..., Any], str] = {int: "", math.trunc: "", round: "Round", math.floor: "Floor", math.ceil: "Ceil"}
 
 
 def sizes_for_primitives(graph: fx.Graph) -> set[fx.Node]:
-    """The sizes, and sums and products of sizes, that primitives read and no float operator does."""
+    """Return the sizes, and sums and products of sizes, that only primitives read, and no float operator."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = node.users
@@ -48,7 +48,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
-    """Append what computes a size; returns the name of its value, an int64, or a double in between, without dimensions."""
+    """Append the nodes that compute a size; return the name of its value, a scalar of int64, or of double for an intermediate value."""
     if node.op == "call_method":
         tensor: Any = node.args[0]
         sizes = emitter.node("Shape", values[tensor])

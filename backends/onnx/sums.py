@@ -1,11 +1,11 @@
 """Style "fast" for targets that requantize by shifts: layers are sums of products of bytes, the rest is as in style "exact".
 
-ONNX's integer operators with a requantization in them multiply by a float32 number, which no shift before a multiplier is equal to. So
-the sum alone is an integer kernel, ConvInteger or MatMulInteger, and what follows reads its int32.
+ONNX's integer operators with requantization multiply by a float32 number, which is never equal to a shift before a multiplier. So
+the sum alone is an integer kernel, ConvInteger or MatMulInteger, and the following nodes read its int32.
 
-onnxruntime has quick kernels for a left factor of uint8 and a right one of int8: the weights of a convolution are the left one, so they
+onnxruntime has fast kernels for a left factor of uint8 and a right one of int8. The weights of a convolution are the left one, so they
 are stored as uint8 with zero point 128; those of a linear layer are the right one. x86 processors with VNNI add such products in 32 bits,
-others add pairs of them in 16, which saturate. A session option keeps MatMulInteger from it, none keeps ConvInteger.
+others add pairs of them in 16, which saturate. A session option prevents this for MatMulInteger, none does for ConvInteger.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fxquant.primitives import Primitive, Role, role_of
 from fxquant.primitives.accumulate import attributes_of
 from fxquant.primitives.requantize import requantize_fixed
 
-ZERO_POINT = 128  # of what is stored as uint8
-BITWISE = 18  # the opset from which on there is BitwiseXor
-LEAST_PRODUCTS = 64  # in a sum: shorter ones are no slower in float32, whose layout onnxruntime keeps from layer to layer
+ZERO_POINT = 128  # of weights that are stored as uint8
+BITWISE = 18  # the first opset with BitwiseXor
+LEAST_PRODUCTS = 64  # in a sum: shorter ones are as fast in float32, whose layout onnxruntime keeps from layer to layer
 
 
 class SumsWriter(Writer):
-    """Walks an integer graph once. `refused` names the layers that are not to be integer kernels."""
+    """Writes an integer graph in one traversal. `refused` names the layers that must not be integer kernels."""
 
     style = "fast"
 
@@ -40,7 +40,7 @@ class SumsWriter(Writer):
         self.shifted: dict[str, str] = {}
 
     def kernels(self) -> list[fx.Node]:
-        """The convolutions and linear layers that are sums of products of bytes."""
+        """Return the convolutions and linear layers that are sums of products of bytes."""
         return [node for node in self.integer.graph.nodes if node.name not in self.refused and self._is_kernel(node)]
 
     def _is_kernel(self, node: fx.Node) -> bool:
@@ -50,10 +50,10 @@ class SumsWriter(Writer):
         input, weight = node.args[0], self._weight(node)
         if weight is None or fact(input).dtype != torch.int8 or weight[0].numel() < LEAST_PRODUCTS:  # type: ignore[arg-type]
             return False
-        return role is Role.LINEAR or bool(node.args[6] == 1)  # sums in groups are no faster
+        return role is Role.LINEAR or bool(node.args[6] == 1)  # grouped sums gain no speed
 
     def _weight(self, node: fx.Node) -> Tensor | None:
-        """The layer's weight, where it is a constant of 8 bits."""
+        """Return the layer's weight if it is a constant of 8 bits."""
         weight = node.args[1]
         found = resolve(self.integer, str(weight.target)) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
         return found if found is not None and found.dtype == torch.int8 else None
@@ -65,7 +65,7 @@ class SumsWriter(Writer):
         return {**super().metadata(outputs), **options, "kernels": kernels}
 
     def relies_on_vnni(self) -> bool:
-        """Whether x86 processors without VNNI compute other numbers, whatever the session's options."""
+        """Return whether x86 processors without VNNI compute other results, whatever the session's options."""
         return any(role_of(node.target) is Role.CONVOLUTION for node in self.kernels())
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
@@ -90,7 +90,7 @@ class SumsWriter(Writer):
         return total if whole else e.node("Cast", total, to=torch.float32)
 
     def _shifted(self, value: str) -> str:
-        """An int8 tensor as uint8 with zero point 128."""
+        """Return an int8 tensor as uint8 with zero point 128."""
         if value not in self.shifted:
             e = self.emitter
             if self.opset >= BITWISE:

@@ -1,4 +1,4 @@
-"""PyTorch's table of translations to ONNX, built once: its exporter builds it anew for every export, two thirds of a small one's time."""
+"""PyTorch's table of translations to ONNX, built once: its exporter rebuilds it for every export, two thirds of a small one's time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _built: dict[Any, Any] = {}
 
 @contextmanager
 def built_once() -> Iterator[None]:
-    """Inside, `torch.onnx.export` takes a copy of the table that an earlier export has built for the same opset.
+    """Within the context, `torch.onnx.export` takes a copy of the table that an earlier export built for the same opset.
 
-    The exporter has no argument for it, so the method that builds it is replaced for as long; where a version of PyTorch has
-    none, nothing happens. One thread at a time may be inside.
+    The exporter has no argument for the table, so the method that builds it is replaced during the context. If a version of PyTorch has
+    no such method, nothing happens. One thread at a time may be inside.
     """
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry

@@ -1,7 +1,7 @@
-"""An integer graph as ONNX, style "exact": standard operators, every value a whole number, equal bits everywhere.
+"""An integer graph as ONNX, style "exact": standard operators, every value an integer, equal bits everywhere.
 
 Requantization, table look-up and the splitting of wide sums are each one node that calls a model-local
-function. Every node of the integer graph is a value of the same name in the ONNX graph.
+function. Every node of the integer graph is a value of equal name in the ONNX graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IR_VERSION_OF_FUNCTIONS = 8  # the first in which a model can have functions of 
 
 
 class Writer:
-    """Walks an integer graph once. Other styles write primitives in their own way."""
+    """Writes an integer graph in one traversal. Other styles write primitives in their own way."""
 
     style = "exact"
 
@@ -41,11 +41,11 @@ class Writer:
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
         self.infos: list[onnx.ValueInfoProto] = []
-        self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or an output was
+        self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or that an output was
 
     @cached_property
     def regions(self) -> FloatRegions:
-        """What PyTorch's exporter writes of this file."""
+        """Return the float regions of this file, which PyTorch's exporter writes."""
         return FloatRegions(self.integer, self.opset)
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
@@ -64,7 +64,7 @@ class Writer:
                 known = fact(node)
                 handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or _read_as_real(node))
                 if handed and self.values.get(node) == node.name:
-                    self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` hands it to an integer segment
+                    self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` passes it to an integer segment
         self._check_input_names()
         outputs = self._outputs(output_names)
         graph = helper.make_graph(
@@ -91,7 +91,7 @@ class Writer:
         return model
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
-        """What the file says about itself."""
+        """Return the file's metadata."""
         return {
             "version": __version__,
             "style": self.style,
@@ -106,11 +106,11 @@ class Writer:
         }
 
     def target(self) -> str:
-        """The name of the target that the model was compiled for."""
+        """Return the name of the target that the model was compiled for."""
         return str(self.integer.meta["target"].name)
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
-        """Which values of the float model the described tensors are."""
+        """Return which values of the float model the described tensors are."""
         found: dict[str, dict[str, Any]] = {}
         for node in self.integer.graph.nodes:
             known = {"fused": [name for name in fused(node) if name != node.name], "exponents": channel_exponents(node)}
@@ -123,12 +123,12 @@ class Writer:
         real = isinstance(known, TensorFact) and known.dtype.is_floating_point
         self.values[node] = name
         self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else known)
-        if self.io == "float" and qparams(node) is not None:  # of a segment that takes up where another one ended
+        if self.io == "float" and qparams(node) is not None:  # for a segment that begins where another one ends
             self._describe(node, name, "quantized")
             self.sources[name] = name
 
     def _integers(self, node: fx.Node) -> Any:
-        """What is known of the integers that a real input is given as; ExportError where these are not one tensor."""
+        """Return the fact of the integers that a float input is given as; ExportError if they are not one tensor."""
         others = [user.name for user in node.users if user.target is not quantize]
         if others:
             raise ExportError(
@@ -163,7 +163,7 @@ class Writer:
             return
         name = self._named(result, node.name)
         self.values[node] = name
-        plain = record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()  # what moves elements moves truth values, too
+        plain = record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()  # primitives that move elements also move booleans
         self._describe(node, name, "plain" if plain else record.kind)
         self.infos.append(value_info(name, self.emitter.types[name], fact(node).shape))
         operand: Any = node.args[0]
@@ -173,15 +173,15 @@ class Writer:
             self.sources[name] = operand.name
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
-        """Append what computes a primitive; returns the value's name, or None where a later node computes it too."""
+        """Append a primitive's nodes; return the value's name, or None if a later node computes it too."""
         return record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self.operand))
 
     def operand(self, value: Any) -> Any:
-        """An argument of a primitive as its ONNX form takes it."""
+        """Return an argument of a primitive in the form that its ONNX form takes."""
         return self.values[value] if isinstance(value, fx.Node) else value
 
     def _stays_integer(self, node: fx.Node, kind: str) -> bool:
-        """Where the file takes and returns integers, its first and last nodes are left out."""
+        """Leave out the first and last nodes if the file takes and returns integers; return whether this node was one."""
         operand: Any = node.args[0]
         if node.target is quantize and operand.op == "placeholder" and fact(operand).dtype.is_floating_point:
             name = self.values[node] = self.values[operand]
@@ -196,15 +196,15 @@ class Writer:
 
     @staticmethod
     def _ends(node: fx.Node) -> bool:
-        """Whether integers become real numbers at a node for the outputs alone."""
+        """Return whether a node dequantizes integers for the outputs alone."""
         return node.target is dequantize and all(user.op == "output" for user in node.users)
 
     def returned_integers(self, node: fx.Node) -> str:
-        """The value of a quantized tensor, as the file returns it if it returns integers; it is described under this name."""
+        """Return the name of a quantized tensor as the file returns it if it returns integers; it is described under this name."""
         return str(self.values[node])
 
     def _named(self, result: str, name: str) -> str:
-        """The value under its graph name."""
+        """Return the value under its graph name."""
         last = self.emitter.nodes[-1] if self.emitter.nodes else None
         if last is None or last.output[0] != result:
             result = self.emitter.node("Identity", result)
@@ -226,7 +226,7 @@ class Writer:
         self.tensors[name] = entry
 
     def zero_point(self, node: fx.Node, name: str) -> int:
-        """What stands for 0 in a node's quantized value, as it is stored under this name."""
+        """Return the zero point of a node's quantized value, as it is stored under this name."""
         return zero_point(node)
 
     def _check_input_names(self) -> None:
@@ -257,9 +257,9 @@ class Writer:
         return outputs
 
     def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
-        """The name and the shape of a value that is returned; a constant becomes one."""
+        """Return the name and the shape of a returned value; a constant is written as a value."""
         found, known = self.values.get(node), fact(node)
-        if self.io == "integer" and node.target is dequantize and not self._ends(node):  # a float operator reads its real numbers as well
+        if self.io == "integer" and node.target is dequantize and not self._ends(node):  # a float operator reads the float value too
             operand: Any = node.args[0]
             found = self.returned_integers(operand)
             self.sources[found] = found
@@ -271,14 +271,14 @@ class Writer:
 
 
 def _read_as_real(node: fx.Node) -> bool:
-    """Whether a primitive reads the real numbers of a node."""
+    """Return whether a primitive reads the dequantized tensor of a node."""
     return any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
 
 
 def _returned(integer: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of the tensors that the model returns, in order; numbers and None beside them are no part of a file.
+    """Return the nodes of the tensors that the model returns, in order; numbers and None among the outputs are left out.
 
-    Raises ExportError where there are none.
+    Raises ExportError if there are none.
     """
     found = returned(integer)
     if not found:
@@ -291,13 +291,13 @@ def _returned(integer: fx.GraphModule) -> list[fx.Node]:
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:
-    """Why the operators outside of the integer part are there, by name."""
+    """Return why operators are outside of the integer part, by name."""
     specs = {node.name: annotation(node) for node in integer.graph.nodes if node.target not in PRIMITIVES}
     return {name: spec.because for name, spec in specs.items() if spec is not None and spec.dtype is None}
 
 
 def _interface(info: onnx.ValueInfoProto, sources: dict[str, str]) -> dict[str, Any]:
-    """An input or output for the metadata."""
+    """Return the metadata of an input or output."""
     kind = info.type.tensor_type
     shape = [size.dim_param or size.dim_value for size in kind.shape.dim]
     entry = {"name": info.name, "dtype": onnx.TensorProto.DataType.Name(kind.elem_type).lower(), "shape": shape}
@@ -305,7 +305,7 @@ def _interface(info: onnx.ValueInfoProto, sources: dict[str, str]) -> dict[str, 
 
 
 def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | None:
-    """The names asked for the inputs or the outputs; None where none are. Raises ConfigurationError for any that cannot be had."""
+    """Return the requested names of the inputs or the outputs; None if there are none. Raises ConfigurationError for unusable names."""
     if names is None:
         return None
     remedy = f"pass one name per {what}"

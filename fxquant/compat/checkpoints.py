@@ -1,17 +1,17 @@
-"""Scales of a checkpoint of the plugin's, or of PyTorch's quantization, as those of a prepared model.
+"""Loading of scales from checkpoints of the plugin, or of PyTorch's quantization, into a prepared model.
 
 key of the checkpoint                        what it becomes
 conv.activation_post_process.scale           the scale of the output of the last operator of module `conv`
 conv.activation_post_process.zero_point      its zero point, of an affine dtype; 0 otherwise
 quant.activation_post_process.scale          the scale of what QuantStub `quant` quantizes
-conv.weight_fake_quant.scale                 the scale of the weight, where that is learned; any other follows the weight itself
-activation_post_process_3.scale              of PyTorch's graphs: that of their fourth tensor, in the order they are computed; where the
+conv.weight_fake_quant.scale                 the scale of the weight, if that is learned; any other is computed from the weight itself
+activation_post_process_3.scale              of PyTorch's graphs: that of their fourth tensor, in the order they are computed; if the
                                              numbers of tensors differ, as where a residual is fused here, none is taken
-conv.bn.weight, …                            of a fused layer: those of the batch norm behind module `conv`
+conv.bn.weight, …                            of a fused layer: those of the batch norm after module `conv`
 
-Zero points of signed integers, some of which are negative, count from -128, so that 128 is added to all of them. What else a fake quantize
-or an observer holds (counters, ranges, switches) has no meaning here, and is left out. `strict` is PyTorch's: keys of the checkpoint that
-belong to nothing are unexpected, and operators that get no scale are missing.
+Zero points of signed integers, some of which are negative, count from -128, so 128 is added to all of them. Other state of a fake quantize
+or an observer (counters, ranges, switches) has no meaning here, and is ignored. `strict` is PyTorch's: keys of the checkpoint that
+match nothing are unexpected, and operators without a scale in it are missing.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FUSED = ".bn."  # in the names of a batch norm that PyTorch fused into a layer
 
 
 def take_checkpoints(prepared: fx.GraphModule) -> None:
-    """Let `load_state_dict` of a prepared model take the plugin's and PyTorch's checkpoints as well as its own."""
+    """Make `load_state_dict` of a prepared model accept the plugin's and PyTorch's checkpoints as well as its own."""
     prepared.register_load_state_dict_pre_hook(_take_keys)  # type: ignore[no-untyped-call]
     prepared.register_load_state_dict_post_hook(_take_scales)  # type: ignore[no-untyped-call]
 
 
 def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take out of a checkpoint what fake quantizes hold; nothing of one that this model, or one like it, has saved."""
+    """Remove the state of fake quantizes from a checkpoint; leave one that this model, or one like it, has saved."""
     foreign = {key: value for key, value in state_dict.items() if _is_foreign(key.removeprefix(prefix))}
     for key in foreign:
         del state_dict[key]
@@ -60,19 +60,19 @@ def _is_foreign(key: str) -> bool:
 
 
 def _is_zero_point(key: str, value: Any) -> bool:
-    """Whether a value is the zero point of an activation."""
+    """Return whether a value is the zero point of an activation."""
     return key.endswith("zero_point") and f".{WEIGHT}." not in f".{key}" and isinstance(value, Tensor) and value.numel() == 1
 
 
 def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
-    """The calls of quantized operators, in the order they are computed; none of what is no graph."""
+    """Return the calls of quantized operators in the order they are computed; an empty list for any module but a graph."""
     operators = {f"quantized.{name}": operator for name, operator in quantized_operators(module).items()}
     nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
     return [(node, operators[str(node.target)]) for node in nodes if node.op == "call_module" and str(node.target) in operators]
 
 
 def _norms(module: nn.Module) -> dict[str, str]:
-    """The batch norms that layers hold, by the layers' paths."""
+    """Return the batch norms that layers hold, by the layers' paths."""
     found = {}
     for node, operator in _called(module):
         for operand in node.all_input_nodes:
@@ -82,18 +82,18 @@ def _norms(module: nn.Module) -> dict[str, str]:
 
 
 def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
-    """The operators whose tensors PyTorch's graph numbers, in its order; none where it has another number of them."""
+    """Return the operators whose tensors PyTorch's graph numbers, in its order; none if it has a different number of them."""
     numbers = {int(match[1]) for key in foreign if (match := NUMBERED.fullmatch(key))}
     known = [(node, operator) for node, operator in _called(module) if not operator.plain]
     places: dict[fx.Node, float] = {node: place for place, (node, _) in enumerate(known)}
     for node, operator in known:
-        if operator.operator is QUANTIZE:  # PyTorch numbers an input where it is read first
+        if operator.operator is QUANTIZE:  # PyTorch numbers an input at its first reader
             places[node] = min((places[user] for user in node.users if user in places), default=places[node]) - 0.5
     known.sort(key=lambda pair: places[pair[0]])
     operators = [operator for _, operator in known]
     if numbers == set(range(len(operators))):
         return operators
-    owners = [operator for operator in operators if operator.owns_output]  # PyTorch, too, shares grids
+    owners = [operator for operator in operators if operator.owns_output]  # PyTorch shares grids as well
     return owners if numbers == set(range(len(owners))) else []
 
 
@@ -146,7 +146,7 @@ def _has_scale(operator: QuantizedOperator) -> bool:
 
 
 def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tensor, zero_point: int | None) -> set[str] | None:
-    """Give the output of a module's last operator this scale; the operators that have it, or None where there is no such module."""
+    """Set the output scale of a module's last operator; return the operators that have it, or None if the module does not exist."""
     found = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
     if not found or scale.numel() != 1:
         return None
@@ -154,7 +154,7 @@ def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tenso
 
 
 def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) -> set[str]:
-    """Give an operator's output this scale; its name, unless the scale is another's, a sum's, or was given."""
+    """Set an operator's output scale; return its name, unless the scale is another's, an accumulator's, or was given."""
     if not operator.owns_output or operator.output.follows_sum or operator.output.given:
         return set()
     operator.output.assign(scale.reshape(()).float(), zero_point if operator.output.dtype.affine else None)
@@ -164,7 +164,7 @@ def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) 
 
 
 def _weight(operators: dict[str, QuantizedOperator], path: str, scale: Tensor) -> set[str] | None:
-    """Give the weight of a module's layer this scale, where it is learned; None where there is no such module."""
+    """Set the weight scale of a module's layer if it is learned; return None if the module does not exist."""
     found = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What the layers over other toolkits share: what has no equal here, as tables of a name, why, and what to call instead."""
+"""Shared code of the layers over other toolkits: tables of unsupported names, with the reason and what to call instead."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fxquant.errors import ConfigurationError, FxQuantError
 
 
 class Refusal(NamedTuple):
-    """Why something of another toolkit is not here, and what to do instead."""
+    """The reason why a name of another toolkit is not supported, and the remedy."""
 
     because: str
     remedy: str
 
     def error(self, what: str) -> ConfigurationError:
-        """The error that says so."""
+        """Return the error with this reason and remedy."""
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 
 def refusing(module: str, table: Mapping[str, Refusal]) -> Callable[[str], Any]:
-    """A `__getattr__` for a module: ConfigurationError for a name of the table, AttributeError for any other."""
+    """Return a `__getattr__` for a module: ConfigurationError for a name of the table, AttributeError for any other."""
 
     def find(name: str) -> Any:
         if name in table:
@@ -37,16 +37,16 @@ def refusing(module: str, table: Mapping[str, Refusal]) -> Callable[[str], Any]:
 
 
 def refuse_given(called: str, given: Mapping[str, Any], usual: Mapping[str, Any], table: Mapping[str, Refusal]) -> None:
-    """Raise ConfigurationError for an argument that has another value than its usual one, and no meaning here."""
+    """Raise ConfigurationError for an argument without meaning here whose value is not its usual one."""
     for name, value in given.items():
         if value is not None and value != usual.get(name):
             raise table[name].error(f"{called}({name}=…) cannot be done")
 
 
 def run_program(called: str, install: Callable[[bool], None], arguments: Sequence[str]) -> int:
-    """Run a program with the mirrored package installed; 0, or 1 for an error of fxquant's, which is printed with the program's line.
+    """Run a program with the mirrored package installed; return 0, or 1 for an error of fxquant, printed with the program's line.
 
-    FXQUANT_DEBUG=1 shows the whole traceback. Lines of the log are printed from INFO on, as they say what was taken for what.
+    FXQUANT_DEBUG=1 shows the whole traceback. The log is printed from INFO on, because it reports how arguments were interpreted.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: python -m {called} program.py [arguments]\n\nruns an unedited program with fxquant in place of the toolkit")

@@ -1,7 +1,7 @@
-"""Modules of another toolkit, made from tables: a row for each name says what serves it, since which release, and what differs.
+"""Modules of another toolkit, built from tables: the row of a name has its implementation, first release and differences.
 
-`from toolkit.module import name` gives what serves a name. A name that is refused answers `hasattr` with False, and its import raises
-ImportError with the remedy. Nothing of a module is imported before a name of it is asked for.
+`from toolkit.module import name` returns the implementation. For an unsupported name `hasattr` is False, and its import raises
+ImportError with the remedy. A module's implementation is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fxquant.errors import ConfigurationError
 
 
 class MissingName(ConfigurationError, AttributeError):
-    """An attribute of a mirrored module that is refused."""
+    """An attribute of a mirrored module that is not supported."""
 
 
 class MissingImport(ConfigurationError, ImportError):
-    """A name that is refused is imported from a mirrored module."""
+    """The import of an unsupported name from a mirrored module."""
 
 
 class Row(NamedTuple):
-    """What serves a name of another toolkit.
+    """The implementation of a name of another toolkit.
 
     served  "module:name", below the package of the tables, or a Refusal
-    since   the release of the toolkit that has it first
-    native  what one calls in fxquant itself; empty where there is no need to
-    note    how its meaning differs; empty where it is kept
+    since   the first release of the toolkit that has it
+    native  the equivalent call in fxquant itself; empty if none is needed
+    note    how its meaning differs; empty if it does not
     """
 
     name: str
@@ -44,12 +44,12 @@ class Row(NamedTuple):
 
 
 def serve(home: str, names: str, since: str = "1.0", native: str = "", note: str = "") -> list[Row]:
-    """Rows for names that one module serves, under the same names."""
+    """Return rows for names that one module implements under the same names."""
     return [Row(name, f"{home}:{name}", since, native, note) for name in names.split()]
 
 
 def refuse(names: str, because: str, remedy: str, since: str = "1.0") -> list[Row]:
-    """Rows for names that are refused for one reason."""
+    """Return rows for names that are unsupported for one reason."""
     return [Row(name, Refusal(because, remedy), since) for name in names.split()]
 
 
@@ -57,9 +57,9 @@ class Tables:
     """The modules of a toolkit, by dotted path below its package, and the rows of each.
 
     package   the package whose modules are mirrored: "fxquant.compat.horizon"
-    homes     where what serves a name is found: "fxquant.compat.horizon.served"
-    aliases   names of packages that `install` puts into sys.modules, and which module each of them is
-    other     what serves names that no row has, given a module's path and the name; raises AttributeError for one that it has not
+    homes     the package of the implementations: "fxquant.compat.horizon.served"
+    aliases   names of packages that `install` puts into sys.modules, each with its module
+    other     a function that resolves names without a row, given a module's path and the name; raises AttributeError for an unknown one
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Tables:
     ) -> None:
         self.package, self.homes, self.aliases, self.other = package, homes, dict(aliases), other
         self.modules = {path: {row.name: row for row in listed} for path, listed in rows.items()}
-        for path in list(self.modules):  # a module's parents are modules
+        for path in list(self.modules):  # the parents of a module are modules as well
             parts = path.split(".")
             for end in range(1, len(parts)):
                 self.modules.setdefault(".".join(parts[:end]), {})
         self.modules.setdefault("", {})
         self._finder: Finder | None = None
 
-    # ---- what a name is ---------------------------------------------------------------------------------------------
+    # ---- resolving names --------------------------------------------------------------------------------------------
 
     def names(self, path: str) -> list[str]:
-        """The names of a module that are served."""
+        """Return the supported names of a module."""
         return [name for name, row in self.modules[path].items() if not isinstance(row.served, Refusal)]
 
     def value(self, path: str, name: str) -> Any:
-        """What serves a name. Raises MissingName for one that is refused, and AttributeError for one that there is not."""
+        """Return the implementation of a name. Raises MissingName for an unsupported one, and AttributeError for an unknown one."""
         row = self.modules[path].get(name)
         child = ".".join(filter(None, (path, name)))
         if row is None and child in self.modules:
@@ -102,7 +102,7 @@ class Tables:
         return getattr(found, attribute) if attribute else found
 
     def missing(self, path: str, name: str) -> MissingImport:
-        """The error for an import of a name that is refused, or that there is not."""
+        """Return the error for an import of an unsupported or unknown name."""
         row = self.modules.get(path, {}).get(name)
         if row is not None and isinstance(row.served, Refusal):
             return MissingImport(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
@@ -113,7 +113,7 @@ class Tables:
         )
 
     def shown(self, path: str) -> str:
-        """The dotted name of a module as the user knows it."""
+        """Return the dotted name of a module in the user's terms."""
         for alias, inner in self.aliases.items():
             if inner and (path == inner or path.startswith(inner + ".")):
                 return alias + path[len(inner) :]
@@ -122,7 +122,7 @@ class Tables:
     # ---- modules ----------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Let the modules of the package be imported."""
+        """Make the modules of the package importable."""
         if self._finder is None:
             root = sys.modules[self.package]
             root.__dict__.update(_tables=self, _path="")
@@ -133,7 +133,7 @@ class Tables:
     def install(self, replace: bool = False) -> None:
         """Put the toolkit's own names into sys.modules: `import toolkit` is then an import of the mirrored package.
 
-        replace   whether an installed package of that name is hidden. Raises ConfigurationError for one that is there otherwise.
+        replace   whether to hide an installed package of that name. If False, an installed one raises ConfigurationError.
         """
         self.activate()
         assert self._finder is not None
@@ -166,7 +166,7 @@ def _is_installed(name: str) -> bool:
 
 
 class Package(ModuleType):
-    """A module in which a submodule that is imported does not hide a name of its own: `quantization.prepare` is a function, too."""
+    """A module in which an imported submodule does not hide an attribute: `quantization.prepare` is also a function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         tables: Tables = self.__dict__["_tables"]
@@ -175,7 +175,7 @@ class Package(ModuleType):
 
 
 class Mirrored(Package):
-    """A module whose names are those of a table."""
+    """A module with the names of a table."""
 
     def __init__(self, tables: Tables, path: str) -> None:
         self.__dict__.update(_tables=tables, _path=path)
@@ -190,11 +190,11 @@ class Mirrored(Package):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Imports the modules of tables, and refuses what the tables do not have; it is asked after all others."""
+    """Imports the modules of tables, and rejects modules that the tables lack; it is the last finder."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self.roots = {tables.package: ""}  # by the name of an imported package, which module of the tables it is
+        self.roots = {tables.package: ""}  # the module of the tables, by the name of an imported package
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         for root, inner in self.roots.items():
@@ -218,7 +218,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 def page(tables: Tables) -> str:
-    """The tables as a page: a row for each name, with where it is imported from."""
+    """Return the tables as a page: a row for each name, with the module it is imported from."""
     homes: dict[str, list[str]] = {}
     rows: dict[str, Row] = {}
     for path, listed in tables.modules.items():

@@ -1,4 +1,4 @@
-"""How the functions of other toolkits trace a model: with what it computes only in train mode, where that can be traced."""
+"""Tracing for the functions of other toolkits: with what a model computes only in train mode, if that can be traced."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BRANCH = FLAG.or_none("if it can be traced")
 def traced(
     called: str, model: nn.Module, example_inputs: Any, dynamic_shapes: Any, training_branch: bool | None, leaf: Any = None
 ) -> fx.GraphModule:
-    """The graph of a model.
+    """Return the graph of a model.
 
-    training_branch  whether what forward computes only in train mode is kept; None: if it can be traced, which a warning says otherwise
+    training_branch  whether to keep what forward computes only in train mode; None: if it can be traced, otherwise with a warning
     """
     if training_branch is False:
         return fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf)

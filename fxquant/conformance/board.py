@@ -35,7 +35,7 @@ class HobotDnn:
         self.model = dnn.load(path)[0]
 
     def run(self, name: str, image: Any) -> Any:
-        """The outputs of an image, as names and arrays in order."""
+        """Return the outputs of an image, as names and arrays in order."""
         outputs = self.model.forward(image)
         return [getattr(output, "name", "") for output in outputs], [np.array(output.buffer) for output in outputs]
 
@@ -52,7 +52,7 @@ class HbmRuntime:
         self.name = self.model.model_names[0]
 
     def run(self, name: str, image: Any) -> Any:
-        """The outputs of an image, as names and arrays in order."""
+        """Return the outputs of an image, as names and arrays in order."""
         (input_name,) = self.model.input_names[self.name]
         found = self.model.run({self.name: {input_name: image}})[self.name]
         names = list(self.model.output_names[self.name])
@@ -70,7 +70,7 @@ class HorizonOnnx:
         self.model = tool.HB_ONNXRuntime(model_file=path)
 
     def run(self, name: str, image: Any) -> Any:
-        """The outputs of an image, as names and arrays in order."""
+        """Return the outputs of an image, as names and arrays in order."""
         names = list(self.model.output_names)
         return names, [np.array(each) for each in self.model.run(names, {name: image})]
 
@@ -79,14 +79,14 @@ RUNTIMES: dict[str, Any] = {"hobot_dnn": HobotDnn, "hbm_runtime": HbmRuntime, "H
 
 
 def as_npy(array: Any) -> bytes:
-    """An array as the content of a .npy file."""
+    """Return an array as the content of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()
 
 
 def chosen(name: str) -> str:
-    """The runtime of this name; of "auto", the first of the board's that is installed."""
+    """Return the runtime of this name; for "auto", the first of the board's that is installed."""
     if name != "auto":
         return name
     found = [each for each in ("hobot_dnn", "hbm_runtime") if importlib.util.find_spec(RUNTIMES[each].module) is not None]
@@ -96,7 +96,7 @@ def chosen(name: str) -> str:
 
 
 def ordered(program: Any, names: Any, arrays: Any) -> Any:
-    """The arrays of a program's outputs, in its order: by name where the runtime gives the names, by place otherwise."""
+    """Return the arrays of a program's outputs in its order: by name if the runtime gives the names, otherwise by position."""
     wanted = program["outputs"]
     if len(arrays) != len(wanted):
         raise RuntimeError(f"it has {len(arrays)} outputs, and {len(wanted)} are expected")
@@ -105,14 +105,14 @@ def ordered(program: Any, names: Any, arrays: Any) -> Any:
 
 
 def results_of(program: Any, runtime: Any, images: Any) -> Any:
-    """The outputs of a program: an array for each, with the images along its first dimension."""
+    """Return the outputs of a program: an array for each, with the images along its first dimension."""
     model = runtime(str(HERE / (program["name"] + runtime.suffix)))
     rows = [ordered(program, *model.run(program["input"], np.ascontiguousarray(image[None]))) for image in images]
     return {str(index): np.concatenate(column) for index, column in enumerate(zip(*rows))}  # noqa: B905
 
 
 def write(path: Path, arrays: Any) -> None:
-    """Write arrays as a .npz file, whole or not at all."""
+    """Write arrays as a .npz file atomically."""
     archive = io.BytesIO()
     np.savez_compressed(archive, **arrays)
     partial = path.with_suffix(".partial")
@@ -124,7 +124,7 @@ def write(path: Path, arrays: Any) -> None:
 
 
 def main() -> int:
-    """Run all programs; 1 where one could not be run."""
+    """Run all programs; return 1 if one could not be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default="results", metavar="DIR", help="the folder of results (default: results)")
     parser.add_argument(
@@ -142,7 +142,7 @@ def main() -> int:
         found = {"kit": np.array(about["kit"]), "runtime": np.array(name)}
         try:
             found.update(results_of(program, RUNTIMES[name], images))
-        except Exception as error:  # the others may run
+        except Exception as error:  # the other programs may run
             failed += 1
             print(f"  failed: {error}", file=sys.stderr)
             found["error"] = np.array(f"{type(error).__name__}: {error}")

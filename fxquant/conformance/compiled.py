@@ -12,24 +12,24 @@ from torch import fx
 from fxquant.backends.horizon.compiling import LOG, compile_horizon
 from fxquant.backends.horizon.export import export_horizon
 
-MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # which change no number
+MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # operators that change no value
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled integer model: the .bin, the quantized model beside it, and where each node of that runs."""
+    """A compiled integer model: the .bin, its quantized model, and where each node of that runs."""
 
     binary: Path
     runs_on: Mapping[str, str]  # by node: "BPU" or "CPU"
 
     @property
     def quantized(self) -> Path:
-        """The quantized model, whose names are those of the program's tensors."""
+        """Return the path of the quantized model, whose names are those of the program's tensors."""
         return self.binary.with_name(f"{self.binary.stem}_quantized_model.onnx")
 
 
 def compile_model(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
-    """An integer model, compiled without optimization into a folder. Raises what `export_horizon` and `compile_horizon` raise."""
+    """Compile an integer model without optimization into a folder. Raises what `export_horizon` and `compile_horizon` raise."""
     folder = export_horizon(integer, to, name, optimize="O0")
     binary = compile_horizon(folder, show_progress=False)
     rows = (line.split() for line in (folder / LOG).read_text(encoding="utf-8").splitlines())
@@ -37,7 +37,7 @@ def compile_model(integer: fx.GraphModule, to: Path, name: str = "model") -> Com
 
 
 def on_processor(compiled: Compiled) -> list[list[str]]:
-    """For each output of a compiled model, the nodes before it that compute on the processor, as "name (type)"."""
+    """Return, for each output of a compiled model, the nodes before it that compute on the processor, as "name (type)"."""
     graph = onnx.load(str(compiled.quantized)).graph
     makers = {output: node for node in graph.node for output in node.output}
     return [_behind(output.name, makers, compiled) for output in graph.output]

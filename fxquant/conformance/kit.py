@@ -1,4 +1,4 @@
-"""Writes a conformance kit: probe programs that the vendor's compiler makes, their inputs, and what they have to compute."""
+"""Writing of a conformance kit: probe programs by the vendor's compiler, their inputs, and their expected results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = ("int8", "int16")
 
 @dataclass(frozen=True)
 class Made:
-    """A program before it is written: its files by their paths in the kit, its prepared model, the integers and steps it has to give."""
+    """A program before it is written: its files by their paths in the kit, its prepared model, its expected integers and steps."""
 
     program: ProbeProgram
     prepared: fx.GraphModule
@@ -60,29 +60,29 @@ def conformance_kit(
     scales: Sequence[str] = SCALES,
     show_progress: bool | None = None,
 ) -> Path:
-    """Write probe programs for a board into a folder, and return its path: `check_conformance` says what the board's results mean.
+    """Write probe programs for a board into a folder, and return its path: `check_conformance` evaluates the board's results.
 
-    Each operator is a small network, compiled by the vendor's tool. Its inputs hold extremes, zeros and ties of the input's scale. Into
-    the folder go
+    Each operator is a small network, compiled by the vendor's tool. Its inputs hold extremes, zeros and ties of the input's scale. The
+    folder holds
 
-        board/          what is copied to the board: programs (.bin), inputs.npy, and run.py, which needs Python and numpy alone
-        expected.npz    the integers that each program has to give, computed by the integer model
+        board/          the part to copy to the board: programs (.bin), inputs.npy, and run.py, which needs only Python and numpy
+        expected.npz    the expected integers of each program, computed by the integer model
         models/         the prepared models, from which `check_conformance` computes variants
-        manifest.json   which operator is which output, and what the compiler refused or left to the processor
+        manifest.json   the operator of each output, and which operators the compiler refused or left to the processor
 
     dtypes     of activations: "int8", and "int16" on bayes and bayes-e
     operators  names of operators; all of them by default
-    scales     "observed" by calibration, at which widths of multipliers show; "powers of two", at which sums lie on ties
+    scales     "observed" by calibration, which exposes the widths of multipliers; "powers of two", which puts sums on ties
 
-    Some minutes for all operators. Raises ConfigurationError where the vendor's tool is not installed or does not know the march, for an
-    unknown dtype or operator, and where no operator could be compiled; UnknownTarget.
+    It takes some minutes for all operators. Raises ConfigurationError if the vendor's tool is not installed or does not support the march,
+    for an unknown dtype or operator, and if no operator could be compiled; UnknownTarget.
     """
     march = backends.get(target).march
     rows = _chosen(march, dtypes, operators, scales)
     Tool.find()
     place = Path(folder)
     with suppress(FileNotFoundError):
-        (place / manifest.MANIFEST).unlink()  # what is there becomes another kit
+        (place / manifest.MANIFEST).unlink()  # the folder's content becomes another kit
     plan = [(group, dtype, how) for dtype in dtypes for how in scales for group in groups(rows, TOGETHER)]
     programs: list[ProbeProgram] = []
     refused = []
@@ -111,7 +111,7 @@ def conformance_kit(
 
 
 def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:
-    """The operators that are asked for. Raises ConfigurationError for what there is none of."""
+    """Return the requested operators. Raises ConfigurationError for unknown ones."""
     if march not in HB_MAPPER.marches:
         raise ConfigurationError(
             f"there is no conformance kit for {march}",
@@ -133,7 +133,7 @@ def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, 
 
 
 def _made(rows: Sequence[Row], march: str, dtype: str, how: str, number: int) -> Iterator[Made | Refusal]:
-    """Programs of rows, from this number on: one, or several where the compiler refuses a part of the rows."""
+    """Yield programs of rows, numbered from this number on: one, or several if the compiler refuses a part of the rows."""
     prepared, integer = converted(rows, march, dtype, how)
     reasons: dict[int, str] = {}
     for error in refusals(integer):
@@ -157,7 +157,7 @@ def _made(rows: Sequence[Row], march: str, dtype: str, how: str, number: int) ->
 
 
 def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
-    """The row that an error of a network of rows is about; the error itself where it does not say."""
+    """Return the row that an error in a network of rows is about; raise the error itself if it names none."""
     words = (error.module or "").split(".")
     if len(words) < 2 or words[0] != "rows" or int(words[1]) >= len(rows):
         raise error
@@ -187,14 +187,14 @@ def _compiled(rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphMo
 
 
 def narrow(value: Tensor) -> manifest.Array:
-    """Integers in the fewest bits that hold them."""
+    """Return integers in the smallest dtype that holds them."""
     low, high = int(value.min()), int(value.max())
     kind = next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
     return value.numpy().astype(kind)
 
 
 def _written(place: Path, made: Made) -> dict[str, str]:
-    """Write the files of a program; their digests by path."""
+    """Write the files of a program; return their digests by path."""
     write_files(place / manifest.BOARD, {Path(name).name: content for name, content in made.files.items()})
     model = f"{manifest.MODELS}/{made.program.name}.fxq"
     (place / manifest.MODELS).mkdir(exist_ok=True)
@@ -203,7 +203,7 @@ def _written(place: Path, made: Made) -> dict[str, str]:
 
 
 def _common(place: Path, arrays: dict[str, manifest.Array]) -> dict[str, str]:
-    """Write what all programs have in common; the digests by path."""
+    """Write the files that all programs share; return the digests by path."""
     picture = torch.cat(images()[1]).numpy()
     inputs, expected, script = board.as_npy(picture), packed(arrays), Path(board.__file__).read_bytes()
     write_files(place / manifest.BOARD, {manifest.INPUTS: inputs, manifest.SCRIPT: script})

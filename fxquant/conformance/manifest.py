@@ -1,4 +1,4 @@
-"""The manifest of a conformance kit, and the files of a kit read and checked."""
+"""The manifest of a conformance kit, and validated reading of a kit's files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from fxquant.errors import ConfigurationError, ExportError
 
 MANIFEST, EXPECTED = "manifest.json", "expected.npz"
-BOARD, MODELS = "board", "models"  # folders: what is copied to the board, and the prepared models
-SIMULATED = "simulated"  # and what the vendor's simulator gives, once it was asked
-INPUTS, PROGRAMS, SCRIPT = "inputs.npy", "programs.json", "run.py"  # in the first
+BOARD, MODELS = "board", "models"  # folders: the part for the board, and the prepared models
+SIMULATED = "simulated"  # and the vendor simulator's results, once it was run
+INPUTS, PROGRAMS, SCRIPT = "inputs.npy", "programs.json", "run.py"  # in the board's folder
 FORMAT = 1
 BPU, PROCESSOR, FLOAT = "BPU", "processor", "float"  # where a probe runs
 Array = npt.NDArray[Any]
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 class Case:
     """An operator in a program, as one of its outputs.
 
-    place  BPU, PROCESSOR where the compiler leaves a node of it there, FLOAT where fxquant does; only the first is compared
+    place  BPU; PROCESSOR if the compiler leaves one of its nodes there; FLOAT if fxquant does; only the first is compared
     note   the nodes on the processor
     """
 
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class ProbeProgram:
-    """A compiled program, whose outputs are an operator each.
+    """A compiled program; each of its outputs is one operator.
 
     name     of its files: board/NAME.bin, models/NAME.fxq
     scales   how its scales were found: one of `probes.SCALES`
@@ -57,7 +57,7 @@ class ProbeProgram:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An operator that no program holds, since it could not be exported or compiled."""
+    """An operator without a program, because it could not be exported or compiled."""
 
     operator: str
     dtype: str
@@ -69,7 +69,7 @@ class Refusal:
 class Kit:
     """A kit in a folder.
 
-    identity  what results have to be of: a digest of all files
+    identity  the kit that results must belong to: a digest of all files
     files     the SHA-256 of each file, by its path in the folder
     """
 
@@ -84,7 +84,7 @@ class Kit:
         return digest(json.dumps(dict(sorted(self.files.items()))).encode())[:16]
 
     def as_json(self) -> str:
-        """The manifest's text."""
+        """Return the manifest's text."""
         about = {
             "format": FORMAT,
             "kit": self.identity,
@@ -96,7 +96,7 @@ class Kit:
         return json.dumps(about, indent=1, ensure_ascii=False) + "\n"
 
     def file(self, name: str) -> Path:
-        """The path of a file of the kit. Raises ExportError where it is missing, or is not the one that was written."""
+        """Return the path of a file of the kit. Raises ExportError if it is missing, or is not the one that was written."""
         path = self.folder / name
         try:
             changed = digest(path.read_bytes()) != self.files[name]
@@ -108,29 +108,29 @@ class Kit:
         return path
 
     def arrays(self, name: str) -> dict[str, Array]:
-        """The arrays in a .npz file of the kit, by name."""
+        """Return the arrays in a .npz file of the kit, by name."""
         return read_arrays(self.file(name))
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 
 def text(value: str) -> Array:
-    """A text as an array, which .npz files hold."""
+    """Return a text as an array for a .npz file."""
     return np.array(value)
 
 
 def packed(arrays: Mapping[str, Array]) -> bytes:
-    """Arrays as the content of a .npz file; equal arrays give equal bytes."""
+    """Return arrays as the content of a .npz file; equal arrays give equal bytes."""
     archive = io.BytesIO()
     np.savez_compressed(archive, **dict(arrays))  # type: ignore[arg-type]
     return archive.getvalue()
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
-    """The arrays in a .npz file, by name. Raises ExportError for one that is no such file, or is truncated."""
+    """Return the arrays in a .npz file, by name. Raises ExportError if the file has another format, or is truncated."""
     try:
         with np.load(path, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
@@ -143,7 +143,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 
 def read_kit(folder: Path) -> Kit:
-    """The kit in a folder. Raises ConfigurationError where there is none, ExportError for one of another version or a damaged one."""
+    """Return the kit in a folder. Raises ConfigurationError if there is none, ExportError for one of another version or a damaged one."""
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")

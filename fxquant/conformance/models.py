@@ -1,4 +1,4 @@
-"""A kit's models: the integers that a program gives, as its target's arithmetic or a variant of it computes them."""
+"""A kit's models: the integers of a program, computed by its target's arithmetic or a variant of it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fxquant.conformance.manifest import Array, Kit, ProbeProgram
 from fxquant.errors import ExportError
 from fxquant.target import Target
 
-UNKNOWN = np.iinfo(np.int64).min  # in place of what is no integer
-SLACK = 1e-3, 2.0**-22  # of a quotient from its integer, absolute and relative: float32 keeps 24 bits
+UNKNOWN = np.iinfo(np.int64).min  # for a value that is not an integer
+SLACK = 1e-3, 2.0**-22  # tolerance of a quotient from its integer, absolute and relative: float32 keeps 24 bits
 
 
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
-    """The prepared model of a program. Raises ExportError where the kit is damaged."""
+    """Return the prepared model of a program. Raises ExportError if the kit is damaged."""
     found: fx.GraphModule = load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
     return found
 
 
 def kit_images(kit: Kit) -> list[Tensor]:
-    """The inputs of every program, each a batch of one. Raises ExportError where the kit is damaged."""
+    """Return the inputs of every program, each a batch of one. Raises ExportError if the kit is damaged."""
     path = kit.file(f"{manifest.BOARD}/{manifest.INPUTS}")
     try:
         whole = np.load(path, allow_pickle=False)
@@ -35,7 +35,7 @@ def kit_images(kit: Kit) -> list[Tensor]:
 
 
 def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], steps: Mapping[int, Array]) -> dict[int, Array]:
-    """The integers of outputs, by index, as a target's arithmetic computes them; the prepared model is left as it was."""
+    """Compute the integers of outputs, by index, with a target's arithmetic; the prepared model is left unchanged."""
     before = prepared.meta["target"]
     prepared.meta["target"] = target
     try:
@@ -47,7 +47,7 @@ def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], ste
 
 
 def integers(value: Array, step: Array) -> Array:
-    """A runtime's output as int64: integers as they are, real numbers divided by the step of the scale; UNKNOWN for no multiple of it."""
+    """Return a runtime's output as int64: integers unchanged, float values divided by the step; UNKNOWN unless a multiple of it."""
     if value.dtype.kind in "iu":
         return value.astype(np.int64)
     with np.errstate(all="ignore"):

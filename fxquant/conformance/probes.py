@@ -1,4 +1,4 @@
-"""Operators as networks that are compiled together: built, calibrated and converted, and the images that they are compared on."""
+"""Operators as networks that are compiled together: construction, calibration and conversion, and the images for the comparison."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
-TOGETHER = 40  # rows of one file
-REACH = 2.5  # of calibration's images
+TOGETHER = 40  # rows in one file
+REACH = 2.5  # the range of calibration's images
 SCALES = ("observed", "powers of two")
 
 
 def probe_target(march: str) -> Target:
-    """The target whose arithmetic is that of the programs which the vendor's compiler makes for a march, or for a chip of it."""
+    """Return the target whose arithmetic is that of the vendor compiler's programs for a march, or for one of its chips."""
     return backends.get(backends.get(march).march)
 
 
 class Together(nn.Module):
-    """Several rows side by side, of one image."""
+    """Several rows in parallel, on one image."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Together(nn.Module):
 
 
 def images() -> tuple[list[Tensor], list[Tensor]]:
-    """Batches to calibrate with, and images to compare on: beyond calibration's range, on ties of the input's scale, extremes."""
+    """Return batches for calibration, and images to compare: beyond calibration's range, on ties of the input's scale, extremes."""
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     with seeded(0):
         calibration = [torch.randn(4, 3, SIZE, SIZE, **on_cpu).clamp(-REACH, REACH) for _ in range(3)]
@@ -55,11 +55,11 @@ def images() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
-    """How rows are quantized."""
+    """Return the quantization of rows."""
     power = scales == SCALES[1]
     weight = WeightConfig(power_of_two=power)
     config = QConfig(ActivationConfig(dtype, power_of_two=power), weight)
-    mapping = QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer where it only leaves the model, too
+    mapping = QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer also if it is only an output
     for index, row in enumerate(rows):
         if row.int32:
             mapping = mapping.set_module_name(f"rows.{index}.layers.c", QConfig(ActivationConfig("int32"), weight))
@@ -68,7 +68,7 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, no warnings are logged: limits of a march that a probe breaks are not the question."""
+    """Suppress logged warnings within the context: whether a probe breaks limits of a march does not matter."""
     logger = logging.getLogger("fxquant")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -79,22 +79,22 @@ def _quiet() -> Iterator[None]:
 
 
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The prepared and the integer model of rows, calibrated."""
+    """Return the prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
     with _quiet():
         prepared = prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
-        calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
+        calibrate(prepared, calibration, show_progress=False, equalize=False)  # without equalization, so that scales suffice to rebuild it
         return prepared, convert(prepared)
 
 
 def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:
-    """Rows of one file each."""
+    """Return the rows grouped by file."""
     shared = [row for row in rows if not row.alone]
     return [*(shared[start : start + together] for start in range(0, len(shared), together)), *([row] for row in rows if row.alone)]
 
 
 def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
-    """What a step of each output is worth, float64, shaped to broadcast; None where it is not made of integers."""
+    """Return the value of a step of each output, float64, shaped to broadcast; None for an output that is not made of integers."""
     outputs: Any = next(node for node in integer.graph.nodes if node.op == "output").args[0]
     outputs = [outputs] if isinstance(outputs, fx.Node) else outputs
     return [resolve(integer, str(node.args[1].target)).double() if node.target is dequantize else None for node in outputs]

@@ -1,4 +1,4 @@
-"""Compare the results of a board with the expected integers: per operator equal, or how many elements differ and which variants fit."""
+"""Comparison of a board's results with the expected integers: per operator, whether they are equal, and which variants fit if not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("fxquant")
 
 EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED = "equal", "differs", "not run", "processor", "refused"
 FITS_SHOWN = 3  # in a table
-SIMULATOR = "the vendor's simulator"  # named as a variant that fits, where the kit holds what it gives
+SIMULATOR = "the vendor's simulator"  # named as a variant that fits, if the kit holds its results
 
 
 class ProbeResult(NamedTuple):
@@ -36,10 +36,10 @@ class ProbeResult(NamedTuple):
 
     operator       its name
     dtype          of its activations
-    result         "equal"; "differs"; "not run" where a program of it gave no results; "processor" where it does not run on the BPU, and
-                   "refused" where it could not be compiled: these two are not compared
-    elements       of its outputs, over all programs that hold it and all inputs
-    differing      those whose integer is another one than expected
+    result         "equal"; "differs"; "not run" if a program of it gave no results; "processor" if it does not run on the BPU, and
+                   "refused" if it could not be compiled: these two are not compared
+    elements       the number of its outputs' elements, over all programs that hold it and all inputs
+    differing      the number of elements whose integer differs from the expected one
     largest_steps  the largest difference, in steps of the output
     fits           the variants of the arithmetic that give every one of its elements, those with a single change first
     note           why it was not run or compared
@@ -56,11 +56,11 @@ class ProbeResult(NamedTuple):
 
 
 class Conformance(Rows[ProbeResult]):
-    """Results of a board, compared: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
+    """Compared results of a board: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
 
-    target   whose arithmetic was expected
+    target   the target whose arithmetic was expected
     kit      the identity of the kit
-    runtime  what computed the results, as these say
+    runtime  the runtime that computed the results, as they state
     """
 
     target: str
@@ -81,7 +81,7 @@ class Conformance(Rows[ProbeResult]):
 
     @property
     def summary(self) -> str:
-        """How many operators are equal, and what is to be known of the others, in lines."""
+        """Return the number of equal operators, and a summary of the others, in lines."""
         counted = Counter(row.result for row in self.items)
         elements, differing = (sum(getattr(row, name) for row in self.items) for name in ("elements", "differing"))
         verdict = EQUAL if self else "NOT equal"
@@ -100,7 +100,7 @@ class Conformance(Rows[ProbeResult]):
 
     @checked()
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write the rows, and what they are of, as JSON; returns the path."""
+        """Write the rows, and what they belong to, as JSON; return the path."""
         about = {"target": self.target, "kit": self.kit, "runtime": self.runtime, "equal": bool(self)}
         rows = [{**row._asdict(), "fits": list(row.fits)} for row in self.items]
         return write_file(path, json.dumps({**about, "operators": rows}, indent=1, ensure_ascii=False) + "\n")
@@ -108,10 +108,10 @@ class Conformance(Rows[ProbeResult]):
 
 @dataclass
 class Ran:
-    """An output of a program that a board has given.
+    """An output of a program that a board returned.
 
-    steps     what a step of it is worth
-    expected  the integers that it has to be; found: those that it is
+    steps     the value of a step of it
+    expected  its expected integers; found: its actual integers
     fits      the variants that give every element
     """
 
@@ -136,16 +136,16 @@ class Ran:
 def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike[str], *, show_progress: bool | None = None) -> Conformance:
     """Compare the results of a board with what a kit expects, integer by integer.
 
-    `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. Where elements of an
+    `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. If elements of an
     operator differ, the integer model is computed again by known variants of the target's arithmetic: other roundings, other widths, the
-    arithmetic of other marches; two of them together where a single one does not fit. A variant fits an operator if it gives all of its
-    elements, in all programs that hold it. So does the vendor's simulator, where `simulate_conformance` has filled the kit's folder
-    "simulated": an operator that differs there as well is a known difference of the compiler's arithmetic, and not of the board.
+    arithmetic of other marches; two of them together if no single one fits. A variant fits an operator if it gives all of its
+    elements, in all programs that hold it. So does the vendor's simulator, if `simulate_conformance` has filled the kit's folder
+    "simulated": an operator that also differs there is a known difference of the compiler's arithmetic, and not of the board.
 
     A program without results leaves its operators "not run".
 
-    Raises ConfigurationError where there is no kit or no result at all, and ExportError for a damaged kit, and for results that cannot be
-    read, are another kit's, or have other shapes.
+    Raises ConfigurationError if the folder is not a kit or has no results at all. Raises ExportError for a damaged kit, and for results
+    that cannot be read, belong to another kit, or have other shapes.
     """
     kit, place = read_kit(Path(folder)), Path(results)
     expected = kit.arrays(manifest.EXPECTED)
@@ -177,7 +177,7 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
 
 
 def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
-    """The arrays of a program's results. Raises ExportError where they are another kit's."""
+    """Return the arrays of a program's results. Raises ExportError if they belong to another kit."""
     arrays = read_arrays(path)
     of = str(arrays["kit"]) if "kit" in arrays else None
     if of != kit.identity:
@@ -190,7 +190,7 @@ def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
 
 
 def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
-    """A result in the shape that is expected; runtimes leave out or add dimensions of size 1. Raises ExportError for another shape."""
+    """Return a result in the expected shape; runtimes drop or add dimensions of size 1. Raises ExportError for another shape."""
     if np.squeeze(found).shape != np.squeeze(expected).shape or found.dtype.kind not in "iuf":
         raise ExportError(
             f"{path} does not fit its program",
@@ -204,7 +204,7 @@ def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
 
 
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
-    """Find the variants that fit outputs, of the operators that differ anywhere: single changes, then two at once for what is left."""
+    """Find the variants that fit the outputs of differing operators: single changes, then pairs of changes for the remaining ones."""
     wanted = _differing(ran)
     if not wanted:
         return
@@ -226,7 +226,7 @@ def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
 
 
 def _differing(ran: Sequence[Ran]) -> set[tuple[str, str]]:
-    """The operators and dtypes of which elements differ."""
+    """Return the operators and dtypes with elements that differ."""
     return {_operator(each) for each in ran if each.differing}
 
 
@@ -235,7 +235,7 @@ def _operator(ran: Ran) -> tuple[str, str]:
 
 
 def fits_of(operator: tuple[str, str], ran: Sequence[Ran]) -> list[str]:
-    """The variants that fit all outputs of an operator."""
+    """Return the variants that fit all outputs of an operator."""
     each = [one.fits for one in ran if _operator(one) == operator]
     return sorted(set.intersection(*each)) if each else []
 
@@ -268,7 +268,7 @@ def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants
 
 
 def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]) -> list[ProbeResult]:
-    """A row for each operator and dtype, in the order of the kit."""
+    """Return a row for each operator and dtype, in the order of the kit."""
     cases: dict[tuple[str, str], list[tuple[ProbeProgram, int]]] = {}
     for program in kit.programs:
         for index, case in enumerate(program.cases):

@@ -1,4 +1,4 @@
-"""The operators, a small network each: behind a convolution or, where they read two tensors, behind two of different scales."""
+"""The operators, a small network each: after a convolution or, for two operands, after two convolutions of different scales."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Row:
     apply: Function
     layers: Callable[[], dict[str, nn.Module]] = field(default=dict)
     ratio: float = 0.3
-    int32: bool = False  # whether its output is a sum of 32 bits
+    int32: bool = False  # whether its output is an int32 accumulator
     alone: bool = False  # whether some march refuses it, so that it has a file of its own
 
     def build(self) -> nn.Module:
-        """The network, from a seed that its name gives; its parameters are float16 numbers, which files hold in few bytes."""
+        """Return the network, seeded by its name; its parameters are float16 values, which files hold in few bytes."""
         with seeded(sum(map(ord, self.name))), torch.no_grad():
             network = Network(self)
             for value in network.state_dict().values():
@@ -38,7 +38,7 @@ class Row:
 
 
 class Network(nn.Module):
-    """Two convolutions and an operator behind them."""
+    """Two convolutions followed by an operator."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -55,32 +55,32 @@ class Network(nn.Module):
 
 
 def conv(*arguments: Any, **named: Any) -> Callable[[], dict[str, nn.Module]]:
-    """One convolution of eight channels, as "c"."""
+    """Return a factory of one convolution of eight channels, as "c"."""
     return lambda: {"c": nn.Conv2d(CHANNELS, *arguments, **named)}
 
 
 def deconv(*arguments: Any, **named: Any) -> Callable[[], dict[str, nn.Module]]:
-    """One transposed convolution of eight channels, as "c"."""
+    """Return a factory of one transposed convolution of eight channels, as "c"."""
     return lambda: {"c": nn.ConvTranspose2d(CHANNELS, *arguments, **named)}
 
 
 def unary(name: str, function: Callable[[Tensor], Tensor], **named: Any) -> Row:
-    """A function of one tensor."""
+    """Return the row of a function of one tensor."""
     return Row(name, lambda m, x, y: function(x), **named)
 
 
 def binary(name: str, function: Callable[[Tensor, Tensor], Tensor], **named: Any) -> Row:
-    """A function of two tensors."""
+    """Return the row of a function of two tensors."""
     return Row(name, lambda m, x, y: function(x, y), **named)
 
 
 def layer(name: str, layers: Callable[[], dict[str, nn.Module]], then: Callable[[Tensor], Tensor] = lambda x: x, **named: Any) -> Row:
-    """A layer "c" of one tensor, and what follows it."""
+    """Return the row of a layer "c" of one tensor, followed by a function."""
     return Row(name, lambda m, x, y: then(m["c"](x)), layers, **named)
 
 
 def fixed(kind: Callable[[], nn.Module], ready: Callable[[Any], None]) -> Callable[[], dict[str, nn.Module]]:
-    """A module "c" whose parameters and statistics `ready` makes."""
+    """Return a factory of a module "c" whose parameters and statistics `ready` sets."""
 
     def build() -> dict[str, nn.Module]:
         module = kind()
@@ -101,12 +101,12 @@ def _slopes(prelu: nn.PReLU) -> None:
 
 
 def positive(x: Tensor) -> Tensor:
-    """Values of which logarithm, root and reciprocal are finite."""
+    """Return values whose logarithm, root and reciprocal are finite."""
     return F.relu(x) + 0.5
 
 
 def small(x: Tensor) -> Tensor:
-    """A tensor of 4x4: the windows of bernoulli2 do not reach over 16x16."""
+    """Return a tensor of 4x4: the windows of bernoulli2 are too small for 16x16."""
     return F.max_pool2d(x, 4)
 
 

@@ -1,4 +1,4 @@
-"""The vendor's simulator in the board's place: it runs a kit's programs and writes results as a board does."""
+"""The vendor's simulator in place of the board: it runs a kit's programs and writes results as a board does."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == 
 def simulate_conformance(
     folder: str | os.PathLike[str], results: str | os.PathLike[str] | None = None, *, show_progress: bool | None = None
 ) -> Path:
-    """Run a kit's programs in the vendor's simulator, and write what they give into a folder; returns its path.
+    """Run a kit's programs in the vendor's simulator, and write the results into a folder; return its path.
 
-    The BPU's part of each program is simulated. Moves and dequantization behind it, which are the processor's, are done here. An output
+    The BPU's part of each program is simulated. The processor's moves and dequantization after it are computed here. An output
     that the simulator does not compute is left out.
 
-    Raises ConfigurationError where there is no kit, or no tool; ExportError for a damaged kit; CompilationError where the tool fails.
+    Raises ConfigurationError if the kit or the tool is missing; ExportError for a damaged kit; CompilationError if the tool fails.
     """
     kit = read_kit(Path(folder))
     place = kit.folder / manifest.SIMULATED if results is None else Path(results)
@@ -46,7 +46,7 @@ def simulate_conformance(
 
 
 def about(kit: Kit, runtime: str) -> dict[str, Array]:
-    """The arrays that say which kit results are of, and which runtime computed them."""
+    """Return the arrays that identify the kit of results, and the runtime that computed them."""
     return {"kit": manifest.text(kit.identity), "runtime": manifest.text(runtime)}
 
 
@@ -64,7 +64,7 @@ def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
 
 
 def _end(node: fx.Node, form: SimulatedForm) -> str | None:
-    """The simulated tensor that an output is a dequantized or moved form of; None where it is computed of others."""
+    """Return the simulated tensor that an output is a dequantized or moved form of; None if it is computed from others."""
     for name in _along(node):
         if name in form.tensors:
             return name
@@ -72,7 +72,7 @@ def _end(node: fx.Node, form: SimulatedForm) -> str | None:
 
 
 def _along(node: fx.Node) -> Iterator[str]:
-    """A tensor and those that have the same elements, nearest first: before a dequantization, or what moves elements."""
+    """Yield a tensor and those before it with equal elements, nearest first: through dequantization and operators that move elements."""
     seen: fx.Node | None = node
     first = True
     while seen is not None:
@@ -91,7 +91,7 @@ class _Behind(Interpreter):
         self.values = values
 
     def run_node(self, n: fx.Node) -> Any:
-        """The tensor that was given, or the one that the graph computes."""
+        """Return the given tensor, or the one that the graph computes."""
         found = super().run_node(n)
         given = self.values.get(n.name)
         return found if given is None else given.to(found.dtype).reshape(found.shape)

@@ -1,6 +1,6 @@
 """Other ways in which a chip may compute: changes of a target's arithmetic, each with a name in words.
 
-A variant is data: the integer model is converted anew with the changed arithmetic, so nothing here computes.
+A variant is data: the integer model is converted again with the changed arithmetic, so nothing is computed here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDINGS = {
     "half_step": "rounded down, half a step added before the shifts",
     "nearest_half_step": "rounded down, the nearest half a step added before the shifts",
 }
-# Of what has these attributes; those that there are not, and those that it has already, are no variants.
+# For an arithmetic with these attributes; a missing attribute, or one with this value already, does not make a variant.
 WIDTHS: tuple[tuple[str, Mapping[str, int]], ...] = (
     ("multipliers of 13 bits", {"multiplier_bits": 13}),
     ("multipliers of 14 bits", {"multiplier_bits": 14}),
@@ -56,7 +56,7 @@ FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 
 class PlainFloor(FixedArithmetic):
-    """Layers are rounded down, and no bias holds half a step."""
+    """Layers are rounded down, without half a step in the bias."""
 
     @property
     def half_step_in_bias(self) -> bool:
@@ -65,22 +65,22 @@ class PlainFloor(FixedArithmetic):
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to compute: what is different, in words, and the change of an arithmetic."""
+    """Another way to compute: the difference in words, and the change of an arithmetic."""
 
     name: str
     change: Change
 
     def of(self, target: Target) -> Target:
-        """The target with the changed arithmetic."""
+        """Return the target with the changed arithmetic."""
         return replace(target, arithmetic=self.change(target.arithmetic))
 
     def and_also(self, other: Variant) -> Variant:
-        """Both changes, one behind the other."""
+        """Return both changes, applied in order."""
         return Variant(f"{self.name} + {other.name}", lambda arithmetic: other.change(self.change(arithmetic)))
 
 
 def variants_of(target: Target) -> list[Variant]:
-    """The variants of a target's arithmetic that differ from it, and from each other."""
+    """Return the variants of a target's arithmetic that differ from it, and from each other."""
     found: list[Variant] = []
     known = [target.arithmetic]
     for variant in (*_roundings(), *_widths(), *_fields(), *_others(target)):
@@ -106,7 +106,7 @@ def _rounding(old: Arithmetic, changed: Mapping[str, str]) -> Arithmetic:
 
 
 def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
-    """The rounding of each kind."""
+    """Return the rounding of each kind."""
     return {kind: old.roundings.get(kind, old.final_rounding) for kind in KINDS}
 
 
@@ -169,7 +169,7 @@ def _said(value: Any) -> str:
 
 
 def _others(target: Target) -> Iterator[Variant]:
-    """The arithmetic of other targets of the same class, as a whole."""
+    """Yield the whole arithmetic of other targets with the same class."""
     for other in backends.TARGETS.values():
         for name, arithmetic in ((other.name, other.arithmetic), (f"{other.name}/{FORMER}", other.former)):
             if (

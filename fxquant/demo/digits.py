@@ -33,7 +33,7 @@ class DigitsDataset(NamedTuple):
 
 
 def load_digits_dataset() -> DigitsDataset:
-    """The digits with their fixed split: every call, in every process, returns the same tensors."""
+    """Return the digits with their fixed split: every call, in every process, returns equal tensors."""
     raw = _load_raw_digits()
     images = _normalise(torch.tensor(raw.images, dtype=torch.float32))
     labels = torch.tensor(raw.target, dtype=torch.int64)
@@ -42,7 +42,7 @@ def load_digits_dataset() -> DigitsDataset:
 
 
 def split_by_class(labels: Tensor, test_images_per_class: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Ascending indices (train, test) that share no image; the test set has equally many images of each class."""
+    """Return disjoint ascending indices (train, test); the test set has equally many images of each class."""
     generator = torch.Generator().manual_seed(seed)
     is_test = torch.zeros_like(labels, dtype=torch.bool)
     for label in range(int(labels.max()) + 1):
@@ -53,7 +53,7 @@ def split_by_class(labels: Tensor, test_images_per_class: int, seed: int) -> tup
 
 
 def _normalise(pixels: Tensor) -> Tensor:
-    """[count, 8, 8] in 0..16 becomes [count, 1, 32, 32] in [-1, 1]."""
+    """Scale and resize [count, 8, 8] in 0..16 to [count, 1, 32, 32] in [-1, 1]."""
     centred = pixels.unsqueeze(1) / (_LARGEST_PIXEL / 2) - 1
     return F.interpolate(centred, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
 

@@ -1,6 +1,6 @@
-"""A small residual network for 32×32 digits, written as any PyTorch user would write it.
+"""A small residual network for 32×32 digits, as a typical PyTorch user would write it.
 
-Activations, additions and reshapes are spelled in several ways on purpose: as modules, as functions and as operators.
+Activations, additions and reshapes are written in several forms on purpose: as modules, as functions and as operators.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxquant.support.seeding import seeded
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut; shape and number of channels stay as they are."""
+    """Two 3×3 convolutions and a shortcut; shape and number of channels are unchanged."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ResidualBlock(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widen, filter each channel on its own (depthwise), narrow; a shortcut where input and output agree in shape."""
+    """Expand, filter each channel separately (depthwise), reduce; a shortcut if input and output have equal shapes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class InvertedResidual(nn.Module):
 
 
 class DemoNetwork(nn.Module):
-    """Digits of shape [batch, 1, 32, 32] to logits of shape [batch, 10]."""
+    """A network from digits of shape [batch, 1, 32, 32] to logits of shape [batch, 10]."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -74,6 +74,6 @@ class DemoNetwork(nn.Module):
 
 
 def build_demo_network(seed: int) -> DemoNetwork:
-    """An untrained network whose weights are a function of `seed`; PyTorch's global generator is left as it was."""
+    """Return an untrained network whose weights depend only on `seed`; PyTorch's global generator is left unchanged."""
     with seeded(seed):
         return DemoNetwork()

@@ -1,4 +1,4 @@
-"""What `fxquant demo` does, from the data to the table."""
+"""The demonstration `fxquant demo`, from the data to the table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demonstration measured, and where its files are. Accuracies are fractions of the test split."""
+    """The measurements of the demonstration, and the folder of its files. Accuracies are fractions of the test split."""
 
     target: str
     accuracies: dict[str, float]
@@ -100,10 +100,10 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, PyTorch uses one thread.
+    """Let PyTorch use one thread within the context.
 
-    Its sums then have one order, so that everyone's table shows the same accuracies, and tensors as small as these gain
-    nothing from a second one.
+    Its sums then have one order, so that the accuracies in the table are reproducible; tensors of this size gain
+    nothing from a second thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +115,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _batches(description: str, show: bool | None) -> Iterator[OnBatch]:
-    """A callback that moves a progress bar."""
+    """Yield a callback that advances a progress bar."""
     if not shown(show):
         yield lambda done, total, loss: None
         return
@@ -152,12 +152,12 @@ def _parameter_bytes(model: nn.Module) -> int:
 
 
 def _weight_bytes(integer: fx.GraphModule) -> int:
-    """The bytes of the integer weights and biases, as the integer model stores them."""
+    """Return the bytes of the integer weights and biases, as the integer model stores them."""
     return sum(b.numel() * b.element_size() for name, b in integer.named_buffers() if name.rsplit(".", 1)[-1] in ("weight", "bias"))
 
 
 def count_float_nodes(integer: fx.GraphModule) -> int:
-    """The operators of an integer model that compute floating-point values, besides its boundary."""
+    """Count the operators of an integer model that compute floating-point values, except those of its boundary."""
     return sum(not layer.integer and not layer.boundary for layer in fxq.layers(integer))
 
 

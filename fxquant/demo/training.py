@@ -1,4 +1,4 @@
-"""A training loop of the plainest kind, for the float network and for the prepared one."""
+"""A minimal training loop, for the float network and for the prepared one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnBatch = Callable[[int, int, float], None]
 
 
 class TrainingImages(Protocol):
-    """What is trained on: images [count, ...] and their labels [count]; `DigitsDataset` is one."""
+    """Training data: images [count, ...] and their labels [count]; `DigitsDataset` is one."""
 
     @property
     def train_images(self) -> Tensor: ...
@@ -30,7 +30,7 @@ class TrainingImages(Protocol):
 
 
 def train_float(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, on_batch: OnBatch | None = None) -> None:
-    """Train in place from the weights that `network` has; it is left in eval mode.
+    """Train in place from the current weights of `network`, which is left in eval mode.
 
     Equal weights, seed and number of threads give equal results, bit for bit, on one machine.
     """
@@ -45,7 +45,7 @@ def train_quantized(
     learning_rate: float = FLOAT_LEARNING_RATE / 20,
     on_batch: OnBatch | None = None,
 ) -> None:
-    """The same loop at a lower rate, for a network that already knows its task; `prepared` is left in eval mode.
+    """Train at a lower rate, for a network that was trained before; `prepared` is left in eval mode.
 
     The caller has put `prepared` into the state in which it trains.
     """
@@ -53,7 +53,7 @@ def train_quantized(
 
 
 def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, batch_size: int = 256) -> float:
-    """The fraction, 0..1, of images whose largest logit is their label's; a module in train mode is evaluated in eval mode."""
+    """Return the fraction, 0..1, of images whose largest logit is their label's; a module in train mode is evaluated in eval mode."""
     network = model if isinstance(model, nn.Module) and model.training else None
     if network is not None:
         network.eval()
@@ -86,6 +86,6 @@ def _train(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, 
 
 
 def _shuffled_batches(count: int, epochs: int) -> Iterator[Tensor]:
-    """Index batches that visit every image once in each epoch, in a new order each time."""
+    """Yield batches of indices that visit every image once in each epoch, in a new order each time."""
     for _ in range(epochs):
         yield from torch.split(torch.randperm(count), BATCH_SIZE)

@@ -1,6 +1,6 @@
-"""Vision operators that PyTorch has no name for, as modules: float models use them as they are, and they compile like any other layer.
+"""Vision operators that PyTorch lacks, as modules: float models use them directly, and they compile like any other layer.
 
-Their meanings follow public descriptions of the operators of the same names; each says which.
+Their definitions follow public descriptions of the operators with these names; each cites its source.
 """
 
 from fxquant.nn.camera import BgrToGray, ChromaLoss, Nv12ToYuv444, RgbToGray, YuvToBgr, YuvToRgb, rgb_to_nv12, split_nv12

@@ -1,10 +1,10 @@
-"""What cameras deliver: YUV by ITU-R BT.601, with chroma at half the resolution (NV12), as modules in front of a network.
+"""Conversions of camera images for networks: YUV by ITU-R BT.601, with chroma at half the resolution (NV12).
 
     camera ──NV12──▶ Nv12ToYuv444 ──▶ YuvToRgb(mean, std) ──▶ a network that was trained on normalised RGB
-    RGB image ──▶ RgbToYuv444(centred=True) ──▶ ChromaLoss ──▶ a network that is trained on what the camera will deliver
+    RGB image ──▶ RgbToYuv444(centred=True) ──▶ ChromaLoss ──▶ a network that is trained on images like the camera's
 
-Conventions, for 8 bits a channel: "full" swing has Y, U and V in 0…255, "studio" has Y in 16…235 and U, V in 16…240; U and V lie around
-128, and `centred` takes 128 from every channel, so that a byte becomes the int8 that the image inputs of the BPU targets have.
+Conventions, for 8 bits a channel: "full" swing has Y, U and V in 0…255, "studio" has Y in 16…235 and U, V in 16…240. U and V are centred
+on 128, and `centred` subtracts 128 from every channel, so that a byte becomes the int8 of the image inputs of the BPU targets.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ HALF = 2  # NV12 has one U and one V for two by two pixels
 
 
 class YuvToRgb(nn.Module):
-    """(N, 3, H, W) of Y, U, V as red, green, blue in 0…255, normalised: (rgb - mean) / std; one convolution of kernel 1.
+    """(N, 3, H, W) of Y, U, V to red, green, blue in 0…255, normalised: (rgb - mean) / std; one convolution of kernel 1.
 
-    It is the inverse of `RgbToYuv444` of the same `swing` and `centred`. Nothing is clamped: colours outside of RGB stay so.
+    It is the inverse of `RgbToYuv444` with equal `swing` and `centred`. Nothing is clamped: colours outside of RGB are kept.
 
     mean, std   numbers of 0…255 for each of red, green and blue
     """
 
     weight: Tensor
     bias: Tensor
-    order: tuple[int, ...] = (0, 1, 2)  # which colour each output channel is
+    order: tuple[int, ...] = (0, 1, 2)  # the colour of each output channel
 
     def __init__(
         self, swing: str = "full", centred: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0)
@@ -52,13 +52,13 @@ class YuvToRgb(nn.Module):
 
 
 class YuvToBgr(YuvToRgb):
-    """The same with blue as the first channel; `mean` and `std` are still those of red, green and blue."""
+    """`YuvToRgb` with blue as the first channel; `mean` and `std` are still those of red, green and blue."""
 
     order = (2, 1, 0)
 
 
 class RgbToGray(nn.Module):
-    """(N, 3, H, W) in 0…255, red first, as (N, 1, H, W): the Y of `RgbToYuv444` of the same `swing` and `centred`."""
+    """(N, 3, H, W) in 0…255, red first, to (N, 1, H, W): the Y of `RgbToYuv444` with equal `swing` and `centred`."""
 
     weight: Tensor
     bias: Tensor
@@ -76,16 +76,16 @@ class RgbToGray(nn.Module):
 
 
 class BgrToGray(RgbToGray):
-    """The same of an image whose first channel is blue."""
+    """`RgbToGray` for an image whose first channel is blue."""
 
     order = (2, 1, 0)
 
 
 class Nv12ToYuv444(nn.Module):
-    """Y (N, H, W, 1) and UV (N, H/2, W/2, 2) as (N, 3, H, W): each U and V stands for two by two pixels.
+    """Y (N, H, W, 1) and UV (N, H/2, W/2, 2) to (N, 3, H, W): each U and V covers two by two pixels.
 
-    Both are what NV12 holds, row by row, and how the image inputs of the BPU targets take them; of bytes the result is float32 of the
-    same numbers, of float tensors it has their dtype. `centred` takes 128 from every channel.
+    Both are the content of NV12, row by row, in the form of the image inputs of the BPU targets. For bytes the result is float32 with equal
+    values; for float tensors it has their dtype. `centred` subtracts 128 from every channel.
     """
 
     def __init__(self, centred: bool = False) -> None:
@@ -99,9 +99,9 @@ class Nv12ToYuv444(nn.Module):
 
 
 class ChromaLoss(nn.Module):
-    """(N, 3, H, W) of Y, U, V as it is once it has been NV12: U and V are means of two by two pixels, repeated. H and W are even.
+    """(N, 3, H, W) of Y, U, V after a conversion to NV12 and back: U and V are means of two by two pixels, repeated. H and W are even.
 
-    In training it stands behind the conversion of RGB images, so that the network learns on what the camera delivers.
+    In training it follows the conversion of RGB images, so that the network learns on images like the camera's.
     """
 
     def forward(self, image: Tensor) -> Tensor:
@@ -110,11 +110,11 @@ class ChromaLoss(nn.Module):
 
 
 def rgb_to_nv12(image: Tensor, swing: str = "full") -> tuple[Tensor, Tensor]:
-    """The NV12 of uint8 images (N, 3, H, W), red first: Y (N, H, W, 1) and UV (N, H/2, W/2, 2), uint8.
+    """Return the NV12 of uint8 images (N, 3, H, W), red first: Y (N, H, W, 1) and UV (N, H/2, W/2, 2), uint8.
 
-    Computed in float64 and rounded once, half up, so that every machine has the same bytes: U and V are means of the exact values of two
-    by two pixels. Libraries that round before they average, or take one pixel of four, differ by a few steps. Raises ValueError for images
-    of another dtype or shape, or of odd sizes.
+    It is computed in float64 and rounded once, half up, so that every machine returns equal bytes: U and V are means of the exact values of
+    two by two pixels. Libraries that round before they average, or take one pixel of four, differ by a few steps. Raises ValueError for
+    images of another dtype or shape, or of odd sizes.
     """
     if image.dtype != torch.uint8 or image.dim() != 4 or image.shape[1] != 3 or image.shape[2] % HALF or image.shape[3] % HALF:
         raise ValueError(f"images are uint8 (N, 3, H, W) with even H and W, not {image.dtype} {tuple(image.shape)}")
@@ -124,7 +124,7 @@ def rgb_to_nv12(image: Tensor, swing: str = "full") -> tuple[Tensor, Tensor]:
 
 
 def split_nv12(buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Y (N, H, W, 1) and UV (N, H/2, W/2, 2) of NV12 images as a camera writes them, uint8 (N, 3H/2, W): views, nothing is copied.
+    """Return Y (N, H, W, 1) and UV (N, H/2, W/2, 2) of a camera's NV12 images, uint8 (N, 3H/2, W), as views without a copy.
 
     Raises ValueError for a buffer of another dtype or shape.
     """

@@ -1,4 +1,4 @@
-"""Colour spaces: a product with a matrix of three by three, a convolution of kernel 1."""
+"""Colour spaces: a product with a three by three matrix, as a convolution of kernel 1."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ STUDIO = ((0.256788, 0.504129, 0.097906), (-0.148223, -0.290993, 0.439216), (0.4
 
 
 class RgbToYuv444(nn.Module):
-    """(N, 3, H, W) in 0…255, red first, as Y, U, V by ITU-R BT.601.
+    """(N, 3, H, W) in 0…255, red first, to Y, U, V by ITU-R BT.601.
 
     swing     "full" (Y in 0…255) or "studio" (Y in 16…235, U and V in 16…240)
-    centred   whether 128 is taken from every channel, as the image inputs of the BPU targets have it
+    centred   whether 128 is subtracted from every channel, as the image inputs of the BPU targets require
     """
 
     weight: Tensor
     bias: Tensor
-    order: tuple[int, ...] = (0, 1, 2)  # where red, green and blue stand
+    order: tuple[int, ...] = (0, 1, 2)  # the positions of red, green and blue
 
     def __init__(self, swing: str = "full", centred: bool = False) -> None:
         super().__init__()
@@ -39,6 +39,6 @@ class RgbToYuv444(nn.Module):
 
 
 class BgrToYuv444(RgbToYuv444):
-    """The same of an image whose first channel is blue."""
+    """`RgbToYuv444` for an image whose first channel is blue."""
 
     order = (2, 1, 0)

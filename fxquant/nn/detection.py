@@ -1,4 +1,4 @@
-"""Boxes: where a detector expects them, and what becomes of its outputs. On the host, in float: it chooses by data."""
+"""Boxes: the anchors of a detector, and post-processing of its outputs. On the host, in float, because choices depend on data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class AnchorGenerator(nn.Module):
-    """The boxes x1 y1 x2 y2 that a detector refines: for each feature map (N, C, H, W) of a list, (H·W·anchors, 4), row by row.
+    """The reference boxes x1 y1 x2 y2 of a detector: for each feature map (N, C, H, W) of a list, (H·W·anchors, 4), row by row.
 
     sizes, ratios  of every feature map: the square root of a box's area, and its height by its width; one box for each pair
-    strides        how many pixels of the image a pixel of each feature map stands for; boxes have their middles at multiples of it
-    As in Ren et al., Faster R-CNN, 2015. They depend on nothing but shapes, and are constants of a compiled model.
+    strides        how many pixels of the image a pixel of each feature map covers; boxes are centred on multiples of it
+    As in Ren et al., Faster R-CNN, 2015. They depend only on shapes, and are constants of a compiled model.
     """
 
     def __init__(self, sizes: Sequence[Sequence[float]], ratios: Sequence[Sequence[float]], strides: Sequence[int]) -> None:
@@ -40,11 +40,11 @@ class AnchorGenerator(nn.Module):
 
 
 class DetectionPostProcess(nn.Module):
-    """Scores (N, A, classes), deltas (N, A, 4) and anchors (A, 4) as (boxes (N, keep, 4), scores (N, keep), labels (N, keep)).
+    """Scores (N, A, classes), deltas (N, A, 4) and anchors (A, 4) to (boxes (N, keep, 4), scores (N, keep), labels (N, keep)).
 
     The `keep` best boxes whose score exceeds the threshold, decoded (dx, dy, dw, dh in units of their anchors), without those that overlap
-    a better one of their class by more than `overlap`: as in Ren et al., Faster R-CNN, 2015. Places that are left over have score 0 and
-    label -1. Its places are chosen by data and one after another: it is best called on the outputs of a compiled model, on the host.
+    a better one of their class by more than `overlap`: as in Ren et al., Faster R-CNN, 2015. Unused slots have score 0 and
+    label -1. The selection depends on data and is sequential, so it is best called on the outputs of a compiled model, on the host.
     """
 
     def __init__(self, keep: int = 100, score_threshold: float = 0.05, overlap: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""Reading and comparing feature maps at positions that are computed."""
+"""Sampling and comparison of feature maps at computed positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxquant.ops.sampling.grid import warp
 
 
 class Warp(nn.Module):
-    """The image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels.
+    """The image (N, C, H, W) sampled at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels.
 
     mode is "bilinear" or "nearest", padding_mode "zeros", "border" or "reflection". Integer on every target.
     """
@@ -40,7 +40,7 @@ class DeformConv2d(nn.Conv2d):
 
 
 class Correlation(nn.Module):
-    """How alike two feature maps are at every displacement: (N, D², H, W), the mean over channels of x · y moved, row by row.
+    """The similarity of two feature maps at every displacement: (N, D², H, W), the mean over channels of x · y moved, row by row.
 
     The displacements are -max_displacement, …, max_displacement in steps of `stride`, D in each direction; outside of y is 0.
     The correlation layer of Dosovitskiy et al., FlowNet, 2015, with a kernel of one pixel. Integer on every target.
@@ -61,8 +61,8 @@ class Correlation(nn.Module):
 class RoIAlign(nn.Module):
     """The features (N, C, H, W) of boxes (N, K, 4), x1 y1 x2 y2 in the image's pixels, each resized to output_size: (N, K, C, h, w).
 
-    Every cell is the mean of sampling_ratio² points, read between the pixels; every image has the same number of boxes. As RoI Align
-    of He et al., Mask R-CNN, 2017, with half-pixel offsets (aligned=True). Boxes are best kept at 16 bits; they prefer it by themselves.
+    Every cell is the mean of sampling_ratio² points, interpolated between pixels; every image has the same number of boxes. As RoI Align
+    of He et al., Mask R-CNN, 2017, with half-pixel offsets (aligned=True). Boxes should have 16 bits, which they get by default.
     """
 
     down: Tensor
@@ -90,7 +90,7 @@ class RoIAlign(nn.Module):
 
     @staticmethod
     def _along(ends: Tensor, points: Tensor, scale: float) -> Tensor:
-        """From the two ends of boxes (N, K, 2): where their points lie on a grid from -1 to 1, (N, K, points)."""
+        """Return the positions of sampling points on a grid from -1 to 1, (N, K, points), from the two ends of boxes (N, K, 2)."""
         return F.linear(ends, torch.stack((1 - points, points), 1) * scale, -torch.ones_like(points))
 
 
@@ -113,7 +113,7 @@ class MultiScaleRoIAlign(nn.Module):
         super().__init__()
         self.levels = nn.ModuleList(RoIAlign(output_size, scale, sampling_ratio) for scale in spatial_scales)
         steps = [-math.log2(scale) - canonical_level for scale in spatial_scales[1:]]
-        self.sides = [canonical_scale * 2.0**step for step in steps]  # from which on a box belongs to the next level
+        self.sides = [canonical_scale * 2.0**step for step in steps]  # the least side of a box of the next level
 
     def forward(self, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
         size = (boxes[:, :, 2:] - boxes[:, :, :2]).clamp(min=0)
@@ -128,9 +128,9 @@ class MultiScaleRoIAlign(nn.Module):
 class MultiScaleDeformableAttention(nn.Module):
     """The sampling of Zhu et al., Deformable DETR, 2020: forward(value, spatial_shapes, sampling_locations, attention_weights).
 
-    value (N, Σ H·W, heads, channels) of feature maps one after the other, whose sizes, a list of (H, W), are given to the constructor or
+    value (N, Σ H·W, heads, channels) of concatenated feature maps, whose sizes, a list of (H, W), are given to the constructor or
     to the call; sampling_locations (N, queries, heads, levels, points, 2), x first, from 0 to 1; attention_weights (N, queries, heads,
-    levels, points). Returns (N, queries, heads · channels). Integer where the target has int16 or the locations bear int8.
+    levels, points). Returns (N, queries, heads · channels). Integer if the target has int16 or the locations tolerate int8.
     """
 
     def __init__(self, spatial_shapes: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""From points to maps seen from above. Where elements go is data, so these run in float."""
+"""Scatter of points to bird's-eye-view maps. The positions of elements are data, so these run in float."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class PointPillarsScatter(nn.Module):
-    """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps (batch, C, H, W); 0 where there is no pillar.
+    """Features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, as maps (batch, C, H, W); 0 in cells without a pillar.
 
-    Pillars of a negative coordinate are left out: these fill a number of pillars up that is the same for every cloud of points.
+    Pillars with a negative coordinate are dropped: they are padding to a fixed number of pillars for every cloud of points.
     From: Lang et al., PointPillars, 2019.
     """
 
@@ -31,10 +31,10 @@ class PointPillarsScatter(nn.Module):
 
 
 class BEVPool(nn.Module):
-    """Σ depth · features over the points that fall into each cell of a map seen from above: (N, C, H, W).
+    """Σ depth · features over the points in each cell of a bird's-eye-view map: (N, C, H, W).
 
-    depth (N, cameras, D, h, w), features (N, cameras, C, h, w); ranks_depth, ranks_feat and ranks_bev, of the points in use, say which
-    element of depth, pixel of features (both without the batch) and cell each is. From: Huang et al., BEVDet / BEVPoolv2, 2022.
+    depth (N, cameras, D, h, w), features (N, cameras, C, h, w); ranks_depth, ranks_feat and ranks_bev give, for each point in use, its
+    element of depth, pixel of features (both without the batch) and cell. From: Huang et al., BEVDet / BEVPoolv2, 2022.
     """
 
     ranks_depth: Tensor

@@ -1,4 +1,4 @@
-"""Any function of one tensor, element by element, as one table."""
+"""Any elementwise function of one tensor as one table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DECLARED: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {}
 
 
 class SegmentLUT(nn.Module):
-    """A function of one tensor, element by element, as one table: of 256 entries in int8 and uint8, of 65,536 in int16.
+    """An elementwise function of one tensor as one table: of 256 entries in int8 and uint8, of 65,536 in int16.
 
-    function  differentiable; one of PyTorch's, or made of several
+    function  differentiable; one of PyTorch's, or composed of several
     name      that of its operator in graphs; a function made with `def` has its own. Two modules of one function share it.
 
-    What a march makes of a table of 16 bits, lines and segments of 64 entries, is its compiler's compression of the same meaning. Raises
+    A march's form of a 16-bit table, lines and segments of 64 entries, is its compiler's compression of an equivalent table. Raises
     ConfigurationError if the name is another function's, and if there is none: a lambda, a partial and a callable object have none.
     """
 

@@ -1,6 +1,6 @@
-"""What is done where a target's limit is broken: operators that mean the same, and keep the limit.
+"""Remedies for broken limits of a target: equivalent operators that keep the limit.
 
-A remedy is a function of a `Rewriting`, registered for operators and measures of limits. The pass `adapt.apply` asks for it.
+A remedy is a function of a `Rewriting`, registered for operators and measures of limits. The pass `adapt.apply` calls it.
 """
 
 from fxquant.remedies import activations, convolution, elementwise, pooling, products

@@ -18,18 +18,18 @@ NAMED = {record.name: function for function, record in OPERATORS.items()}
 
 
 def relu(b: Rewriting, value: Any) -> Any:
-    """What is above 0."""
+    """Return relu(value)."""
     return b(clamp, value, 0.0, None)
 
 
 def gate(b: Rewriting) -> Any:
-    """relu6(x + 3)."""
+    """Return relu6(x + 3)."""
     return b(add, b.input, 3.0, clamp=(0.0, 6.0))
 
 
 @remedy("of relu6", "hardsigmoid hardswish", None)
 def of_relu6(b: Rewriting) -> fx.Node | None:
-    """relu6(x + 3) / 6, and for hardswish times x."""
+    """Return relu6(x + 3) / 6, and for hardswish times x."""
     value = gate(b) if b.operator.function is F.hardsigmoid else b(mul, b.input, gate(b))
     made: fx.Node = b(mul, value, 1 / 6)
     return made
@@ -37,7 +37,7 @@ def of_relu6(b: Rewriting) -> fx.Node | None:
 
 @remedy("of relu", "leaky_relu abs", None)
 def of_relu(b: Rewriting) -> fx.Node | None:
-    """relu(x) - slope · relu(-x); a slope of -1 for abs."""
+    """Return relu(x) - slope · relu(-x), with a slope of -1 for abs."""
     slope = -1.0 if b.operator.function is torch.abs else float(b.arguments["negative_slope"])
     below = b(mul, b.input, -1.0, clamp=(0.0, None))
     made: fx.Node = b(sub, relu(b, b.input), below, slope)
@@ -46,7 +46,7 @@ def of_relu(b: Rewriting) -> fx.Node | None:
 
 @remedy("of relu", "maximum minimum", None)
 def of_difference(b: Rewriting) -> fx.Node | None:
-    """relu(x - y) + y, or x - relu(x - y)."""
+    """Return relu(x - y) + y, or x - relu(x - y)."""
     left, right = b.arguments["input"], b.arguments["other"]
     if not is_activation(left) or not is_activation(right):
         return None
@@ -57,13 +57,13 @@ def of_difference(b: Rewriting) -> fx.Node | None:
 
 @remedy("as a product", "square", None)
 def of_itself(b: Rewriting) -> fx.Node | None:
-    """x · x."""
+    """Return x · x."""
     made: fx.Node = b(mul, b.input, b.input)
     return made
 
 
 @remedy("of tanh", "tanhshrink", None)
 def of_tanh(b: Rewriting) -> fx.Node | None:
-    """x - tanh(x)."""
+    """Return x - tanh(x)."""
     made: fx.Node = b(sub, b.input, b(NAMED["tanh"], b.input))
     return made

@@ -1,7 +1,7 @@
-"""Convolutions that are too large for a target: several that it has, summed in integers or joined.
+"""Convolutions that are too large for a target: several supported ones, summed in integers or concatenated.
 
-A sum of parts is a chain: each part adds the one before it in its accumulator, and the last one the bias. What is lost
-against one convolution is the rounding of the sums between, which are 16 bits wide where the target has them.
+A sum of parts is a chain: each part adds the one before it in its accumulator, and the last one the bias. The loss
+against one convolution is the rounding of the intermediate sums, which are 16 bits wide if the target supports it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _call(b: Rewriting, input: fx.Node, weight: Any, bias: Any, attributes: dict
 
 
 def chain(b: Rewriting, parts: Sequence[tuple[fx.Node, Any]], bias: Any, call: Any) -> fx.Node:
-    """The sum of the layers of these operands and weights, with what was fused into the whole."""
+    """Return the sum of the layers of these operands and weights, with the operators that were fused into the whole."""
     total = b.arguments.get("residual")
     for index, (operand, weight) in enumerate(parts):
         last = index == len(parts) - 1
@@ -54,7 +54,7 @@ def chain(b: Rewriting, parts: Sequence[tuple[fx.Node, Any]], bias: Any, call: A
 
 @remedy("without dilation", f"{PLAIN} {REVERSED}", "dilation", "stride where it is dilated", "bits of the result where it is dilated")
 def undilated(b: Rewriting) -> fx.Node | None:
-    """Zeros between the taps of the kernel; the sums are the same ones."""
+    """Insert zeros between the taps of the kernel; the sums are unchanged."""
     attributes = _attributes(b)
     wide = b.parameter(spread, b.arguments["weight"], attributes["dilation"])
     fused = {name: b.arguments.get(name) for name in FUSED}
@@ -63,7 +63,7 @@ def undilated(b: Rewriting) -> fx.Node | None:
 
 @remedy("split by kernel", PLAIN, *KERNELS)
 def kernel_tiles(b: Rewriting) -> fx.Node | None:
-    """Tiles of the kernel, each over the elements that it meets."""
+    """Split the kernel into tiles, each over the elements that it covers."""
     assert isinstance(b.limit.high, int)
     return _tiles(b, b.limit.high)
 
@@ -96,7 +96,7 @@ def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
 
 @remedy("split by channels", f"{PLAIN} {REVERSED}", *INPUTS)
 def input_channels(b: Rewriting) -> fx.Node | None:
-    """Parts of the channels; where there are groups, parts of these; where one channel's kernel is too large, tiles of it."""
+    """Split the input channels; if there are groups, the groups; if one channel's kernel is too large, the kernel."""
     attributes = _attributes(b)
     transposed = "output_padding" in attributes
     channels, groups = b.shape[1], attributes["groups"]
@@ -115,7 +115,7 @@ def input_channels(b: Rewriting) -> fx.Node | None:
 
 @remedy("split by output channels", f"{PLAIN} {REVERSED}", *OUTPUTS)
 def output_channels(b: Rewriting) -> fx.Node | None:
-    """Parts of the output channels, on one grid, joined: the same bits as one convolution on that grid."""
+    """Split the output channels, concatenated on one grid: bit-equal to one convolution on that grid."""
     attributes = _attributes(b)
     transposed = "output_padding" in attributes
     channels = b.result[1]
@@ -143,7 +143,7 @@ def _joined(b: Rewriting, parts: list[fx.Node]) -> fx.Node:
 
 
 def _groups(b: Rewriting, attributes: dict[str, Any], channels: Any, groups: int) -> fx.Node | None:
-    """Parts of the groups, on one grid, joined."""
+    """Split the groups, concatenated on one grid."""
     if b.pieces > groups:
         return None
     transposed = "output_padding" in attributes
@@ -152,7 +152,7 @@ def _groups(b: Rewriting, attributes: dict[str, Any], channels: Any, groups: int
     weight, bias = b.arguments["weight"], b.arguments["bias"]
     if b.arguments.get("batch_norm") is not None:
         if transposed:
-            return None  # its folded weight is none that a part of the groups can be cut from
+            return None  # a part of the groups cannot be cut from its folded weight
         weight, bias = b.folded(0)
     rows = (channels if transposed else outputs) // groups
     parts = []
@@ -167,7 +167,7 @@ def _groups(b: Rewriting, attributes: dict[str, Any], channels: Any, groups: int
 
 @remedy("padded before", f"{PLAIN}", "padding", "padding beyond kernel / 2")
 def padded_before(b: Rewriting) -> fx.Node | None:
-    """Its zeros put around the operand in a step of their own."""
+    """Pad the operand with zeros in a separate operator."""
     attributes = _attributes(b)
     around = [size for size in reversed(attributes["padding"]) for _ in range(2)]
     padded = b(pad, b.input, around)
@@ -179,7 +179,7 @@ def padded_before(b: Rewriting) -> fx.Node | None:
 
 @remedy("with its residual added behind it", f"{PLAIN} {REVERSED}", "stride with a residual added")
 def residual_behind(b: Rewriting) -> fx.Node | None:
-    """The residual in an addition of its own."""
+    """Add the residual in a separate operator."""
     fused = {"batch_norm": b.arguments.get("batch_norm"), "dtype": b.partial}
     own = _call(b, b.input, b.arguments["weight"], b.arguments["bias"], _attributes(b), **fused)
     total: fx.Node = b(add, own, b.arguments["residual"], clamp=b.arguments.get("clamp"))
@@ -188,7 +188,7 @@ def residual_behind(b: Rewriting) -> fx.Node | None:
 
 @remedy("with its limits behind it", "*", "bounds")
 def limits_behind(b: Rewriting) -> fx.Node | None:
-    """The fused clamp as an operator of its own, which can then be elsewhere."""
+    """Move the fused clamp into a separate operator, which can then run elsewhere."""
     limits = b.arguments.get("clamp")
     if limits is None or "clamp" not in b.node.kwargs:
         return None

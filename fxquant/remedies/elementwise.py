@@ -1,4 +1,4 @@
-"""Sums, products and joins whose operands a target does not take as they are, and layers of one dimension."""
+"""Sums, products and concatenations whose operands a target does not support directly, and layers of one dimension."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATOR = {record.name: function for function, record in OPERATORS.items()}
 
 @remedy("as a product", "div", None)
 def as_product(b: Rewriting) -> fx.Node | None:
-    """A product with the number's reciprocal."""
+    """Multiply by the number's reciprocal."""
     other = b.arguments["other"]
     if not isinstance(other, int | float):
         return None
@@ -37,7 +37,7 @@ def as_product(b: Rewriting) -> fx.Node | None:
 
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
 def as_depthwise(b: Rewriting) -> fx.Node | None:
-    """One number for each channel, as the weight or the bias of a depthwise 1×1 convolution."""
+    """Turn one number for each channel into the weight or the bias of a depthwise 1×1 convolution."""
     left, right = b.arguments["input"], b.arguments["other"]
     operand, constant = (right, left) if is_parameter(left) else (left, right)
     shape = shape_of(operand)
@@ -58,7 +58,7 @@ def as_depthwise(b: Rewriting) -> fx.Node | None:
 
 @remedy("expanded first", "add sub mul", "number of operands that are broadcast")
 def expanded(b: Rewriting) -> fx.Node | None:
-    """The larger of two operands that are both broadcast, repeated first."""
+    """Expand the larger of two operands that are both broadcast."""
     names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
     if len(names) != 2 or (not isinstance(b.result[0], int) and any(shape_of(b.arguments[n])[0] != b.result[0] for n in names)):
         return None
@@ -72,7 +72,7 @@ def expanded(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two dimensions", "add sub mul", "rank")
 def flattened(b: Rewriting) -> fx.Node | None:
-    """Operands of one shape as rows, and the result in its shape again."""
+    """Reshape operands of one shape to rows, and the result back to its shape."""
     names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
     others = [b.arguments[name] for name in ("input", "other") if name not in names]
     if any(shape_of(b.arguments[name]) != b.result for name in names) or any(isinstance(value, fx.Node) for value in others):
@@ -88,7 +88,7 @@ def flattened(b: Rewriting) -> fx.Node | None:
 
 @remedy("as a selection", "pad", "padding mode")
 def selected(b: Rewriting) -> fx.Node | None:
-    """Its own elements around a tensor, chosen by their places; the same integers."""
+    """Pad a tensor with its own elements, selected by their positions; the integers are unchanged."""
     mode, made = b.arguments["mode"], b.input
     for dim, (before, behind) in enumerate(margins_of(b.arguments["padding"], len(b.shape))):
         if (before, behind) != (0, 0):
@@ -103,7 +103,7 @@ def selected(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two steps", "cat", "number of operands")
 def joined_in_steps(b: Rewriting) -> fx.Node | None:
-    """Parts of the operands, and these; all on one grid. One operand alone is the result."""
+    """Concatenate parts of the operands, and then these, all on one grid. A single operand is the result itself."""
     tensors, dim = b.arguments["tensors"], b.arguments["dim"]
     if len(tensors) == 1:
         single: fx.Node = b(identity, tensors[0])
@@ -116,7 +116,7 @@ def joined_in_steps(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
 def lifted(b: Rewriting) -> fx.Node | None:
-    """A row as an image of height 1."""
+    """Turn a row into an image of height 1."""
     shape = b.shape
     if len(shape) != 3:
         return None
@@ -151,7 +151,7 @@ def lifted(b: Rewriting) -> fx.Node | None:
 
 @remedy("of a sigmoid", "gelu", "approximation")
 def of_a_sigmoid(b: Rewriting) -> fx.Node | None:
-    """x · sigmoid(2√(2/π) · (x + 0.044715 x³)), which is what the tanh stands for, exactly."""
+    """Return x · sigmoid(2√(2/π) · (x + 0.044715 x³)), which equals the tanh form exactly."""
     factor = 2 * math.sqrt(2 / math.pi)
     square = b(mul, b.input, b.input, dtype=b.partial)
     inner = b(mul, b.input, b(add, b(mul, square, 0.044715 * factor, dtype=b.partial), factor, dtype=b.partial), dtype=b.partial)
@@ -164,7 +164,7 @@ NARROWED = "conv3d conv_transpose2d interpolate avg_pool2d adaptive_avg_pool2d"
 
 @remedy("on 8 bits", NARROWED, "bits")
 def narrowed(b: Rewriting) -> fx.Node | None:
-    """Its operand brought to 8 bits before it."""
+    """Requantize the operand to 8 bits before the operator."""
     operand = b(REQUANTIZE.function, b.input, dtype="int8")
     given = [operand if value is b.input else value for value in b.node.args]
     made: fx.Node = b(b.operator.function, *given)

@@ -20,12 +20,12 @@ from fxquant.ops.pooling.pool import sum as total
 from fxquant.ops.reduction.extremum import amax
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
-LARGEST_KERNEL = 1024  # of a mean that becomes a convolution with weights
+LARGEST_KERNEL = 1024  # the largest mean that becomes a convolution with weights
 AVERAGES = "avg_pool2d adaptive_avg_pool2d"
 
 
 def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
-    """Kernel, stride and padding of an average over windows in two dimensions; None where its last windows are cut off."""
+    """Return kernel, stride and padding of an average over windows in two dimensions; None if its last windows are truncated."""
     spatial, results = b.shape[2:], b.result[2:]
     if not all(isinstance(size, int) for size in (*spatial, *results)):
         return None
@@ -48,7 +48,7 @@ def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
 
 @remedy("in two steps", AVERAGES, "kernel", "area of a global average")
 def average_in_steps(b: Rewriting) -> fx.Node | None:
-    """Means of equal windows that lie side by side, and the mean of these."""
+    """Average adjacent equal windows, and then their means."""
     found = _window(b)
     if found is None:
         return None
@@ -81,13 +81,13 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
 
 
 def _most(b: Rewriting, operator: str, measure: str) -> int:
-    """The largest value that the target allows of a measure of an operator."""
+    """Return the largest value that the target allows for a measure of an operator."""
     found = [limit.high for limit in b.target.limits if operator in limit.operators and limit.measure == measure]
     return int(min((high for high in found if high is not None), default=256))
 
 
 def _whole_in_parts(b: Rewriting) -> fx.Node:
-    """The mean of everything, from those of two halves."""
+    """Return the mean of the whole image, from those of two halves."""
     dim = 2 if b.shape[2] > b.shape[3] else 3  # type: ignore[operator]
     size = b.shape[dim]
     assert isinstance(size, int)
@@ -98,7 +98,7 @@ def _whole_in_parts(b: Rewriting) -> fx.Node:
 
 
 def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: list[int]) -> fx.Node | None:
-    """A convolution of each channel with equal weights, which can be split where a mean cannot."""
+    """Return a depthwise convolution with equal weights, which can be split where a mean cannot."""
     channels = b.shape[1]
     if not isinstance(channels, int) or math.prod(kernel) > LARGEST_KERNEL:
         return None
@@ -108,13 +108,13 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
 
 
 def _divisor(size: int, most: int, needed: bool) -> int:
-    """The largest divisor of a size that is no larger than `most`; 1 where none is needed."""
+    """Return the largest divisor of a size that is at most `most`; 1 if none is needed."""
     return max((d for d in range(1, most + 1) if size % d == 0), default=1) if needed else 1
 
 
 @remedy("divided behind it", "avg_pool2d", "divisor_override")
 def divided_behind(b: Rewriting) -> fx.Node | None:
-    """The mean over the window's size, and a factor."""
+    """Return the mean over the window's size, times a factor."""
     arguments = b.arguments
     given = [arguments[name] for name in ("kernel_size", "stride", "padding", "ceil_mode")]
     if arguments["ceil_mode"]:
@@ -127,7 +127,7 @@ def divided_behind(b: Rewriting) -> fx.Node | None:
 
 @remedy("counted behind it", "avg_pool2d", "count_include_pad")
 def counted_behind(b: Rewriting) -> fx.Node | None:
-    """The mean over whole windows, and a factor for each position."""
+    """Return the mean over whole windows, times a factor for each position."""
     arguments = b.arguments
     if arguments["ceil_mode"] or arguments["divisor_override"] is not None or not all(isinstance(size, int) for size in b.shape[2:]):
         return None
@@ -141,7 +141,7 @@ def counted_behind(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two steps", "max_pool2d", "kernel")
 def maximum_in_steps(b: Rewriting) -> fx.Node | None:
-    """Maxima of windows that overlap or touch, and the maxima of these; the same integers."""
+    """Return maxima of windows that overlap or touch, and the maxima of these; the integers are unchanged."""
     assert isinstance(b.limit.high, int)
     arguments = b.arguments
     kernel, padding, dilation = (sizes(arguments[name], 2) for name in ("kernel_size", "padding", "dilation"))
@@ -163,7 +163,7 @@ def maximum_in_steps(b: Rewriting) -> fx.Node | None:
 
 
 def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
-    """(kernel, stride) of the first step: of those that do, the one with the largest stride."""
+    """Return (kernel, stride) of the first step: the valid pair with the largest stride."""
     if taps <= most:
         return taps, step
     found = [(math.gcd(taps - inner, step), inner) for inner in range(1, most + 1)]
@@ -176,7 +176,7 @@ def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
 
 @remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions")
 def as_pooling(b: Rewriting) -> fx.Node | None:
-    """Over height and width: an average pooling. Over other dimensions: one after another, where the target has them."""
+    """Pool height and width by an average pooling. Reduce other dimensions one after another, if the target supports them."""
     rank = len(b.shape)
     dim = b.arguments["dim"]
     dims = sorted(int(d) % rank for d in (range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]))
@@ -200,7 +200,7 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two steps", "amax", "reduced size")
 def largest_in_steps(b: Rewriting) -> fx.Node | None:
-    """The largest of parts, and the largest of these; the same integers."""
+    """Return the maximum of the maxima of parts; the integers are unchanged."""
     rank = len(b.shape)
     dim = b.arguments["dim"]
     dims = [int(d) % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]

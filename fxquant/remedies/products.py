@@ -1,4 +1,4 @@
-"""Linear layers that a target has no room for, or has only as convolutions."""
+"""Linear layers that are too large for a target, or that it supports only as convolutions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 @remedy("as a 1×1 convolution", "linear", None, "bits")
 def as_convolution(b: Rewriting) -> fx.Node | None:
-    """The same sums: features are channels, and rows positions. A flattened image in front of it is taken as it was."""
+    """Compute the sums by a convolution: features are channels, and rows positions. A flattened image before it is used directly."""
     weight, bias = b.arguments["weight"], b.arguments["bias"]
     image = _before_flatten(b.input)
     if image is not None:
@@ -38,7 +38,7 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
 
 
 def _before_flatten(operand: fx.Node) -> fx.Node | None:
-    """The image (N, C, H, W) that was flattened to (N, C·H·W), if it was."""
+    """Return the image (N, C, H, W) that was flattened to (N, C·H·W), if there is one."""
     operator = operator_of(operand)
     if operator is None or operator.function is not reshape or len(shape_of(operand)) != 2:
         return None
@@ -50,7 +50,7 @@ def _before_flatten(operand: fx.Node) -> fx.Node | None:
 
 
 def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
-    """(…, F) as (N, F, …) with two dimensions behind the features."""
+    """Reshape (…, F) to (N, F, …) with two dimensions after the features."""
     image = _before_flatten(rows)
     if image is not None and shape_of(image)[2:] == (1, 1):
         return image
@@ -76,7 +76,7 @@ def _as_rows(b: Rewriting, image: fx.Node) -> fx.Node:
 
 @remedy("split by features", "linear", "features")
 def features(b: Rewriting) -> fx.Node | None:
-    """Parts of the output features, joined on one grid; or a sum over parts of the input features."""
+    """Split the output features, concatenated on one grid; or the input features, as a sum."""
     weight, bias = b.folded(0)
     outputs, inputs = shape_of(weight)
     assert isinstance(outputs, int)
@@ -106,7 +106,7 @@ def features(b: Rewriting) -> fx.Node | None:
 
 @remedy("split by rows and columns", "matmul", "matrix sizes")
 def matrices(b: Rewriting) -> fx.Node | None:
-    """A product whose rows or columns are too many: parts of them, joined on one grid."""
+    """Split a product with too many rows or columns into parts, concatenated on one grid."""
     left, right = b.arguments["input"], b.arguments["other"]
     high = b.limit.high
     assert isinstance(high, int)

@@ -1,4 +1,4 @@
-"""How a remedy is written: the builder that it is given, and the table of all of them."""
+"""The builder that a remedy receives, and the table of all remedies."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from fxquant.ops.layers.linear import linear
 from fxquant.target import Limit, Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
-REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure; what it is called, and what does it
+REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure: its name and its function
 
 
 def remedy(name: str, operators: str, *measures: str | None) -> Callable[[Remedy], Remedy]:
-    """Make the decorated function what is done where one of these operators breaks a limit of these measures.
+    """Declare the decorated function the remedy if one of these operators breaks a limit of these measures.
 
-    None is the measure of an operator that the target does not have. The name begins what `explain` says of the parts. The function
-    returns the node of the result, or None where it can do nothing for this node; then what it has made is taken away.
+    None is the measure of an operator that the target does not have. `explain` begins its lines about the parts with the name. The function
+    returns the node of the result, or None if it cannot handle this node; the nodes that it made are then removed.
     """
 
     def declare(function: Remedy) -> Remedy:
@@ -53,12 +53,12 @@ def remedy(name: str, operators: str, *measures: str | None) -> Callable[[Remedy
 
 
 class Rewriting(Builder):
-    """Writes what an annotated operator becomes, in front of its node, as annotated operators.
+    """Writes the replacement of an annotated operator, before its node, as annotated operators.
 
     operator   its record
     arguments  its canonical arguments, by name
-    limit      the limit it breaks; `value` is the largest number it breaks it with, where these are numbers
-    because    what it breaks, in words
+    limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
+    because    the broken limit, in words
     """
 
     def __init__(
@@ -84,30 +84,30 @@ class Rewriting(Builder):
 
     @property
     def input(self) -> fx.Node:
-        """The operand of an operator with one."""
+        """Return the operand of an operator with one."""
         found = self.arguments["input"]
         assert isinstance(found, fx.Node)
         return found
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The operand's shape."""
+        """Return the operand's shape."""
         return shape_of(self.input)
 
     @property
     def result(self) -> tuple[Size, ...]:
-        """The result's shape."""
+        """Return the result's shape."""
         return shape_of(self.node)
 
     @property
     def pieces(self) -> int:
-        """The fewest pieces of one size, of what is too large, that keep the limit."""
+        """Return the least number of equal pieces of the oversized dimension that keep the limit."""
         assert isinstance(self.limit.high, int)
         return -(-int(max(self.values)) // self.limit.high)
 
     @property
     def partial(self) -> str:
-        """The dtype of what is summed further: 16 bits where the target takes them there, so that as little as can be is lost."""
+        """Return the dtype of partial sums: 16 bits if the target supports them there, for the least loss."""
         limited = any(limit.measure == "bits" and self.operator.name in limit.operators for limit in self.target.limits)
         narrow = limited and self.operator.function is not linear
         if "int16" in self.target.activations and not narrow and self.dtype != "int4":
@@ -115,7 +115,7 @@ class Rewriting(Builder):
         return "int8" if self.dtype in ("int32", "int16") else self.dtype
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> Any:
-        """A call of an operator, as `Builder` makes it; `dtype` is its result's, where it is not that of the whole.
+        """Append a call of an operator, as `Builder` does; `dtype` is that of its result, if it differs from that of the whole.
 
         `batch_norm`, `residual` and `clamp` are fused into it.
         """
@@ -133,7 +133,7 @@ class Rewriting(Builder):
         return made
 
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """What is computed from parameters alone, every time the model runs: they keep their names, and are trained."""
+        """Append a value computed from parameters alone in every run: the parameters keep their names, and are trained."""
         made = self.node.graph.create_node("call_function", function, args, name=f"{self.node.name}_{function.__name__}")
         self.node.prepend(made)
         inherit(made, self.node, "adapt.apply")
@@ -143,7 +143,7 @@ class Rewriting(Builder):
         return made
 
     def constant(self, value: Tensor) -> fx.Node:
-        """A tensor that belongs to no one's state."""
+        """Append a constant tensor that is not in any state_dict."""
         name = free_name(self.gm, f"{self.node.name}_constant")
         self.gm.register_buffer(name, value, persistent=False)
         made = self.node.graph.create_node("get_attr", name, name=name)
@@ -153,7 +153,7 @@ class Rewriting(Builder):
         return made
 
     def folded(self, axis: int) -> tuple[Any, Any]:
-        """Weight and bias with the fused batch norm multiplied in, of which then the running statistics are used in training, too."""
+        """Return weight and bias with the fused batch norm folded in; training then uses its running statistics, too."""
         weight, bias, batch_norm = (self.arguments.get(name) for name in ("weight", "bias", "batch_norm"))
         if batch_norm is None:
             return weight, bias
@@ -165,7 +165,7 @@ class Rewriting(Builder):
         return made[0], made[1]
 
     def cut(self, value: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """Some elements of an activation, along one dimension; itself where these are all."""
+        """Return some elements of an activation along one dimension; the activation itself if these are all."""
         shape = shape_of(value)
         if (start, stop) == (0, shape[dim]):
             return value
@@ -175,11 +175,11 @@ class Rewriting(Builder):
         return found
 
     def on_one_grid(self, *nodes: fx.Node) -> None:
-        """These parts have one grid: what joins them only moves integers."""
+        """Give these parts one grid, so that their concatenation only moves integers."""
         self.tie(*nodes)
 
     def finish(self, result: fx.Node) -> None:
-        """The result takes the node's place, name and dtype; what it only moves has the grid that is asked for the whole."""
+        """Replace the node by the result, with its name and dtype; parts that the result only moves get the grid of the whole."""
         node, source = self.node, result
         while isinstance(demand(source), Same) and source in self.parts:
             operand = source.args[0]
@@ -190,7 +190,7 @@ class Rewriting(Builder):
             known = part(source)
             assert known is not None
             set_part(source, replace(known, inner=part(node) is not None and part(node).inner))  # type: ignore[union-attr]
-        if result not in self.parts:  # nothing but another node's value
+        if result not in self.parts:  # the result is another node's value
             node.replace_all_uses_with(result)
             node.graph.erase_node(node)
             return
@@ -209,7 +209,7 @@ class Rewriting(Builder):
         self.parts[self.parts.index(result)] = node
 
     def undo(self) -> None:
-        """Nothing of what was made is left."""
+        """Remove every node that was made."""
         made = [node for node in self.node.graph.nodes if node.meta.get("made_by") == "adapt.apply"]
         for node in reversed(made):
             if not node.users and node is not self.node:
@@ -217,11 +217,11 @@ class Rewriting(Builder):
 
 
 def even(size: int, pieces: int) -> list[tuple[int, int]]:
-    """(start, stop) of so many pieces of a size, as alike as can be."""
+    """Return (start, stop) of this number of pieces of a size, as equal as possible."""
     ends = [size * index // pieces for index in range(pieces + 1)]
     return list(itertools.pairwise(ends))
 
 
 def is_activation(value: Any) -> bool:
-    """Whether an argument is an activation of known shape."""
+    """Return whether an argument is an activation of known shape."""
     return isinstance(value, fx.Node) and isinstance(fact(value), TensorFact)

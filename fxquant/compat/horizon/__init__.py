@@ -1,4 +1,4 @@
-"""Horizon's plugin for PyTorch over fxquant: its modules, names, argument orders and defaults; docs/from-horizon.md.
+"""Horizon's plugin for PyTorch over fxquant, with its modules, names, argument orders and defaults; docs/from-horizon.md.
 
 import fxquant.compat.horizon as horizon
 
@@ -7,7 +7,7 @@ model = horizon.quantization.prepare_qat_fx(model, {"": horizon.quantization.qco
 horizon.quantization.set_fake_quantize(model, horizon.quantization.FakeQuantState.CALIBRATION)
 
 `install()` makes `import horizon_plugin_pytorch` an import of this package, and `python -m fxquant.compat.horizon program.py` runs a
-program so. What functions return are fxquant's graphs and values: prepared models are calibrated, trained, saved and exported as any other.
+program with it. Functions return fxquant's graphs and values: prepared models are calibrated, trained, saved and exported as any other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TABLES.activate()
 def install(replace: bool = False) -> None:
     """Put this package into sys.modules as horizon_plugin_pytorch, horizon_plugin_profiler and hbdk4.
 
-    replace   whether packages of these names that are installed are hidden. Raises ConfigurationError for one otherwise.
+    replace   whether to hide installed packages of these names. If False, an installed one raises ConfigurationError.
     """
     TABLES.install(replace)
 
 
 def __getattr__(name: str) -> Any:
-    """What serves a name of the plugin. Raises MissingName, an AttributeError with the remedy, for one that is refused."""
+    """Return the implementation of a name of the plugin. Raises MissingName, an AttributeError with the remedy, for an unsupported one."""
     return TABLES.value("", name)
 
 

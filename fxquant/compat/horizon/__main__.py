@@ -1,4 +1,4 @@
-"""Run a program written for Horizon's plugin as it is: `python -m fxquant.compat.horizon program.py [arguments]`."""
+"""Run an unedited program written for Horizon's plugin: `python -m fxquant.compat.horizon program.py [arguments]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin's modules and names: what serves each, since which release, and what differs. The modules are made from these rows."""
+"""The plugin's modules and names: the implementation, first release and differences of each. The modules are built from these rows."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ QUANTIZATION = [
 
 
 def _named(rows: list[Row], *names: str) -> list[Row]:
-    """The rows of these names."""
+    """Return the rows with these names."""
     return [row for row in rows if row.name in names]
 
 

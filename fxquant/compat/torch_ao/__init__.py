@@ -7,10 +7,10 @@ for batch in batches:
     prepared(batch)
 integer = torch_ao.convert_fx(prepared)
 
-What these return are fxquant's graphs: prepared models are calibrated, trained, saved and exported as any other. PyTorch's names that
+The functions return fxquant's graphs: prepared models are calibrated, trained, saved and exported as any other. PyTorch's names that
 only describe (QConfig, QConfigMapping, observers, fake quantizes, stubs, get_default_qconfig …) are PyTorch's own objects, and need a
-PyTorch that has torch.ao. `install()` puts this package in the place of torch.ao.quantization, and of torchao where that is not installed;
-`python -m fxquant.compat.torch_ao program.py` runs an unedited program so.
+PyTorch that has torch.ao. `install()` puts this package in place of torch.ao.quantization, and of torchao if that is not installed;
+`python -m fxquant.compat.torch_ao program.py` runs an unedited program with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLES.activate()
 def install(replace: bool = True) -> None:
     """Put this package into sys.modules as torch.ao.quantization, torch.quantization and torchao.
 
-    replace   whether these are hidden where they are installed, as the first two always are
+    replace   whether to hide installed packages; the first two are always hidden
     """
     from fxquant.compat.torch_ao.pt2e import remember_programs
 
@@ -38,8 +38,8 @@ def install(replace: bool = True) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A function of this package, or PyTorch's object of this name, where it only describes.
+    """Return a function of this package, or PyTorch's object of this name if it only describes.
 
-    Raises MissingName, an AttributeError with the remedy, for one that is refused, and ConfigurationError if this PyTorch has no torch.ao.
+    Raises MissingName, an AttributeError with the remedy, for an unsupported one, and ConfigurationError if this PyTorch has no torch.ao.
     """
     return TABLES.value("", name)

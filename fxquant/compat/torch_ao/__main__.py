@@ -1,4 +1,4 @@
-"""Run a program written for torch.ao.quantization as it is: `python -m fxquant.compat.torch_ao program.py [arguments]`."""
+"""Run an unedited program written for torch.ao.quantization: `python -m fxquant.compat.torch_ao program.py [arguments]`."""
 
 from __future__ import annotations
 

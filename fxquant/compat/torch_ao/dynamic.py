@@ -1,4 +1,4 @@
-"""PyTorch's `quantize_dynamic` over fxquant: what its specification asks for, as a mapping of dynamic QConfigs."""
+"""PyTorch's `quantize_dynamic` over fxquant: its specification as a mapping of dynamic QConfigs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fxquant.errors import ConfigurationError
 from fxquant.quantization.mapping import Chosen, QConfigMapping
 from fxquant.quantization.spec import QConfig, WeightConfig
 
-LAYERS = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)  # what PyTorch makes dynamic where it is not told what
+LAYERS = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)  # the layers that PyTorch makes dynamic by default
 USUAL = QConfig(weight=WeightConfig(per_channel=False), dynamic=True)  # default_dynamic_qconfig
 HALF = Refusal("weights become integers of 8 or 4 bits", "leave dtype out, or leave the model in float16 yourself")
 
 
 def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfigMapping:
-    """The mapping that means a specification: None, a set of module classes and names, or a dict from these to QConfigs.
+    """Return the mapping equivalent to a specification: None, a set of module classes and names, or a dict from these to QConfigs.
 
-    What it does not name stays in float.
+    Layers that it does not name stay in float.
     """
     if dtype is not None and str(dtype).removeprefix("torch.") not in ("qint8", "int8"):
         raise HALF.error(f"dtype={dtype} cannot be read")

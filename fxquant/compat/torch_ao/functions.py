@@ -97,13 +97,13 @@ def prepare_fx(
     dynamic_shapes: Any = None,
     training_branch: bool | None = False,
 ) -> fx.GraphModule:
-    """The model prepared for calibration, in state CALIBRATE: every batch that passes is observed. See `fxquant.prepare`.
+    """Prepare a model for calibration, in state CALIBRATE: it observes every batch. See `fxquant.prepare`.
 
-    qconfig_mapping         PyTorch's QConfigMapping, a dict of it, a QConfig for everything, or a fxq.QConfigMapping
+    qconfig_mapping         PyTorch's QConfigMapping, its dict form, a QConfig for everything, or a fxq.QConfigMapping
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
     dynamic_shapes          as `fxquant.prepare` takes it
-    training_branch         whether what forward computes only in train mode is kept; None: if it can be traced
-    target                  what to compile for: "x86", "qnnpack", or a march whose dtypes the mapping asks for; None: that of
+    training_branch         whether to keep what forward computes only in train mode; None: if it can be traced
+    target                  what to compile for: "x86", "qnnpack", or a march that supports the mapping's dtypes; None: that of
                             torch.backends.quantized.engine
     """
     refuse_given("prepare_fx", {"_equalization_config": _equalization_config, "backend_config": backend_config}, {}, ARGUMENTS)
@@ -122,10 +122,10 @@ def prepare_qat_fx(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The model prepared for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
+    """Prepare a model for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
-    Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`, but that what
-    forward computes only in train mode is kept where it can be traced; a warning says where it cannot.
+    Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`, except that what
+    forward computes only in train mode is kept if it can be traced; otherwise a warning says so.
     """
     refuse_given("prepare_qat_fx", {"backend_config": backend_config}, {}, ARGUMENTS)
     return _trained(
@@ -142,9 +142,9 @@ def convert_fx(
     backend_config: Any = None,
     keep_original_weights: bool = False,
 ) -> fx.GraphModule:
-    """The integer graph of what `prepare_fx` or `prepare_qat_fx` returned, which may go on afterwards. See `fxquant.convert`.
+    """Return the integer graph of a model that `prepare_fx` or `prepare_qat_fx` returned; it stays usable. See `fxquant.convert`.
 
-    Raises NotCalibrated if no batch has passed.
+    Raises NotCalibrated if the model has observed no batch.
     """
     given = {
         "convert_custom_config": {k: v for k, v in settings_of(convert_custom_config).items() if k != "preserved_attributes"} or None,
@@ -158,14 +158,14 @@ def convert_fx(
 
 @checked()
 def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: Any = None) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared, in train mode and in eval mode alike."""
+    """Return the model unchanged: operators are fused when it is prepared, in train mode and in eval mode alike."""
     refuse_given(
         "fuse_fx", {"fuse_custom_config": settings_of(fuse_custom_config) or None, "backend_config": backend_config}, {}, ARGUMENTS
     )
     return model
 
 
-# ---- eager: the model says with stubs where integers begin and end, and with attributes `qconfig` what is quantized how ------------------
+# ---- eager: stubs in the model mark the ends of the integer part, and attributes `qconfig` say what is quantized how -------------------
 
 
 @checked(inplace=FLAG, training_branch=BRANCH)
@@ -181,9 +181,9 @@ def prepare(
     dynamic_shapes: Any = None,
     training_branch: bool | None = False,
 ) -> fx.GraphModule:
-    """A model with stubs, and with QConfigs on its modules, prepared for calibration; what has no QConfig around it stays in float.
+    """Prepare a model with stubs, and with QConfigs on its modules, for calibration; modules without a QConfig stay in float.
 
-    example_inputs is needed: the model is traced. The last two arguments are those of `prepare_fx`.
+    example_inputs is required: the model is traced. The last two arguments are those of `prepare_fx`.
     """
     given = {
         "inplace": inplace,
@@ -206,7 +206,7 @@ def prepare_qat(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The same for training, in state TRAIN and in train mode; what forward computes only there is kept where it can be traced."""
+    """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced."""
     refuse_given("prepare_qat", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
     mapping_of_attributes = fxq.QConfigMapping(default=None)
     return _trained(_prepared("prepare_qat", model, mapping_of_attributes, example_inputs, None, target, dynamic_shapes, training_branch))
@@ -222,7 +222,7 @@ def convert(
     convert_custom_config_dict: Any = None,
     use_precomputed_fake_quant: bool = False,
 ) -> fx.GraphModule:
-    """The integer graph of what `prepare` or `prepare_qat` returned."""
+    """Return the integer graph of a model that `prepare` or `prepare_qat` returned."""
     given = {
         "mapping": mapping,
         "inplace": inplace,
@@ -238,7 +238,7 @@ def convert(
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared, whether it is listed or not."""
+    """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
     given = {"fuser_func": fuser_func, "fuse_custom_config": fuse_custom_config_dict}
     refuse_given("fuse_modules", given, {}, ARGUMENTS)
     return model
@@ -259,20 +259,20 @@ def quantize_dynamic(
     target: str | None = None,
     dynamic_shapes: Any = None,
 ) -> fx.GraphModule:
-    """The integer graph of a model whose linear and recurrent layers are quantized at run time; everything else stays in float.
+    """Return the integer graph of a model with linear and recurrent layers quantized at run time; everything else stays in float.
 
     qconfig_spec    module classes and names, or a dict from these to dynamic QConfigs; None: nn.Linear, and the recurrent layers and cells
-    dtype           PyTorch's qint8, or None, which means it
-    example_inputs  is needed: the model is traced; dynamic_shapes, as `fxquant.prepare` takes it
+    dtype           PyTorch's qint8, or None, which is equivalent
+    example_inputs  is required: the model is traced; dynamic_shapes, as `fxquant.prepare` takes it
 
-    An LSTM becomes its steps: the sequence of the example is that of every input.
+    An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
     refuse_given("quantize_dynamic", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
     rules = dynamic_mapping(model, qconfig_spec, dtype)
     return converted(_prepared("quantize_dynamic", model, rules, example_inputs, None, target, dynamic_shapes, False))
 
 
-# ---- what these have in common ------------------------------------------------------------------------------------------
+# ---- shared helpers -----------------------------------------------------------------------------------------------------
 
 
 def _prepared(

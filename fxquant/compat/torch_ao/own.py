@@ -1,4 +1,4 @@
-"""PyTorch's own objects, by the module that has them: QConfigs, mappings, observers, fake quantizes and stubs only describe."""
+"""PyTorch's own objects by module: QConfigs, mappings, observers, fake quantizes and stubs, which only describe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fxquant.errors import ConfigurationError
 HOME = "torch.ao.quantization"
 SUBMODULES = ("qconfig", "qconfig_mapping", "observer", "fake_quantize", "stubs", "quantize_fx", "quantize", "fuse_modules", "utils",
               "fx.custom_config", "backend_config", "quantization_mappings", "fuser_method_mappings")  # fmt: skip
-_kept: dict[str, ModuleType] = {}  # PyTorch's modules, once `install` has put others in their place
+_kept: dict[str, ModuleType] = {}  # PyTorch's modules, once `install` has replaced them
 
 
 def keep() -> None:
-    """Hold on to PyTorch's modules, before others are put in their place."""
+    """Keep references to PyTorch's modules before they are replaced."""
     if not _kept:
         for path in ("", *SUBMODULES):
             try:
@@ -29,7 +29,7 @@ def keep() -> None:
 
 
 def find(path: str, name: str) -> Any:
-    """PyTorch's object of this name. Raises ConfigurationError if this PyTorch has no torch.ao, and AttributeError for a name of none."""
+    """Return PyTorch's object of this name. Raises ConfigurationError if this PyTorch has no torch.ao, AttributeError if it is unknown."""
     if name.startswith("_") and not name.startswith("_get") and name != "_with_args":
         raise AttributeError(f"module {HOME!r} has no attribute {name!r}")
     try:

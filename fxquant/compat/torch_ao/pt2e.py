@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.quantization.state import State
 from fxquant.support.arguments import FLAG, checked
 
-PROGRAM = "_fxquant_program"  # on the module of an exported program, once `install` has run: the program
+PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run
 ARGUMENTS = {
     "use_reference_representation": Refusal(
         "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
@@ -24,9 +24,9 @@ ARGUMENTS = {
 
 
 class Quantizer:
-    """Rules for the operators of an exported program: a config for all, for types of modules or functions, and for names of modules.
+    """Rules for the operators of an exported program: a global config, and configs by type of module or function and by module name.
 
-    target   what the integers are for
+    target   the target of the integers
     """
 
     target = "x86"
@@ -35,26 +35,26 @@ class Quantizer:
         self.mapping = fxq.QConfigMapping(default=None)
 
     def set_global(self, quantization_config: fxq.QConfig | None) -> Quantizer:
-        """How everything is quantized that no other rule is about."""
+        """Set how operators are quantized that no other rule covers."""
         self.mapping = self.mapping.set_global(quantization_config)
         return self
 
     def set_module_name(self, module_name: str, quantization_config: fxq.QConfig | None) -> Quantizer:
-        """How a module is quantized; None keeps it in float."""
+        """Set how a module is quantized; None keeps it in float."""
         self.mapping = self.mapping.set_module_name(module_name, quantization_config)
         return self
 
     def set_module_type(self, module_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
-        """How modules of a class are quantized; None keeps them in float.
+        """Set how modules of a class are quantized; None keeps them in float.
 
-        A program has operators and no classes: a class stands for the functions of PyTorch that its modules call.
+        A program has operators and no classes: a class is translated to PyTorch's functions that its modules call.
         """
         for function in _FUNCTIONS.get(module_type, (module_type,)):
             self.mapping = self.mapping.set_object_type(function, quantization_config)
         return self
 
     def set_function_type(self, function_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
-        """How calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
+        """Set how calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
         self.mapping = self.mapping.set_object_type(function_type, quantization_config)
         return self
 
@@ -72,7 +72,7 @@ _FUNCTIONS: dict[Any, tuple[Any, ...]] = {
 
 
 class X86InductorQuantizer(Quantizer):
-    """Rules for the target "x86": bytes with a zero point, weights of int8 for each channel."""
+    """Rules for the target "x86": uint8 activations with a zero point, and per-channel int8 weights."""
 
 
 class XNNPACKQuantizer(Quantizer):
@@ -82,7 +82,7 @@ class XNNPACKQuantizer(Quantizer):
 
 
 def get_default_x86_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False) -> fxq.QConfig:
-    """Activations of uint8 and weights of int8, for each channel. `reduce_range` has no effect: sums are proved to fit."""
+    """Return uint8 activations and per-channel int8 weights. `reduce_range` has no effect: accumulators are proved to fit."""
     refuse_given("get_default_x86_inductor_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
     return fxq.QConfig()
 
@@ -91,13 +91,13 @@ def get_symmetric_quantization_config(
     is_per_channel: bool = False, is_qat: bool = False, is_dynamic: bool = False, act_qmin: int = -128, act_qmax: int = 127,
     weight_qmin: int = -127, weight_qmax: int = 127,
 ) -> fxq.QConfig:  # fmt: skip
-    """Activations of 8 bits, and symmetric weights of int8. The ranges are those of the dtypes."""
+    """Return 8-bit activations, and symmetric int8 weights. The ranges are those of the dtypes."""
     refuse_given("get_symmetric_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
     return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel))
 
 
 def remember_programs() -> None:
-    """Have modules of exported programs say which program they are of: `prepare_pt2e` is given the module."""
+    """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
     made = torch.export.ExportedProgram.module
     if getattr(made, "remembers", False):
         return
@@ -135,13 +135,13 @@ def _prepared(called: str, model: Any, quantizer: Any) -> fx.GraphModule:
 
 @checked()
 def prepare_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
-    """An exported program prepared for calibration, in state CALIBRATE. See `fxquant.prepare`."""
+    """Prepare an exported program for calibration, in state CALIBRATE. See `fxquant.prepare`."""
     return _prepared("prepare_pt2e", model, quantizer)
 
 
 @checked()
 def prepare_qat_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
-    """An exported program prepared for training, in state TRAIN and in train mode."""
+    """Prepare an exported program for training, in state TRAIN and in train mode."""
     prepared = _prepared("prepare_qat_pt2e", model, quantizer)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train()
@@ -149,7 +149,7 @@ def prepare_qat_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
 
 @checked(use_reference_representation=FLAG, fold_quantize=FLAG)
 def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> fx.GraphModule:
-    """The integer graph of a prepared program. Weights are integers, whether `fold_quantize` is said or not."""
+    """Return the integer graph of a prepared program. Weights are integers, with or without `fold_quantize`."""
     refuse_given(
         "convert_pt2e", {"use_reference_representation": use_reference_representation}, {"use_reference_representation": False}, ARGUMENTS
     )
@@ -157,15 +157,15 @@ def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = Fal
 
 
 def move_exported_model_to_eval(model: nn.Module) -> nn.Module:
-    """The model in eval mode."""
+    """Return the model in eval mode."""
     return model.eval()
 
 
 def move_exported_model_to_train(model: nn.Module) -> nn.Module:
-    """The model in train mode."""
+    """Return the model in train mode."""
     return model.train()
 
 
 def allow_exported_model_train_eval(model: nn.Module) -> nn.Module:
-    """The model as it is: `train` and `eval` are its own."""
+    """Return the model unchanged: it supports `train` and `eval` itself."""
     return model

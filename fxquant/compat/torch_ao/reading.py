@@ -1,11 +1,11 @@
-"""PyTorch's QConfigs as fxquant's: what their observers and fake quantizes ask for, read from one that is made.
+"""Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize.
 
 torch.ao                                                  fxquant
-quint8 or qint8, per_tensor_affine                        ActivationConfig("uint8"): the same 256 real numbers
+quint8 or qint8, per_tensor_affine                        ActivationConfig("uint8"): an equal set of 256 float values
 qint8 or quint8, per_tensor_symmetric                     ActivationConfig("int8")
 16 integers, symmetric                                    "int4"
 int16, symmetric                                          "int16"
-reduce_range=True: half of the integers                   all of them; sums are proved to fit the accumulator
+reduce_range=True: half of the integers                   all of them; accumulators are proved to fit
 MinMaxObserver, MovingAverageMinMaxObserver,              those of the same names
   HistogramObserver
 FixedQParamsObserver, FixedQParamsFakeQuantize            scale=, zero_point=
@@ -39,7 +39,7 @@ OBSERVERS: dict[str, Callable[[Any], Any]] = {
     "MovingAverageMinMaxObserver": lambda made: MovingAverageMinMaxObserver(made.averaging_constant),
     "MinMaxObserver": lambda made: MinMaxObserver,
 }
-WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and those made from them
+WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and their subclasses
 
 NOT_READ = {
     "float16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
@@ -75,10 +75,10 @@ NOT_READ = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What an observer, or the one inside of a fake quantize, asks for.
+    """The settings of an observer, or of the one inside a fake quantize.
 
     written   the class that the user named
-    names     the observer's class and those it is made from, by name
+    names     the observer's class and its base classes, by name
     observer  the observer itself
     """
 
@@ -89,7 +89,7 @@ class Asked:
 
     @property
     def dtype(self) -> str:
-        """PyTorch's dtype by name, without the mark of its quantized tensors: "quint8" is "uint8"."""
+        """Return PyTorch's dtype by name, without the prefix of its quantized tensors: "uint8" for "quint8"."""
         name = str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.")
         return name.removeprefix("q")
 
@@ -99,7 +99,7 @@ class Asked:
 
     @property
     def bits(self) -> int | None:
-        """Of how many bits its integers are, those that reduce_range leaves out included; None for a range that no dtype has."""
+        """Return the number of bits of its integers, before reduce_range; None for a range that no dtype has."""
         low, high = getattr(self.observer, "quant_min", None), getattr(self.observer, "quant_max", None)
         if low is None or high is None:
             return {"int8": 8, "uint8": 8, "int16": 16}.get(self.dtype)
@@ -110,7 +110,7 @@ class Asked:
 
 
 def asked(factory: Any, what: str) -> Asked:
-    """What the observer or fake quantize that a factory makes asks for. Raises ConfigurationError if it makes neither."""
+    """Return the settings of the observer or fake quantize that a factory creates. Raises ConfigurationError if it creates neither."""
     try:
         made = factory()
     except Exception as error:
@@ -129,7 +129,7 @@ def asked(factory: Any, what: str) -> Asked:
 
 
 def activation(factory: Any) -> ActivationConfig:
-    """The ActivationConfig that means what an observer or fake quantize of an activation does."""
+    """Return the ActivationConfig equivalent to an observer or fake quantize of an activation."""
     if isinstance(factory, ActivationConfig):
         return factory
     if isinstance(factory, type) and issubclass(factory, Observer):
@@ -147,7 +147,7 @@ def activation(factory: Any) -> ActivationConfig:
     training = LEARNED if one.learned else STATISTICS
     if "FixedQParamsObserver" in one.names:
         scale, zero_point = float(one.observer.scale), int(one.observer.zero_point)
-        moved = zero_point + (128 if one.dtype == "int8" else 0)  # the same real numbers, counted from 0
+        moved = zero_point + (128 if one.dtype == "int8" else 0)  # equal float values, with integers counted from 0
         return ActivationConfig(dtype, scale=scale, zero_point=moved if affine else None)
     found = next((OBSERVERS[name] for name in one.names if name in OBSERVERS), None)
     if found is None:
@@ -156,12 +156,12 @@ def activation(factory: Any) -> ActivationConfig:
 
 
 def weight(factory: Any) -> WeightConfig:
-    """The WeightConfig that means what an observer or fake quantize of a weight does."""
+    """Return the WeightConfig equivalent to an observer or fake quantize of a weight."""
     if isinstance(factory, WeightConfig):
         return factory
     one, what = asked(factory, "the weight"), "the weight"
     if "PlaceholderObserver" in one.names and one.dtype == "float32":
-        return WeightConfig()  # PyTorch's way to say of a layer norm that only its activation counts
+        return WeightConfig()  # PyTorch's convention for a layer norm: only its activation is quantized
     if not any(name in one.names for name in WEIGHT_OBSERVERS):
         raise one.refused("weight observer", what)
     if one.dtype in ("float16", "bfloat16", "float32"):
@@ -178,7 +178,7 @@ def weight(factory: Any) -> WeightConfig:
 
 
 def _is_dynamic(factory: Any) -> bool:
-    """Whether activations are quantized at run time, as uint8 with a grid for each batch. Raises ConfigurationError for another dtype."""
+    """Return whether activations are quantized at run time to uint8, with a grid per batch. Raises ConfigurationError for another dtype."""
     if isinstance(factory, ActivationConfig) or (isinstance(factory, type) and issubclass(factory, Observer)):
         return False
     one = asked(factory, "the activation")
@@ -190,14 +190,14 @@ def _is_dynamic(factory: Any) -> bool:
 
 
 def is_foreign(qconfig: Any) -> bool:
-    """Whether this is a QConfig of PyTorch's: a pair of an activation and a weight."""
+    """Return whether this is PyTorch's QConfig: a pair of an activation and a weight."""
     return isinstance(qconfig, tuple) and hasattr(qconfig, "activation") and hasattr(qconfig, "weight")
 
 
 def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
-    """PyTorch's QConfig as fxquant's; a fxq.QConfig, and None, which keeps its place in float, are themselves.
+    """Convert PyTorch's QConfig to fxquant's; a fxq.QConfig, and None, which keeps its module in float, are returned unchanged.
 
-    activation_alone   the weight is fxquant's default, whatever is asked for it
+    activation_alone   use fxquant's default for the weight
     """
     if qconfig is None or isinstance(qconfig, QConfig):
         return qconfig

@@ -1,4 +1,4 @@
-"""PyTorch's QConfigMapping, a dict of it, and the QConfigs on modules, as fxquant's."""
+"""Conversion of PyTorch's QConfigMapping, its dict form, and the QConfigs on modules to fxquant's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.quantization.mapping import Call, Chosen, QConfigMapping
 from fxquant.quantization.spec import QConfig
 
-# PyTorch's default mapping has rules for these whether a model has such operators or not, by the plain name of each.
+# The operators that PyTorch's default mapping always has rules for, by plain name; a model need not have them.
 PRESET = {
     "hardsigmoid",
     "sigmoid",
@@ -36,10 +36,10 @@ ATTRIBUTES = {
 
 
 def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
-    """The QConfigMapping that means what PyTorch's, a dict or one QConfig does, for a traced model; fxquant's is itself.
+    """Return the QConfigMapping equivalent to PyTorch's, a dict or one QConfig, for a traced model; fxquant's is returned unchanged.
 
-    Rules that say the same as the global one are left out, and so are those of PyTorch's default mapping whose operators the model has not,
-    so that what is reported to match nothing is the user's.
+    Rules equal to the global one are left out, and so are those of PyTorch's default mapping for operators that the model lacks.
+    Every rule that is reported to match nothing is then the user's.
     """
     if isinstance(given, QConfigMapping):
         return given
@@ -73,7 +73,7 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
 
 
 def _parts(given: Any) -> dict[str, list[Any]]:
-    """The rules of a mapping by kind, as pairs."""
+    """Return the rules of a mapping by kind, as pairs."""
     if isinstance(given, Mapping):
         unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
         if not unknown:
@@ -93,31 +93,31 @@ def _parts(given: Any) -> dict[str, list[Any]]:
 
 
 def _pairs(rules: Any) -> list[Any]:
-    """Each rule with its QConfig behind it; in an object's dict of calls, their three parts are the key."""
+    """Return each rule paired with its QConfig; in an object's dict of calls, the three parts of a call are the key."""
     if not isinstance(rules, Mapping):
         return list(rules)
     return [(*key, qconfig) if isinstance(key, tuple) else (key, qconfig) for key, qconfig in rules.items()]
 
 
 def _plain(kind: Any) -> str:
-    """The name of an operator, however it is written: that of nn.Sigmoid, torch.sigmoid and x.sigmoid_() is "sigmoid"."""
+    """Return the plain name of an operator: "sigmoid" for nn.Sigmoid, torch.sigmoid and x.sigmoid_()."""
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     return name.lower().replace("_", "")
 
 
 def _written(traced: fx.GraphModule) -> set[Any]:
-    """What the operators of a model are written as: modules' classes, functions, and names of methods."""
+    """Return the targets of a model's operators: modules' classes, functions, and names of methods."""
     modules = dict(traced.named_modules())
     return {type(modules[str(node.target)]) if node.op == "call_module" else node.target for node in traced.graph.nodes}
 
 
 def _reuses_input(qconfig: Any) -> bool:
-    """Whether a QConfig says that an operator has the scale of what it reads, which is so here without saying it."""
+    """Return whether a QConfig reuses the scale of the operator's input, which is the default here."""
     return is_foreign(qconfig) and getattr(qconfig.activation, "__name__", "") == "ReuseInputObserver"
 
 
 def with_own_qconfigs(model: nn.Module) -> nn.Module:
-    """A model on whose modules stand fxquant's QConfigs: a copy where some are PyTorch's, and the model itself where none is."""
+    """Return a model whose modules have fxquant's QConfigs: a copy if some are PyTorch's, otherwise the model itself."""
     if not isinstance(model, nn.Module) or not any(is_foreign(module.__dict__.get("qconfig")) for module in model.modules()):
         return model
     copied = copy.deepcopy(model)
@@ -128,7 +128,7 @@ def with_own_qconfigs(model: nn.Module) -> nn.Module:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """What is set in a custom config of PyTorch's, an object or a dict of it, by name; what is empty is left out."""
+    """Return the non-empty settings of PyTorch's custom config, an object or its dict form, by name."""
     if config is None:
         return {}
     held = (

@@ -22,14 +22,14 @@ from fxquant.quantization.state import State
 
 
 def _operators(module: nn.Module) -> list[QuantizedOperator]:
-    """A quantized operator, all of a prepared model, or none: `apply` calls a switch with every module there is."""
+    """Return a quantized operator, all of a prepared model, or none: `apply` calls a switch with every module."""
     if isinstance(module, QuantizedOperator):
         return [module]
     return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
 
 
 def disable_observer(module: nn.Module) -> None:
-    """Scales stay as they are from now on, those that are learned as well; batch norms go on."""
+    """Freeze all scales, including learned ones; batch norms continue."""
     for operator in _operators(module):
         if operator.state is State.CALIBRATE:
             update_scales(operator)
@@ -41,7 +41,7 @@ def disable_observer(module: nn.Module) -> None:
 
 
 def enable_observer(module: nn.Module) -> None:
-    """Scales follow what passes, in train mode. Raises ConfigurationError if they were frozen."""
+    """Make scales follow the batches in train mode. Raises ConfigurationError if they were frozen."""
     for operator in _operators(module):
         if any(quantizer.frozen for quantizer in owned_quantizers(operator)):
             raise ConfigurationError(
@@ -53,7 +53,7 @@ def enable_observer(module: nn.Module) -> None:
 
 
 def enable_fake_quant(module: nn.Module) -> None:
-    """The numbers are those of the integer function."""
+    """Compute the integer function."""
     for operator in _operators(module):
         if operator.state is State.CALIBRATE:
             update_scales(operator)
@@ -64,33 +64,33 @@ def enable_fake_quant(module: nn.Module) -> None:
 
 
 def disable_fake_quant(module: nn.Module) -> None:
-    """The numbers are those of the float function."""
+    """Compute the float function."""
     for operator in _operators(module):
         frozen = operator.state is State.VALIDATE or all(quantizer.frozen for quantizer in owned_quantizers(operator))
         operator.state = State.FLOAT if frozen else State.CALIBRATE
 
 
 def freeze_bn_stats(module: nn.Module) -> None:
-    """Batch norms use their running statistics, and leave them as they are."""
+    """Make batch norms use their running statistics without updating them."""
     for operator in _operators(module):
         operator.live_batch_norm = False
 
 
 def update_bn_stats(module: nn.Module) -> None:
-    """Batch norms use and update the statistics of batches, in train mode."""
+    """Make batch norms use and update the statistics of batches, in train mode."""
     for operator in _operators(module):
         operator.live_batch_norm = True
 
 
 def settle(prepared: nn.Module) -> None:
-    """Scales are those of everything observed so far; the states of operators stay."""
+    """Set the scales from everything observed so far; the states of operators stay."""
     for operator in quantized_operators(prepared).values():
         if operator.state is State.CALIBRATE:
             update_scales(operator)
 
 
 def converted(prepared: fx.GraphModule) -> fx.GraphModule:
-    """The integer graph of a prepared model in any state, which goes on where it was."""
+    """Return the integer graph of a prepared model in any state, and keep the model's state."""
     require_prepared(prepared)
     settle(prepared)
     return fxq.convert(prepared)
@@ -105,5 +105,5 @@ def get_observer_dict(mod: nn.Module, target_dict: dict[str, nn.Module], prefix:
 
 
 def engine_target() -> str:
-    """The target that PyTorch's global setting means: "qnnpack" for that engine, and "x86" for any other."""
+    """Return the target of PyTorch's global setting: "qnnpack" for that engine, and "x86" for any other."""
     return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"

@@ -1,4 +1,4 @@
-"""Names of PyTorch's quantization, and of PT2E's, with what serves each. What no row has is PyTorch's own object, which only describes."""
+"""Names of PyTorch's quantization, and of PT2E's, with their implementations. Names without a row are PyTorch's own descriptions."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ TYPES = ("fake_quant", "pre_export", "export", "convert")
 
 
 def _left_out(called: str, options: Mapping[str, Any]) -> None:
-    """Log which options of a call have no effect; None asks for nothing."""
+    """Log which options of a call have no effect; an option of None is not logged."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         logger.info("QuantAnalysis%s: without effect here: %s", called, ", ".join(given))
 
 
 class QuantAnalysis:
-    """Two stages of a model compared on the batch that they differ most on.
+    """Compares two stages of a model on the batch that they differ most on.
 
     baseline_model, analysis_model   a float model and a prepared one, or a prepared one and an integer one
     analysis_model_type              "fake_quant", "pre_export", "export" or "convert"
     out_dir                          where files are written
 
-    device_ids, and options of the methods that this class does not name, have no effect: a line of the log names them. Raises
+    device_ids, and options of the methods that this class does not name, have no effect; a line of the log names them. Raises
     ConfigurationError for another type, and for post_process.
     """
 
@@ -65,7 +65,7 @@ class QuantAnalysis:
         self._comparison: Any = None
 
     def auto_find_bad_case(self, dataloader: Iterable[Any], num_steps: int | None = None, **options: Any) -> int:
-        """Take the batch on which the outputs differ most, by the mean of squares; returns which."""
+        """Select the batch on which the outputs differ most, by the mean of squares; return its index."""
         _left_out(".auto_find_bad_case", options)
         worst, found = -1.0, -1
         for index, batch in enumerate(first_batches(dataloader, num_steps)):
@@ -78,15 +78,15 @@ class QuantAnalysis:
         return found
 
     def set_bad_case(self, data: Any) -> None:
-        """Take this batch."""
+        """Select this batch."""
         self.case = data
 
     def load_bad_case(self, filename: str | Path | None = None) -> None:
-        """Take the batch that `save_bad_case` kept."""
+        """Select the batch that `save_bad_case` saved."""
         self.case = torch.load(filename or self.out_dir / "all_badcase_info.pt")
 
     def save_bad_case(self) -> Path:
-        """Keep the batch in all_badcase_info.pt; returns the path."""
+        """Save the batch in all_badcase_info.pt; return the path."""
         archive = io.BytesIO()
         torch.save(self._case(), archive)
         return write_file(self.out_dir / "all_badcase_info.pt", archive.getvalue())
@@ -106,7 +106,7 @@ class QuantAnalysis:
         self._comparison = fxq.compare(self.baseline, self.analysis, [self._case()], show_progress=False)
 
     def compare_per_layer(self, **options: Any) -> Any:
-        """How far each layer is apart: a `fxquant.Comparison`, also written to compare_per_layer_out.txt."""
+        """Return the difference of each layer as a `fxquant.Comparison`, also written to compare_per_layer_out.txt."""
         _left_out(".compare_per_layer", options)
         if self._comparison is None:
             self.run()
@@ -114,9 +114,9 @@ class QuantAnalysis:
         return self._comparison
 
     def sensitivity(self, **options: Any) -> list[tuple[str, str, float]]:
-        """Rows (operator, "activation" or "weight", noise to signal), the worst first: what SensitivityTemplate takes. Also in a file.
+        """Return rows (operator, "activation" or "weight", noise to signal), worst first, for SensitivityTemplate; also written to a file.
 
-        Raises ConfigurationError where the analysis model is no prepared one.
+        Raises ConfigurationError if the analysis model is not a prepared one.
         """
         _left_out(".sensitivity", options)
         if is_deployed(self.analysis):

@@ -1,7 +1,7 @@
-"""Boxes of detectors as the plugin chooses them: suppression, and what becomes of a detector's outputs. In float, on the host.
+"""Box operators of the plugin: suppression, and post-processing of a detector's outputs. In float, on the host.
 
-What chooses by data is kept whole in a model's graph, one call of Python behind its integers: the plugin calls these behind its
-DeQuantStubs, too. Boxes are x1 y1 x2 y2.
+Operators whose choices depend on data are single Python calls in a model's graph, after its integers: the plugin also calls them after its
+DeQuantStubs. Boxes are x1 y1 x2 y2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
 
-LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels of an anchor of 16, as torchvision has it
+LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
 YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
@@ -48,13 +48,13 @@ def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None
 
 @fxq.wrap
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices, int64, of the boxes (N, 4) that stay, the best first: a box goes whose overlap with a better one exceeds the threshold."""
+    """Return the int64 indices of the kept boxes (N, 4), best first: a box is dropped if a better one overlaps it above the threshold."""
     return _kept(boxes, scores, iou_threshold, None)
 
 
 @fxq.wrap
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    """The same among boxes of one category, `idxs` (N,)."""
+    """Compute `nms` separately for the boxes of each category, `idxs` (N,)."""
     return _kept(boxes, scores, iou_threshold, idxs)
 
 
@@ -63,10 +63,10 @@ def batched_nms_with_padding(
     boxes: Tensor, scores: Tensor, class_idxs: Tensor | None, iou_threshold: float, pre_top_n: int, post_top_n: int, legacy_bbox: bool,
     pad_mode: str = "pad_zero",
 ) -> Tensor:  # fmt: skip
-    """The same for each item of boxes (N, B, 4) and scores (N, B), among the best `pre_top_n`: (N, post_top_n) indices, int64.
+    """Compute `nms` for each item of boxes (N, B, 4) and scores (N, B), among the best `pre_top_n`: (N, post_top_n) int64 indices.
 
     legacy_bbox  widths and heights are one pixel more
-    pad_mode     "pad_zero": places that are left over hold -1; "rollover": they hold the indices again
+    pad_mode     "pad_zero": unused positions hold -1; "rollover": they repeat the indices
 
     Raises ConfigurationError for another pad_mode.
     """
@@ -88,9 +88,9 @@ def nms_of_scores(
     boxes: Tensor, scores: Tensor, category_idxs: Tensor, iou_threshold: float, score_threshold: float | None = None,
     pre_nms_top_n: int | None = None, output_num: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`nms` of the plugin's nn.functional: the boxes, scores and categories that stay, the best first, at most `output_num`.
+    """Compute `nms` of the plugin's nn.functional: return the kept boxes, scores and categories, best first, at most `output_num`.
 
-    Of boxes (N, 4) whose score (N,) is not below the threshold the best `pre_nms_top_n` are taken. None sets no limit.
+    Of the boxes (N, 4) whose score (N,) is not below the threshold, the best `pre_nms_top_n` are used. None sets no limit.
     """
     return _suppressed(boxes, scores, category_idxs, iou_threshold, score_threshold, pre_nms_top_n, output_num)
 
@@ -110,7 +110,7 @@ def _suppressed(
 
 
 def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
-    """Boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4); with `absolute` dx and dy are pixels."""
+    """Return the boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4); with `absolute` dx and dy are pixels."""
     size = anchors[..., 2:] - anchors[..., :2]
     moved = deltas[..., :2] if absolute else deltas[..., :2] * size
     centre = anchors[..., :2] + size / 2 + moved
@@ -120,14 +120,14 @@ def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Calla
 
 
 def _clipped(boxes: Tensor, size: Any) -> Tensor:
-    """Boxes cut off at the ends of an image of `size`, height and width."""
+    """Return the boxes clipped to an image of `size`, height and width."""
     height, width = (float(length) for length in size)
     ends = torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device)
     return boxes.clamp(min=0).minimum(ends)
 
 
 def _rows(given: Tensor, count: int, batch: int) -> Tensor:
-    """Maps (N, anchors · count, H, W) as (N, H · W · anchors, count), pixel by pixel; (A, count) and (N, A, count) likewise."""
+    """Return maps (N, anchors · count, H, W) as (N, H · W · anchors, count), pixel by pixel; (A, count) and (N, A, count) likewise."""
     if given.dim() == 4:
         return given.permute(0, 2, 3, 1).reshape(len(given), -1, count)
     return given.expand(batch, -1, -1) if given.dim() == 2 else given
@@ -157,7 +157,7 @@ def _detect(
 def _of_level(
     anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any], yolo: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes, scores and labels of a level: one box for each anchor and class."""
+    """Return the boxes, scores and labels of a level: one box for each anchor and class."""
     strength = scores[:, 0] if yolo else scores.amax(1)
     taken = (strength >= settings["score_threshold"]).nonzero()[:, 0]
     if settings["pre_decode_top_n"]:
@@ -193,20 +193,20 @@ def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tupl
 
 
 class DetectionPostProcess(nn.Module):
-    """Outputs of a detector as (boxes, scores, labels), a tuple of a tensor (M, 4) or (M,) for each item; labels are int64.
+    """Post-processing of a detector's outputs to (boxes, scores, labels), each a tuple of one tensor (M, 4) or (M,) per item; int64 labels.
 
     forward(boxes, scores, regressions, image_shapes=None), lists with an entry for each level: anchors (N, anchors · 4, H, W), scores
     (N, anchors · classes, H, W), deltas (N, anchors · 4, H, W) or (N, anchors · classes · 4, H, W); or anchors (A, 4), scores
-    (N, A, classes) and deltas (N, A, 4). image_shapes (N, 2), height and width, goes before image_size. In this order:
+    (N, A, classes) and deltas (N, A, 4). image_shapes (N, 2), height and width, overrides image_size. In this order:
 
-    score_threshold       anchors go whose largest score is below it; in mode "yolo" whose first one is
+    score_threshold       anchors are dropped whose largest score is below it; in mode "yolo" whose first one is
     pre_decode_top_n      of each level, the best by their first score
-    regression_scale      four factors of the deltas; each class of an anchor is a box of its own
-    image_size            (height, width): boxes are cut off there
-    background_class_idx  this class is no box; size_threshold: neither is one that is less wide or high
+    regression_scale      four factors of the deltas; each class of an anchor is a separate box
+    image_size            (height, width): boxes are clipped to it
+    background_class_idx  boxes of this class are dropped; size_threshold: so are those that are less wide or high
     post_decode_top_n     of each level, the best
-    iou_threshold         of boxes of one class that overlap more, the best stays; None: all stay, and what follows has no effect
-    pre_nms_top_n, post_nms_top_n, nms_on_each_level   the best before and behind that, of all levels or of each
+    iou_threshold         of boxes of one class that overlap more, the best stays; None: all stay, and later arguments have no effect
+    pre_nms_top_n, post_nms_top_n, nms_on_each_level   the best before and after that, of all levels or of each
     mode                  "normal"; "yolo": dx and dy are pixels, and the first score is a factor of the others, which are the classes
 
     Raises ConfigurationError for another mode.
@@ -276,20 +276,20 @@ def _chosen(boxes: Tensor, scores: Tensor, labels: Tensor, size: Any, settings: 
 
 
 class DetectionPostProcessV1(nn.Module):
-    """Outputs of a detector as [(boxes (M, 4), scores (M,), classes (M,))], one for each item: one box for each anchor.
+    """Post-processing of a detector's outputs to [(boxes (M, 4), scores (M,), classes (M,))], one per item: one box for each anchor.
 
     forward(data, anchors, image_sizes=None), lists with an entry for each level: (N, anchors · (4 + num_classes), H, W), deltas before
     scores for each anchor, and (N, anchors · 4, H, W). Deltas are in units of anchors. Scores and classes have data's dtype.
 
-    box_filter_threshold  boxes go whose largest score is below it; bbox_min_hw: those that are not wider and higher than this
+    box_filter_threshold  boxes are dropped whose largest score is below it; bbox_min_hw: those that are not wider and higher than this
     class_offsets         for each level: what is added to its classes
-    use_clippings         boxes are cut off at image_size, (height, width), or at image_sizes (N, 2)
-    nms_threshold         of boxes of one class that overlap more, the best stays, where it is better by more than nms_margin
-    pre_nms_top_k         the best before that, post_nms_top_k: behind it
-    nms_padding_mode      None; "pad_zero" or "rollover": what fills post_nms_top_k places, zeros or the boxes again
+    use_clippings         boxes are clipped to image_size, (height, width), or to image_sizes (N, 2)
+    nms_threshold         of boxes of one class that overlap more, the best stays, if it is better by more than nms_margin
+    pre_nms_top_k         the best before that, post_nms_top_k: after it
+    nms_padding_mode      None; "pad_zero" or "rollover": what fills post_nms_top_k positions, zeros or the boxes again
     exp_overwrite         a function in place of `torch.exp`, whose operand is at most log(1000 / 16)
 
-    The fixed-point steps of the operator on bernoulli2 are not computed: this is its float meaning, on the host. `use_stable_sort` and
+    The operator's fixed-point steps on bernoulli2 are not computed: this is its float definition, on the host. `use_stable_sort` and
     `input_shift` have no effect: sorting is stable. Raises ConfigurationError for another padding.
     """
 

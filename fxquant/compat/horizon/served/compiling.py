@@ -1,4 +1,4 @@
-"""Horizon's names for what its compiler does with a quantized model, over the compiler that is installed."""
+"""Horizon's functions that compile a quantized model, over the installed compiler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
 def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
-    """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
+    """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
     wanted, own = march or get_march(), integer.meta["target"]
     if wanted is not None and backends.get(wanted).march != own.march:
@@ -48,7 +48,7 @@ def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt:
 
 
 def _level(level: str, target: str, called: str) -> str:
-    """Return a level that the target's compiler has: hb_compile ends at O2, where the plugin's default is O3."""
+    """Return a level that the target's compiler has: the highest of hb_compile is O2, but the plugin's default is O3."""
     format = FORMATS.get(target)
     if format is None or level in format.levels:
         return level
@@ -58,7 +58,7 @@ def _level(level: str, target: str, called: str) -> str:
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
-    """Log that inputs and outputs are not those that are asked for."""
+    """Log that inputs and outputs differ from the requested ones."""
     sources = {source} if isinstance(source, str) else set(source)
     if sources != {"ddr"} or input_layout not in (None, "NCHW") or output_layout != "NCHW":
         logger.warning(
@@ -86,17 +86,17 @@ def compile_model(
     debug: bool = True,
     extra_args: Any = None,
 ) -> int:
-    """Compile a prepared or integer model with the vendor's hb_mapper; 0 when it is done.
+    """Compile a prepared or integer model with the vendor's hb_mapper; return 0 on success.
 
-    hbm   the file to write: a .bin, for the board and for fxq.verify; of a name that ends in .hbm, the BPU programs alone, with the
-          .bin beside. The folder that the compiler worked in stands beside it, under its name without the ending
+    hbm   the file to write: a .bin, for the board and for fxq.verify; if its name ends in .hbm, the BPU programs alone, with the
+          .bin next to it. The compiler's working folder is next to it, under its name without the ending
     opt   "O0" to "O3"; "fast" is O3, "ddr" optimizes for bandwidth, "balance" is O2
 
     module    a prepared or integer model, or a trace of one that convert_fx returned
 
-    Inputs are in memory ("ddr"), of float32, in PyTorch's order: a line of the log says so where another source or layout is asked for.
+    Inputs are in memory ("ddr"), float32, in PyTorch's order; a line of the log reports a request for another source or layout.
     The other arguments have no effect. For nash the folder that hb_compile takes is written, and compile.sh in it has to be run elsewhere.
-    Raises ConfigurationError for nash, and where the tool is not installed, ExportError, and CompilationError with the layer and its
+    Raises ConfigurationError for nash, and if the tool is not installed; ExportError; and CompilationError with the layer and its
     source line.
     """
     path = Path(hbm)
@@ -105,7 +105,7 @@ def compile_model(
     made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
-        opened = Binary(made)  # what it extracts is there as long as this is
+        opened = Binary(made)  # the extracted files exist as long as this object
         shutil.copyfile(opened.hbm, path)
     quantized = f"{made.stem}_quantized_model.onnx"
     shutil.copyfile(made.with_name(quantized), path.with_name(f"{path.stem}_quantized_model.onnx"))
@@ -130,13 +130,13 @@ def perf_model(
     layer_details: bool = False,
     extra_args: Any = None,
 ) -> fxq.Estimate:
-    """Compile a model into a folder, and say what the vendor's compiler estimates of it beside fxquant's own bounds.
+    """Compile a model into a folder, and return the vendor compiler's estimates together with fxquant's own bounds.
 
-    For a march that hb_mapper does not compile for, nash among them, these are fxquant's own bounds alone, which the first line says.
+    For a march that hb_mapper does not compile for, such as nash, the result has fxquant's own bounds alone, and its first line says so.
 
     out_dir        the folder; estimate.txt is written into it, and the compiler's pages are in its model_output
     hbm            a .bin that `compile_model` made, which is not compiled again
-    layer_details  print the vendor's table of layers, too
+    layer_details  also print the vendor's table of layers
     """
     directory = Path(out_dir)
     binary: Path | None = None
@@ -165,7 +165,7 @@ def visualize_model(
     show: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a page of the model's graph and layers, and open it in a browser with `show`; returns its path. `march` has no effect.
+    """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. `march` has no effect.
 
     Raises ConfigurationError for an option that Horizon's function does not have.
     """
@@ -182,7 +182,7 @@ def visualize_model(
 
 @checked(hbir=FILE)
 def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None) -> tuple[list[str], list[str]]:
-    """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; the names of inputs and outputs.
+    """Write the installed compiler's input, a folder with an ONNX file, at `hbir` without its ending; return input and output names.
 
     HBIR itself is not written: its format is the compiler's own.
     """

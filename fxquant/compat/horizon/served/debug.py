@@ -1,4 +1,4 @@
-"""Horizon's tools for looking at a model, and for writing it, as far as fxquant has what they show."""
+"""Horizon's tools for inspecting and writing a model, as far as fxquant has the information that they show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
 
 
 class Similarity(NamedTuple):
-    """A tensor of two models: how near one is to the other, and by how much they differ at most."""
+    """A tensor of two models: the similarity of its values, and their largest difference."""
 
     name: str
     similarity: float
@@ -53,7 +53,7 @@ class Similarity(NamedTuple):
 
 
 def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
-    """The real values of a form's tensors by name; of a float model, those that the other form's operators would have in float."""
+    """Return the float values of a form's tensors by name; for a float model, the float results of the other form's operators."""
     state = None
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         target = getattr(other, "meta", {}).get("target")
@@ -78,7 +78,7 @@ def featuremap_similarity(
     devices: Any = None,
     out_dir: str | None = None,
 ) -> list[Similarity]:
-    """The tensors that two forms of a model both have, float, prepared or integer, in the order they are computed.
+    """Compare the tensors that two forms of a model have in common, float, prepared or integer, in the order they are computed.
 
     similarity_func   "Cosine", "MSE", "L1", "KL", "SQNR" in dB, or a function of two tensors
     threshold         rows on its wrong side are marked with * in the file: below it for Cosine and SQNR, above it for others
@@ -120,7 +120,7 @@ def _write(folder: str, name: str, text: str) -> None:
 
 @checked()
 def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir: str | None = None) -> str:
-    """How every operator of a prepared or integer model is quantized, and what was asked for and not done; `fxquant.explain`.
+    """Return how every operator of a prepared or integer model is quantized, and which requests were not met; `fxquant.explain`.
 
     out_dir   a folder for qconfig_info.txt
     """
@@ -132,13 +132,13 @@ def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir:
 
 @checked()
 def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
-    """Where every operator of a prepared or integer model runs: the march, or "host"."""
+    """Return where every operator of a prepared or integer model runs: the march, or "host"."""
     return {layer.name: layer.device for layer in fxq.layers(model)}
 
 
 @checked()
 def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_module: Any = None) -> dict[str, int]:
-    """How often each module without children, or each that `check_leaf_module(module)` chooses, is called: 0 unused, above 1 shared."""
+    """Count the calls of each module without children, or that `check_leaf_module(module)` selects: 0 unused, above 1 shared."""
     counts: dict[str, int] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -167,9 +167,9 @@ def check_model(
     advice: int | None = None,
     check_quanti_param: bool = True,
 ) -> int:
-    """0 if a float or prepared model breaks no limit of the march and none of it stays in float, otherwise how many findings there are.
+    """Return 0 if a float or prepared model meets all limits of the march without float operators, otherwise the number of findings.
 
-    An integer model is compiled instead, which says what the vendor's compiler itself takes: 0, or 1 where it refuses. Findings and
+    An integer model is compiled instead, to check it with the vendor's compiler itself: 0, or 1 if it refuses. Findings and
     refusals are printed. The other arguments have no effect. Raises ConfigurationError for an integer model without the tool.
     """
     if isinstance(module, torch.jit.ScriptModule):

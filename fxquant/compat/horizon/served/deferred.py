@@ -1,8 +1,8 @@
-"""A model whose inputs are not known yet: it is prepared by its first batch, or by a checkpoint of a model that was.
+"""A model with unknown inputs: it is prepared by its first batch, or by a checkpoint of a prepared model.
 
-Programs for the plugin's first releases give `prepare_qat_fx` no example inputs, and calibrate what it returns. The first call has what is
-needed. The object then *becomes* the prepared model: its class and its attributes are those of the prepared model, so that names
-that refer to it go on.
+Programs for the plugin's first releases give `prepare_qat_fx` no example inputs, and calibrate its result. The first call provides the
+inputs. The object then *becomes* the prepared model: its class and its attributes are those of the prepared model, so that references
+to it stay valid.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SHAPES = "fxquant.example_inputs"  # in the metadata of a state_dict: shape and 
 
 
 def become(model: nn.Module, other: nn.Module) -> None:
-    """Make an object another model: from here on it has that one's class and attributes."""
+    """Turn an object into another model: it takes over that model's class and attributes."""
     object.__setattr__(model, "__class__", type(other))
     object.__setattr__(model, "__dict__", other.__dict__)
 
 
 def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
-    """Have every state_dict of a prepared model say what its inputs were."""
+    """Make every state_dict of a prepared model record the shapes and dtypes of its inputs."""
     shapes = pytree.tree_map(
         lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
     )
@@ -43,7 +43,7 @@ def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
 
 
 def shapes_of(state_dict: Any) -> Any:
-    """Inputs of the shapes that a state_dict was made with, zeros; None if it does not say."""
+    """Return zero inputs of the shapes that a state_dict records; None if it records none."""
     shapes = getattr(state_dict, "_metadata", {}).get("", {}).get(SHAPES)
     if shapes is None:
         return None
@@ -62,8 +62,8 @@ class Deferred(nn.Module):
     """A model that is prepared by its first batch.
 
     model    the float model
-    prepare  what prepares it, given example inputs
-    called   the name of the function that was asked for it
+    prepare  a function that prepares it, given example inputs
+    called   the name of the function that the user called
     """
 
     def __init__(self, model: nn.Module, prepare: Callable[[Any], fx.GraphModule], called: str) -> None:
@@ -80,7 +80,7 @@ class Deferred(nn.Module):
             action(self)
 
     def later(self, action: Callable[[Any], None]) -> None:
-        """Do something with the prepared model as soon as there is one."""
+        """Apply an action to the prepared model as soon as it exists."""
         self._pending.append(action)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +90,12 @@ class Deferred(nn.Module):
         return self(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Deferred:
-        """Put it into train mode, once it is prepared."""
+        """Put the model into train mode once it is prepared."""
         self.training = mode
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what a prepared model saved, which says what its inputs were; of anything else, once the model is prepared."""
+        """Load the state_dict of a prepared model, which records its inputs; any other is loaded once the model is prepared."""
         known = shapes_of(state_dict)
         if known is not None:
             self._become(known, "the model whose state_dict is loaded")
@@ -115,11 +115,11 @@ class Deferred(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Raises ConfigurationError: folded weights are other parameters than those of the float model."""
+        """Raise ConfigurationError: folded weights are other parameters than those of the float model."""
         raise self._unknown("the parameters")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ConfigurationError: there are no scales yet."""
+        """Raise ConfigurationError: the model does not have scales yet."""
         raise self._unknown("the state_dict")
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Horizon's dtypes: each is the name of fxquant's, and `qinfo` says what its integers are."""
+"""Horizon's dtypes: each is the name of fxquant's, and `qinfo` describes its integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QuantDType = str
 
 
 class qinfo:
-    """The integers of a dtype: the smallest, the largest, and how many bits they have."""
+    """The integers of a dtype: the smallest, the largest, and the number of bits."""
 
     def __init__(self, dtype: Any) -> None:
         known = ACTIVATION_TYPES[dtype_of(dtype)]

@@ -1,4 +1,4 @@
-"""Horizon's flow over fxquant's: states, integers, and scales that are taken over."""
+"""Horizon's workflow over fxquant's: states, conversion to integers, and transfer of scales."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fxquant.tuning.rounding import adaround
 
 logger = logging.getLogger("fxquant")
 
-_converted: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the integer models that were made, for traces of them
+_converted: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the integer models that were created, for traces of them
 
 
 class FakeQuantState(enum.Enum):
-    """What a prepared model does, by Horizon's names."""
+    """The state of a prepared model, by Horizon's names."""
 
     QAT = State.TRAIN
     CALIBRATION = State.CALIBRATE
@@ -84,10 +84,10 @@ def convert_fx(
     _remove_qconfig: bool = True,
     fast_mode: bool = False,
 ) -> fx.GraphModule:
-    """The integer graph of a prepared model, which may go on afterwards. See `fxquant.convert`.
+    """Return the integer graph of a prepared model, which stays usable. See `fxquant.convert`.
 
     inplace     whether the caller's object becomes the integer model
-    fast_mode   has no effect: integer models run by kernels that have the reference's bits, and are compiled all the same
+    fast_mode   has no effect: integer models run by kernels with the reference's bits, and can be compiled all the same
 
     Raises ConfigurationError for operators in state _FLOAT, which would be integers here, and NotCalibrated without scales.
     """
@@ -111,14 +111,14 @@ def convert_fx(
 
 
 def _unpreserved(config: Any) -> Any:
-    """What a custom config says beside the attributes to keep, which are kept anyhow."""
+    """Return the entries of a custom config besides the attributes to keep, which are kept anyway."""
     return {key: value for key, value in (config or {}).items() if key != "preserved_attributes"} or None
 
 
 def integer_of(model: Any, called: str) -> fx.GraphModule:
-    """The integer graph behind what a program compiles: itself, that of a prepared model, or the one that a trace was made of.
+    """Return the integer graph of what a program compiles: itself, that of a prepared model, or the source of a trace.
 
-    A trace shares its tensors with the model it was made of. Raises ConfigurationError where there is none in this process.
+    A trace shares its tensors with its source. Raises ConfigurationError if this process has no such model.
     """
     if isinstance(model, fx.GraphModule):
         return model if is_deployed(model) else convert_fx(model)
@@ -141,14 +141,14 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
 def convert(
     module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False
 ) -> Any:
-    """The same, by the name it has in eager mode."""
+    """Return the integer graph, as `convert_fx`, under its name in eager mode."""
     refuse_given("convert", {"mapping": mapping}, {}, ARGUMENTS)
     return convert_fx(module, inplace, None, remove_qconfig, fast_mode)
 
 
 @checked()
 def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared."""
+    """Return the model unchanged: operators are fused when it is prepared."""
     refuse_given("fuse_fx", {"fuse_custom_config_dict": _unpreserved(fuse_custom_config_dict)}, {}, ARGUMENTS)
     return model
 
@@ -157,26 +157,26 @@ def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared, whether it is listed or not."""
+    """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
     given = {"fuser_func": None if fuser_func is fuse_known_modules else fuser_func, "fuse_custom_config_dict": fuse_custom_config_dict}
     refuse_given("fuse_modules", given, {}, ARGUMENTS)
     return model
 
 
 def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
-    """The modules as they are: what belongs together is fused when the model is prepared."""
+    """Return the modules unchanged: operators are fused when the model is prepared."""
     refuse_given("fuse_known_modules", {"fuser_func": additional_fuser_method_mapping or None}, {}, ARGUMENTS)
     return mod_list
 
 
 @checked(verbose=FLAG)
 def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bool = False) -> None:
-    """Give a prepared model the scales of another, by the names of operators, and what training follows of them.
+    """Copy the scales of a prepared model to another by operator names, with their training state.
 
-    For models of one float model whose qconfigs have other observers, or whose scales are learned in one alone, so that a
-    `state_dict` of one has not what the other holds. Scales that were given, or are frozen, stay. The dtypes must be the same.
-    Those that the first model has observed in CALIBRATION are set first. Raises ConfigurationError for a dtype that is another, and
-    where nothing can be taken, and changes nothing then.
+    For models of one float model whose qconfigs have different observers, or of which only one has learned scales, so that a
+    `state_dict` of one lacks entries of the other. Scales that were given, or are frozen, stay. The dtypes must be equal.
+    Scales that the first model has observed in CALIBRATION are set first. Raises ConfigurationError for a different dtype, and
+    if nothing can be copied; nothing is changed then.
     """
     for model, action in ((from_model, "the scales"), (to_model, "the operators")):
         if isinstance(model, Deferred):
@@ -201,7 +201,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
 def _matching(
     sources: Mapping[str, QuantizedOperator], operators: Mapping[str, QuantizedOperator]
 ) -> tuple[list[tuple[Quantizer, Quantizer]], list[str]]:
-    """The quantizers that take over a scale, each with the one it takes it from; the names of those that find none."""
+    """Return the quantizers that take over a scale, each paired with its source, and the names of those without a source."""
     chosen: list[tuple[Quantizer, Quantizer]] = []
     left = []
     for operator in sources.values():
@@ -241,10 +241,10 @@ def _take_over(mine: Quantizer, theirs: Quantizer) -> None:
 def weight_reconstruction(
     calib_model: nn.Module, batches: Any, batch_process_func: Any = None, custom_config_dict: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Learn of each weight whether it is rounded up or down (`fxquant.tuning.adaround`); returns the model, which is changed.
+    """Learn for each weight whether to round it up or down (`fxquant.tuning.adaround`); return the model, which is changed.
 
-    `custom_config_dict` may hold num_batches, 10 if it does not, and num_steps, 100. Raises what `adaround` raises, and
-    ConfigurationError for other keys: a layer that does not gain is left as it was, so that none is excluded by name.
+    `custom_config_dict` may hold num_batches, by default 10, and num_steps, by default 100. Raises the errors of `adaround`, and
+    ConfigurationError for other keys: a layer without a gain is left unchanged, so none has to be excluded by name.
     """
     settings = dict(custom_config_dict or {})
     num_batches, steps = settings.pop("num_batches", 10), settings.pop("num_steps", 100)

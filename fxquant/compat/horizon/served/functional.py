@@ -1,4 +1,4 @@
-"""Horizon's functions of images and tensors: colours by ITU-R BT.601, and a few that PyTorch has under other names."""
+"""Horizon's functions of images and tensors: colours by ITU-R BT.601, and functions that PyTorch has under other names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
 
-STUDIO = "studio"  # the plugin's default, in which Y is 16…235
+STUDIO = "studio"  # the plugin's default, with Y in 16…235
 
 
 def _applied(module: nn.Module, input: Tensor) -> Tensor:
@@ -20,47 +20,47 @@ def _applied(module: nn.Module, input: Tensor) -> Tensor:
 
 
 def rgb2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Images (N, 3, H, W) of 0…255, red first, as Y, U, V. swing: "studio" (Y in 16…235) or "full"."""
+    """Convert images (N, 3, H, W) of 0…255, red first, to Y, U, V. swing: "studio" (Y in 16…235) or "full"."""
     return _applied(fxq.nn.RgbToYuv444(swing), input)
 
 
 def bgr2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """The same of images whose first channel is blue."""
+    """Convert images as `rgb2yuv`, with blue as their first channel."""
     return _applied(fxq.nn.BgrToYuv444(swing), input)
 
 
 def rgb2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Images (N, 3, H, W) of 0…255, red first, as Y, U, V less 128."""
+    """Convert images (N, 3, H, W) of 0…255, red first, to Y, U, V minus 128."""
     return _applied(fxq.nn.RgbToYuv444(swing, centred=True), input)
 
 
 def bgr2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """The same of images whose first channel is blue."""
+    """Convert images as `rgb2centered_yuv`, with blue as their first channel."""
     return _applied(fxq.nn.BgrToYuv444(swing, centred=True), input)
 
 
 def rgb2gray(input: Tensor) -> Tensor:
-    """Images (N, 3, H, W) of 0…255, red first, as (N, 1, H, W) of 0…255."""
+    """Convert images (N, 3, H, W) of 0…255, red first, to (N, 1, H, W) of 0…255."""
     return _applied(fxq.nn.RgbToGray("full"), input)
 
 
 def bgr2gray(input: Tensor) -> Tensor:
-    """The same of images whose first channel is blue."""
+    """Convert images as `rgb2gray`, with blue as their first channel."""
     return _applied(fxq.nn.BgrToGray("full"), input)
 
 
 def rgb2centered_gray(input: Tensor) -> Tensor:
-    """Images (N, 3, H, W) of 0…255, red first, as (N, 1, H, W) less 128."""
+    """Convert images (N, 3, H, W) of 0…255, red first, to (N, 1, H, W) minus 128."""
     return rgb2gray(input) - 128
 
 
 def bgr2centered_gray(input: Tensor) -> Tensor:
-    """The same of images whose first channel is blue."""
+    """Convert images as `rgb2centered_gray`, with blue as their first channel."""
     return bgr2gray(input) - 128
 
 
 def rgb2bgr(input: Tensor) -> Tensor:
-    """Images (N, 3, H, W) with their channels in reverse."""
+    """Reverse the channels of images (N, 3, H, W)."""
     return input.flip(1)
 
 
@@ -68,7 +68,7 @@ bgr2rgb = rgb2bgr
 
 
 def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False, swing: str = "full") -> Tensor:
-    """Images (N, 3, H, W) of 0…255 as Y, U, V; blue first, or red with `channel_reversal`."""
+    """Convert images (N, 3, H, W) of 0…255 to Y, U, V; blue first, or red with `channel_reversal`."""
     return (rgb2yuv if channel_reversal else bgr2yuv)(input, swing)
 
 
@@ -92,9 +92,9 @@ def centered_yuv2rgb(
     std: Sequence[float] | Tensor = (128.0,),
     q_scale: Any = 1 / 128,
 ) -> Tensor:
-    """Y, U, V less 128 as normalised red, green and blue: real numbers, which what reads them quantizes.
+    """Convert Y, U, V minus 128 to normalised red, green and blue: float values, which their readers quantize.
 
-    In front of a model it is a convolution with integers; its scale is found as that of any other, so `q_scale` has no effect.
+    Before a model it is a convolution with integers; its scale is observed as that of any other, so `q_scale` has no effect.
     """
     return _colours(fxq.nn.YuvToRgb, input, swing, mean, std)
 
@@ -106,13 +106,13 @@ def centered_yuv2bgr(
     std: Sequence[float] | Tensor = (128.0,),
     q_scale: Any = 1 / 128,
 ) -> Tensor:
-    """The same with blue as the first channel; `mean` and `std` are those of blue, green and red."""
+    """Convert as `centered_yuv2rgb`, with blue as the first channel; `mean` and `std` are those of blue, green and red."""
     means, stds = (torch.as_tensor(value).flatten().flip(0) for value in (mean, std))
     return _colours(fxq.nn.YuvToBgr, input, swing, means, stds)
 
 
 def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """`torch.sort`, in which equal elements keep their order."""
+    """Compute `torch.sort`, in which equal elements keep their order."""
     return torch.sort(input, dim=dim, descending=descending, stable=stable)
 
 
@@ -120,21 +120,21 @@ stable_sort = sort
 
 
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """`torch.argmax`."""
+    """Compute `torch.argmax`."""
     return torch.argmax(input, dim, keepdim)
 
 
 def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
-    """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps of this shape (N, C, H, W)."""
+    """Scatter features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, to maps of this shape (N, C, H, W)."""
     batch, _, height, width = (int(size) for size in output_shape)
     found: Tensor = fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)
     return found
 
 
 def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None = None) -> list[list[Tensor]]:
-    """The pixels of maps (N, C, H, W) whose largest channel of the first map exceeds a threshold, for each item of the batch.
+    """Select the pixels of maps (N, C, H, W) whose largest channel in the first map exceeds a threshold, for each item of the batch.
 
-    Each is [largest values (M,), their channels (M,), places (M, 2) as row and column, and of every map (M, C)]; in float, on the host.
+    Each result is [largest values (M,), their channels (M,), row and column (M, 2), and of every map (M, C)]; in float, on the host.
     """
     first = inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]
     best, index = first.max(1)
@@ -149,7 +149,7 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
 
 @fxq.wrap
 def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each item of a tensor (N, …) as [pairs, value, number, value, number, …], int64: runs of equal values, one after the other.
+    """Encode each item of a tensor (N, …) as [pairs, value, number, value, number, …], int64: consecutive runs of equal values.
 
     dtype   torch.int8: a run has at most 255 values; torch.int16: 65,535. Raises ConfigurationError for another.
     """
@@ -172,13 +172,13 @@ def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def window_partition(x: Tensor, window_size: int) -> Tensor:
-    """A map (N, H, W, C) as windows (N · windows, size, size, C), row by row."""
+    """Split a map (N, H, W, C) into windows (N · windows, size, size, C), row by row."""
     height, width, channels = x.shape[1:]
     tiles = x.view(-1, height // window_size, window_size, width // window_size, window_size, channels)
     return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, window_size, window_size, channels)
 
 
 def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
-    """Windows (N · windows, size, size, C) as the map (N, H, W, C)."""
+    """Merge windows (N · windows, size, size, C) to the map (N, H, W, C)."""
     tiles = windows.view(-1, H // window_size, W // window_size, window_size, window_size, windows.shape[-1])
     return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, H, W, windows.shape[-1])

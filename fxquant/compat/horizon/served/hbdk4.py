@@ -1,6 +1,6 @@
-"""The names of Horizon's compiler package for nash, over fxquant's integer graphs: export, convert, save, load, statistics, compile.
+"""Horizon's compiler package for nash over fxquant's integer graphs: export, convert, save, load, statistics, compile.
 
-A module of it is a prepared model ("qat.bc") or an integer one ("quantized.bc"). Files are fxquant's own, whatever their ending.
+A module is a prepared model ("qat.bc") or an integer one ("quantized.bc"). Files are fxquant's own, whatever their ending.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxquant.support.arguments import FILE, PATH, checked
 
 logger = logging.getLogger("fxquant")
 
-FLOAT, INTEGER = "float", "integer"  # what the ends of a module take and return, as `io` of `fxquant.export_onnx`
+FLOAT, INTEGER = "float", "integer"  # what a module takes and returns, as `io` of `fxquant.export_onnx`
 NAME, IO = "hbdk4.name", "hbdk4.io"  # in the file of a module
 IO_OPS = frozenset({"quantize", "dequantize", "cast", "transpose", "reshape"})  # that may be named
 
@@ -39,16 +39,16 @@ class Function:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of inputs."""
+        """Return the names of the inputs."""
         return [str(node.target) for node in self._module.model.graph.nodes if node.op == "placeholder"]
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
-        """Have the module take and return integers, and so its files: what quantizes inputs and dequantizes outputs is left out.
+        """Make the module, and its files, take and return integers: the quantize of inputs and the dequantize of outputs are removed.
 
-        op_types  "Quantize" and "Dequantize"; None means both. Transposes, casts and reshapes at the ends may be named beside them, and
-                  have no effect: a graph has none that a user did not write
+        op_types  "Quantize" and "Dequantize"; None means both. Transposes, casts and reshapes at the ends may be named as well, and
+                  have no effect: a graph has only those that the user wrote
 
-        Raises ConfigurationError for one of the two alone, for other types, for names, and for a module of a prepared model.
+        Raises ConfigurationError for only one of the two, for other types, for names, and for a module of a prepared model.
         """
         named = {str(name).lower() for name in op_types or ("quantize", "dequantize")}
         if op_names or not named >= {"quantize", "dequantize"} or named - IO_OPS:
@@ -76,9 +76,9 @@ class Function:
 
 
 class Module:
-    """A model between two steps of the compiler: prepared, or integer. Called, it computes what that does.
+    """A model between two steps of the compiler: prepared, or integer. A call computes the model.
 
-    io   "float", or "integer" once `remove_io_op` was called: calls then take and return integers, and files as well
+    io   "float", or "integer" after `remove_io_op`: calls and files then take and return integers
     """
 
     def __init__(self, model: fx.GraphModule, name: str = "forward", io: str = FLOAT) -> None:
@@ -86,7 +86,7 @@ class Module:
 
     @property
     def functions(self) -> list[Function]:
-        """Its one function."""
+        """Return the module's one function."""
         return [Function(self)]
 
     def __getitem__(self, index: int) -> Function:
@@ -97,7 +97,7 @@ class Module:
 
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-    """Return the integers behind the outputs of an integer model, given those of its inputs; real numbers stay what they are."""
+    """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
     inputs = model.graph.find_nodes(op="placeholder")
     given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
     (held,) = fxq.record(model, [given], ("quantized", "accumulators"))
@@ -108,7 +108,7 @@ def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
 
 
 def _real(node: fx.Node, value: Any) -> Any:
-    """Return what integers of an input stand for. Quantized, they come back: a product with the scale is off by a part of 2^24 at most."""
+    """Return the float value of an input's integers. Quantizing restores them: the product with the scale is off by at most 2^-24."""
     described = next((known for user in node.users if (known := qparams(user)) is not None), None)
     if described is None or not isinstance(value, Tensor) or value.is_floating_point():
         return value
@@ -116,7 +116,7 @@ def _real(node: fx.Node, value: Any) -> Any:
 
 
 def _integers(node: Any, value: Any, held: Any) -> Any:
-    """Return what an output was dequantized from, where it was."""
+    """Return the integers that an output was dequantized from, or the output itself."""
     if not isinstance(node, fx.Node) or node.target is not fxq.primitives.dequantize:
         return value
     (made, *_) = node.all_input_nodes
@@ -126,7 +126,7 @@ def _integers(node: Any, value: Any, held: Any) -> Any:
 @checked()
 def export(model: nn.Module, example_inputs: Any = None, *, name: str = "forward", input_names: Any = None, output_names: Any = None,
            input_descs: Any = None, output_descs: Any = None, native_pytree: bool = True) -> Module:  # fmt: skip
-    """A prepared model as a module of the compiler. Its inputs are those it was prepared with; `name` alone of the others is kept.
+    """Return a prepared model as a module of the compiler, with the inputs it was prepared with; other arguments but `name` are ignored.
 
     Raises ConfigurationError for a model that was not prepared.
     """
@@ -136,13 +136,13 @@ def export(model: nn.Module, example_inputs: Any = None, *, name: str = "forward
 
 @checked()
 def pre_export(model: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
-    """The integer graph: what a table computes is in it to the bit, as it is in the prepared model in VALIDATION."""
+    """Return the integer graph: tables in it are bit-equal to the prepared model in VALIDATION."""
     return integer_of(model, "pre_export")
 
 
 @checked()
 def convert(m: Any, march: Any = None, advice: Any = None, **options: Any) -> Module:
-    """A module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
+    """Return a module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
     made = _module(m, "convert")
     own = made.model.meta["target"]
     if march is not None and backends.get(_march(march)).march != own.march:
@@ -172,7 +172,7 @@ def _module(given: Any, called: str) -> Module:
 
 @checked(path=FILE)
 def save(m: Any, path: Any) -> None:
-    """Write a module with its name and its ends, whatever the ending: a file that `load` and `fxq.load` read."""
+    """Write a module with its name and its `io`, whatever the ending: a file that `load` and `fxq.load` read."""
     made = _module(m, "save")
     meta = made.model.meta
     meta.update({NAME: made.name, IO: made.io})
@@ -184,13 +184,13 @@ def save(m: Any, path: Any) -> None:
 
 @checked(path=PATH)
 def load(path: Any) -> Module:
-    """What `save` wrote."""
+    """Load a module that `save` wrote."""
     model = fxq.load(path)
     return Module(model, model.meta.pop(NAME, "forward"), model.meta.pop(IO, FLOAT))
 
 
 def statistics(m: Any) -> dict[str, dict[str, int]]:
-    """How many operators run on the march, by name, and how many on the host ("hbtl"); printed as well."""
+    """Count the operators on the march by name, and those on the host ("hbtl"); the counts are also printed."""
     counts: dict[str, Counter[str]] = {"bpu": Counter(), "hbtl": Counter()}
     for layer in fxq.layers(_module(m, "statistics").model):
         if not layer.boundary:
@@ -202,10 +202,10 @@ def statistics(m: Any) -> dict[str, dict[str, int]]:
 
 @checked()
 def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, progress_bar: bool = False, **options: Any) -> int:
-    """Compile with the vendor's hb_mapper, for the marches that it compiles for; 0 when it is done.
+    """Compile with the vendor's hb_mapper, for the marches that it supports; return 0 on success.
 
-    For nash the folder that hb_compile takes is written at `path` without its ending, and ConfigurationError raised: it has to be compiled
-    where that tool is. A compiled program takes and returns real numbers after `remove_io_op` as well, which a line of the log says.
+    For nash, write the folder that hb_compile takes at `path` without its ending, and raise ConfigurationError: it has to be compiled
+    where that tool is. Even after `remove_io_op` a compiled program takes and returns float values, as a line of the log reports.
     """
     made = _module(m, "compile")
     if made.io == INTEGER:
@@ -217,7 +217,7 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
 
 @checked()
 def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
-    """What a module, or a compiled file, costs. See `perf_model`. Raises ConfigurationError for a file alone."""
+    """Return the cost of a module, or of a compiled file. See `perf_model`. Raises ConfigurationError for a file alone."""
     if isinstance(model, str | Path):
         raise ConfigurationError(
             "the costs of a file alone cannot be had",
@@ -229,7 +229,7 @@ def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
 
 @checked()
 def visualize(m: Any, onnx_file: Any = None, use_netron: bool = False) -> Path:
-    """Write an integer module as ONNX, which Netron draws and onnxruntime runs; returns the path.
+    """Write an integer module as ONNX, which Netron draws and onnxruntime runs; return the path.
 
     After `remove_io_op` the file takes and returns integers.
     """
@@ -238,12 +238,12 @@ def visualize(m: Any, onnx_file: Any = None, use_netron: bool = False) -> Path:
 
 
 def get_hbir_input_flattener(m: Any) -> Any:
-    """A function from a model's inputs to their tensors, in order."""
+    """Return a function that flattens a model's inputs to their tensors, in order."""
     return lambda inputs: [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def get_hbir_output_unflattener(m: Any) -> Any:
-    """A function from a model's outputs to themselves: they are nested as forward returns them."""
+    """Return the identity function: a model's outputs are nested as forward returns them."""
     return lambda outputs: outputs
 
 

@@ -1,4 +1,4 @@
-"""TorchScript programs that keep the integer graph they were traced from beside them."""
+"""TorchScript programs that are stored together with the integer graph they were traced from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = "fxquant_integer.fxq"
 
 @checked(f=FILE)
 def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None = None) -> None:
-    """Write a trace of an integer model, with the integer graph beside it. Raises ConfigurationError for a program of another model."""
+    """Write a trace of an integer model together with the integer graph. Raises ConfigurationError for a program of another model."""
     integer = integer_of(m, "horizon.jit.save")
     with tempfile.TemporaryDirectory() as folder:
         kept = fxq.save(integer, Path(folder) / KEPT).read_bytes()
@@ -31,7 +31,7 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
 
 @checked(f=PATH)
 def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None = None) -> torch.jit.ScriptModule:
-    """What `save` wrote; `compile_model` takes it. Raises ExportError for a file that is none."""
+    """Load a program that `save` wrote, for `compile_model`. Raises ExportError for any other file."""
     extra: dict[str, Any] = {KEPT: ""}
     try:
         program = torch.jit.load(f, map_location, extra)  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
 
 
 def to_device(model: Any, device: Any) -> Any:
-    """Raises ConfigurationError: a program names the device that it was traced on."""
+    """Raise ConfigurationError: a program has the device that it was traced on."""
     raise ConfigurationError(
         "a TorchScript program cannot be moved",
         because="its graph names the device it was traced on",

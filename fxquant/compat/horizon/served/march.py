@@ -1,4 +1,4 @@
-"""The march that models are prepared for: one for the process, as Horizon's programs set it."""
+"""The march that models are prepared for: one global setting, as in Horizon's programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _march: list[str] = []
 
 
 def set_march(march: Any) -> None:
-    """Prepare for this march from now on: a name of `March`, or any other name of a target. Raises UnknownTarget or ConfigurationError."""
+    """Set the march to prepare for: a name of `March`, or any other target name. Raises UnknownTarget or ConfigurationError."""
     if isinstance(march, str) and march in UNKNOWN:
         raise UNKNOWN[march].error(f"the march {march!r} is not known")
     backends.get(march)
@@ -44,12 +44,12 @@ def set_march(march: Any) -> None:
 
 
 def get_march() -> str | None:
-    """The march that was set; None before that."""
+    """Return the march that was set; None before that."""
     return _march[0] if _march else None
 
 
 def required(called: str) -> str:
-    """The march. Raises ConfigurationError if none was set."""
+    """Return the march. Raises ConfigurationError if none was set."""
     if not _march:
         raise ConfigurationError(
             f"{called} needs a march",
@@ -60,5 +60,5 @@ def required(called: str) -> str:
 
 
 def is_nash_series(march: Any) -> bool:
-    """Whether a march is one of nash."""
+    """Return whether a march belongs to nash."""
     return str(getattr(march, "value", march)).startswith("nash")

@@ -77,7 +77,7 @@ class Interpolate(nn.Module):
 
 
 class GridSample(fxq.nn.Warp):
-    """An image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) of a flow (N, H', W', 2) in pixels: `fxquant.nn.Warp`."""
+    """Samples an image (N, C, H, W) at (x + flow[…, 0], y + flow[…, 1]) of a flow (N, H', W', 2) in pixels: `fxquant.nn.Warp`."""
 
     def __init__(self, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None) -> None:
         if align_corners is False:
@@ -86,7 +86,7 @@ class GridSample(fxq.nn.Warp):
 
 
 class BaseGridGenerator(nn.Module):
-    """The coordinates of every pixel: (H, W, 2), x first, or (H, W, 3) with ones behind them."""
+    """The coordinates of every pixel: (H, W, 2), x first, or (H, W, 3) with ones appended."""
 
     grid: Tensor
 
@@ -103,7 +103,7 @@ class BaseGridGenerator(nn.Module):
 
 
 class BgrToYuv444(nn.Module):
-    """Images of 0…255 as Y, U, V: blue first, or red with `channel_reversal`."""
+    """Conversion of images of 0…255 to Y, U, V: blue first, or red with `channel_reversal`."""
 
     def __init__(self, channel_reversal: bool = False) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class BgrToYuv444(nn.Module):
 
 
 class Correlation(nn.Module):
-    """How alike two feature maps are at every displacement. forward(data1, data2), both (N, C, H, W): (N, D², H, W).
+    """The similarity of two feature maps at every displacement. forward(data1, data2), both (N, C, H, W): (N, D², H, W).
 
     Raises ConfigurationError for a kernel of more than one pixel, for strides of the first map, and for differences:
     `fxquant.nn.Correlation` has a kernel of one pixel, and pads as far as it reaches.
@@ -148,12 +148,12 @@ class Correlation(nn.Module):
 
 
 class AnchorGenerator(fxq.nn.AnchorGenerator):
-    """The boxes that a detector refines, a tensor (N, anchors · 4, H, W) for each feature map of a list.
+    """The reference boxes of a detector, a tensor (N, anchors · 4, H, W) for each feature map of a list.
 
-    feat_strides   how many pixels of the image a pixel of each map stands for
+    feat_strides   how many pixels of the image a pixel of each map covers
     scales         box sizes in units of the stride; ratios: height by width
     base_sizes     the size that scales multiply, in place of the stride
-    legacy_bbox, add_legacy_cell_anchor   raise ConfigurationError: widths are those of real intervals
+    legacy_bbox, add_legacy_cell_anchor   raise ConfigurationError: widths are real intervals
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
 
 
 class PointPillarsScatter(nn.Module):
-    """Features of pillars (P, C) and their coordinates (P, 4) as maps; output_shape (N, C, H, W), given here or to the call."""
+    """Scatters features of pillars (P, C) at coordinates (P, 4) to maps; output_shape (N, C, H, W), given here or to the call."""
 
     def __init__(self, output_shape: Any = None) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class LookUpTable(fxq.nn.SegmentLUT):
 class SegmentLUT(fxq.nn.SegmentLUT):
     """A function of one tensor as one table of 65,536 entries in 16 bits, whatever segments the march's compiler makes of it.
 
-    simulated_func   the function; the other arguments say how segments are chosen, and have no effect
+    simulated_func   the function; the other arguments configure segments, and have no effect
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class SegmentLUT(fxq.nn.SegmentLUT):
 
 
 class LayerNorm(nn.Module):
-    """`torch.nn.LayerNorm`, or with `dim` the same over one dimension, whose weight has its shape at that dimension."""
+    """`torch.nn.LayerNorm`, or with `dim` a layer norm over one dimension, whose weight has its shape at that dimension."""
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, device: Any = None, dtype: Any = None,

@@ -1,4 +1,4 @@
-"""Horizon's ready qconfigs by name."""
+"""Horizon's predefined qconfigs by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxquant.compat.horizon.served.qconfig import NAMED
 
 
 def __getattr__(name: str) -> Any:
-    """A ready qconfig."""
+    """Return a predefined qconfig."""
     if name in NAMED:
         return NAMED[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Horizon's observers and fake quantizes by name: descriptions of what fxquant's quantizers are made from, which can be called, too."""
+"""Horizon's observers and fake quantizes by name: descriptions for fxquant's quantizers, which can also be called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NamedObserver(str):
     settings: Mapping[str, Any] = {}
 
     def with_args(self, **settings: Any) -> NamedObserver:
-        """The same with settings."""
+        """Return a copy with these settings."""
         made = NamedObserver(self)
         made.settings = {**self.settings, **settings}
         return made
@@ -34,12 +34,12 @@ class NamedObserver(str):
     def reset_scale(
         self, model: nn.Module, method: str = "mse", method_kwargs: Mapping[str, Any] | None = None, dtype: Any = None, prefix: str = ""
     ) -> int:
-        """Set scales of a calibrated model anew from what was observed, without batches; returns how many.
+        """Recompute scales of a calibrated model from what was observed, without batches; return their number.
 
-        method         "percentile", with method_kwargs {"percentile": 0.9999} as a share, or "mse"
-        dtype, prefix  the tensors of this dtype, and the operators of modules below this path, alone
+        method         "percentile", with method_kwargs {"percentile": 0.9999} as a fraction, or "mse"
+        dtype, prefix  only tensors of this dtype, and only operators of modules below this path
 
-        Raises ConfigurationError for another method, and where there is no such scale.
+        Raises ConfigurationError for another method, and if no scale matches.
         """
         require_prepared(model)
         if method not in ("mse", "percentile"):
@@ -61,7 +61,7 @@ class NamedObserver(str):
 
 
 def _reset(quantizer: Quantizer, chosen: fxq.Observer) -> bool:
-    """Set a scale as another observer would have it that has gathered alike; whether one has."""
+    """Set a scale as another observer with the same statistics would; return whether there is one."""
     known = next((observer for observer in quantizer.observers if gathering(observer) == gathering(chosen) and observer.observed), None)
     if known is None:
         return False
@@ -76,23 +76,23 @@ MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = Moving
 FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
 ClipStdObserver, KLObserver, MixObserver = clip_std, kl, mix
 CalibObserver = percentile
-HistogramObserver = mse  # both choose the least squared error
+HistogramObserver = mse  # both minimize the squared error
 
 
 @dataclass(frozen=True)
 class FakeQuant:
-    """What a fake quantize is made from: how its scale is found, and the arguments beside that. Called, it is one as a module."""
+    """A description of a fake quantize: how its scale is found, and its other arguments. A call returns it as a module."""
 
     training: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    reads: ClassVar[Callable[[Any], fxq.ActivationConfig]]  # what makes a config of it: `qconfig.activation`
+    reads: ClassVar[Callable[[Any], fxq.ActivationConfig]]  # converts it to a config: `qconfig.activation`
 
     def with_args(self, **settings: Any) -> FakeQuant:
-        """The same with other arguments."""
+        """Return a copy with these arguments."""
         return replace(self, settings={**self.settings, **settings})
 
     def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
-        """A module that observes and rounds what it is called with."""
+        """Return a module that observes and rounds its input."""
         given = settings if observer is None else {"observer": observer, **settings}
         return FakeQuantizer(type(self).reads(self.with_args(**given)))
 
@@ -111,37 +111,37 @@ class FakeQuantizer(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Its scale, float32."""
+        """Return the scale, float32."""
         return self.quantizer.scale
 
     @property
     def zero_point(self) -> Tensor:
-        """Its zero point, int64."""
+        """Return the zero point, int64."""
         return torch.tensor(self.quantizer.grid.zero_point, dtype=torch.int64, device="cpu")
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
-        """Give it a scale, which batches do not move any more."""
+        """Set a fixed scale, which later batches do not change."""
         self.quantizer.assign(torch.as_tensor(scale, dtype=torch.float32), None if zero_point is None else int(zero_point))
         self.quantizer.freeze()
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
-        """Round, or pass values on as they are."""
+        """Enable rounding; False passes values through unchanged."""
         self.rounds = enabled
 
     def enable_observer(self, enabled: bool = True) -> None:
-        """Observe in train mode, or not."""
+        """Enable observation in train mode, or disable it."""
         self.observes = enabled
 
     def disable_fake_quant(self) -> None:
-        """Pass values on as they are."""
+        """Pass values through unchanged."""
         self.rounds = False
 
     def disable_observer(self) -> None:
-        """Observe nothing."""
+        """Disable observation."""
         self.observes = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """The nearest values of its grid. Raises NotCalibrated without a scale."""
+        """Return the nearest values of the grid. Raises NotCalibrated without a scale."""
         if self.training and self.observes:
             self.quantizer.observe(input.detach())
             self.quantizer.update_scale()

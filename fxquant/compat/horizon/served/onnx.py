@@ -27,7 +27,7 @@ USUAL = {"export_params": True, "verbose": False, "do_constant_folding": True, "
 
 
 def _options(called: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that changes what is written, and is not done."""
+    """Raise ConfigurationError for an unsupported option that would change the file."""
     given = dict(options)
     if str(given.get("training", "")).endswith("EVAL"):
         given.pop("training")
@@ -56,8 +56,8 @@ def export_to_onnx(
 ) -> Path:
     """Write a float model, or a prepared one with quantize and dequantize around float operators: for viewing, and other compilers.
 
-    Not the bits of the integer model, which `export_quantized_onnx` writes. Operators are ONNX's own, whatever `operator_export_type`
-    says. Returns the path. Raises ConfigurationError for an option that would change the file and is not done.
+    It does not have the bits of the integer model, which `export_quantized_onnx` writes. Operators are ONNX's own, whatever
+    `operator_export_type` is. Return the path. Raises ConfigurationError for an unsupported option that would change the file.
     """
     _options("export_to_onnx", {**_given(export_params, verbose, training, do_constant_folding, dynamic_axes),
         "custom_opsets": custom_opsets,
@@ -86,9 +86,9 @@ def export_quantized_onnx(
     keep_initializers_as_inputs: Any = None,
     custom_opsets: Any = None,
 ) -> Path:
-    """Write an integer model as standard operators on integers: it runs everywhere, with the same bits. Returns the path.
+    """Write an integer model as standard operators on integers: it runs everywhere, with equal bits. Return the path.
 
-    opset_version   11, the plugin's, means the style's own: there are no integer operators in it
+    opset_version   11, the plugin's, means the style's default, because that opset lacks integer operators
     """
     _options("export_quantized_onnx", {**_given(export_params, verbose, training, do_constant_folding, dynamic_axes),
         "custom_opsets": custom_opsets, "keep_initializers_as_inputs": keep_initializers_as_inputs})  # fmt: skip

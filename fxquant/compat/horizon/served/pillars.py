@@ -1,4 +1,4 @@
-"""Points as pillars, and pixels as a map seen from above, with the plugin's signatures. In float: where elements go is data."""
+"""Points as pillars, and pixels as a bird's-eye-view map, with the plugin's signatures. In float: element positions are data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SPACE = 3  # dimensions in which cells lie: x, y, z
 def voxelization(
     points: Tensor, voxel_size: Tensor, pc_range: Tensor, max_voxels: int, max_points_per_voxel: int, use_max: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Points (P, 3 + features), x y z first, in cells: (voxels (M, points, 3 + features), cells (M, 3) z y x, numbers (M,)), int32.
+    """Group points (P, 3 + features), x y z first, by cells: (voxels (M, points, 3 + features), cells (M, 3) z y x, numbers (M,)), int32.
 
-    Cells are in the order in which points meet them, and so are the points in a cell. Points outside of pc_range, x y z and x y z, are
-    left out, and so are cells and points beyond the largest numbers. With `use_max` M is max_voxels: empty places hold 0, their cells -1.
+    Cells are in the order of their first points, and points in a cell keep their order. Points outside of pc_range, x y z and x y z, are
+    dropped, and so are cells and points beyond the maximum numbers. With `use_max` M is max_voxels: empty slots hold 0, their cells -1.
     """
     size, low, high = (part.to(points.device) for part in (voxel_size, pc_range[:SPACE], pc_range[SPACE:]))
     grid = ((high - low) / size).round().long()
@@ -31,7 +31,7 @@ def voxelization(
     known, which = torch.unique(flat, return_inverse=True)
     order = torch.arange(len(flat), dtype=torch.int64, device=flat.device)
     first = torch.full((len(known),), len(flat), dtype=torch.int64, device=flat.device).scatter_reduce(0, which, order, "amin")
-    rank = first.argsort().argsort()[which]  # of each point, its cell in the order of first points
+    rank = first.argsort().argsort()[which]  # for each point, the rank of its cell in the order of first points
     sorted_rank, source = rank.sort(stable=True)
     starts = torch.searchsorted(sorted_rank, torch.arange(len(known), dtype=torch.int64, device=flat.device))
     nth = order - starts[sorted_rank]
@@ -52,10 +52,10 @@ def point_pillars_preprocess(
     points_list: list[Tensor], pc_range: Tensor, voxel_size: Tensor, max_voxels: int, max_points_per_voxel: int, use_max: bool,
     norm_range: Tensor | None = None, norm_dims: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Clouds of points (P, D) as (features (1, D, pillars, points), coordinates (pillars, 4) int32: item, z, y, x).
+    """Convert clouds of points (P, D) to (features (1, D, pillars, points), coordinates (pillars, 4) int32: item, z, y, x).
 
-    Dimensions `norm_dims` lie between 0 and 1 over `norm_range`, their smallest values and then their largest ones; without these, the
-    first three over pc_range. Places without a point hold 0, and pillars without one, of `use_max`, the coordinates item, -1, -1, -1.
+    Dimensions `norm_dims` are scaled to 0…1 over `norm_range`, its smallest values before its largest; by default, the
+    first three over pc_range. Slots without a point hold 0; pillars without one, of `use_max`, have the coordinates item, -1, -1, -1.
     """
     ranges = pc_range if norm_range is None or norm_range.numel() == 0 else norm_range
     dims = torch.arange(SPACE, dtype=torch.int64, device=pc_range.device) if norm_dims is None else norm_dims.long()
@@ -72,11 +72,11 @@ def point_pillars_preprocess(
 
 
 class BevPoolV2(nn.Module):
-    """Σ depth · features over the points of each cell of a map seen from above, as (N, C, Z, H, W).
+    """Σ depth · features over the points of each cell of a bird's-eye-view map, as (N, C, Z, H, W).
 
     forward(depth (N, cameras, D, h, w), feat (N, cameras, C, h, w), ranks_depth, ranks_feat, ranks_bev, interval_starts,
-    interval_lengths, bev_feat_shape=None): of each point which element of depth, pixel of feat and cell it is, counted over the batch.
-    The intervals are what equal numbers of ranks_bev stand at, and are not read.
+    interval_lengths, bev_feat_shape=None): for each point its element of depth, pixel of feat and cell, counted over the batch.
+    The intervals are the runs of equal numbers in ranks_bev, and are not read.
 
     bev_feat_shape   (H, W), (Z, H, W) or (N, Z, H, W, C), given here or to the call
 

@@ -43,7 +43,7 @@ ARGUMENTS = {
 
 
 class PrepareMethod(enum.Enum):
-    """How Horizon's `prepare` reads a model; here all of these trace it."""
+    """The methods of Horizon's `prepare`; here all of these trace the model."""
 
     EAGER = "eager"
     SYMBOLIC = "symbolic"
@@ -52,7 +52,7 @@ class PrepareMethod(enum.Enum):
 
 
 class QATMode(enum.Enum):
-    """What batch norms do while training, as `batch_norm` of `fxquant.prepare`."""
+    """The behaviour of batch norms while training, as `batch_norm` of `fxquant.prepare`."""
 
     FuseBN = "folded"
     WithBN = "live"
@@ -60,7 +60,7 @@ class QATMode(enum.Enum):
 
 
 _qat_mode = [QATMode.FuseBN]
-PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions have made, for parts of them
+PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions created, for parts of them
 OLD_SCALE = 1.0 / 128.0
 
 
@@ -78,16 +78,16 @@ def prepare_qat_fx(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The model prepared for the march that is set, in state QAT and in train mode where the model is. See `fxquant.prepare`.
+    """Prepare a model for the march that is set, in state QAT and in train mode if the model is. See `fxquant.prepare`.
 
-    qconfig_dict     what no rule of it covers stays in float
+    qconfig_dict     operators that no rule of it covers stay in float
     optimize_graph   has no effect: every pass runs
-    hybrid           with hybrid_dict, what stays on the host; what the march has no integers for stays there anyhow
-    example_inputs   what the model is traced with; None: it is prepared by its first batch, and has no parameters before
+    hybrid           with hybrid_dict, what stays on the host; operators without integers on the march stay there anyway
+    example_inputs   the inputs for the trace; None: the model is prepared by its first batch, and has no parameters before
     dynamic_shapes   as `fxquant.prepare` takes it
-    training_branch  whether what forward computes only in train mode is kept; None: if it can be traced, which a warning says otherwise
+    training_branch  whether to keep what forward computes only in train mode; None: if it can be traced, otherwise with a warning
 
-    An attribute `qconfig` on a module goes before the dict. A QuantStub that is given no scale has 1/128 on marches up to bayes-e.
+    An attribute `qconfig` on a module overrides the dict. A QuantStub without a scale has 1/128 on marches up to bayes-e.
     """
     _check_custom("prepare_qat_fx", prepare_custom_config_dict)
     if not hybrid:
@@ -111,9 +111,9 @@ def prepare_qat(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The same for a model that says with attributes `qconfig` and with stubs what is quantized.
+    """Prepare a model whose attributes `qconfig` and stubs say what is quantized, otherwise as `prepare_qat_fx`.
 
-    inplace   whether the caller's object becomes the prepared model, and is what is returned
+    inplace   whether the caller's object becomes the prepared model, and is returned
     """
     refuse_given("prepare_qat", {"mapping": mapping, "optimize_kwargs": optimize_kwargs}, {}, ARGUMENTS)
     how = How("prepare_qat", dynamic_shapes, training_branch, old=True)
@@ -139,10 +139,10 @@ def prepare(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """The model prepared as a setter says, or several, the first of which that speaks of a place decides; None: attributes `qconfig`.
+    """Prepare the model by a setter, or by several, of which the first with a rule for an operator decides; None: attributes `qconfig`.
 
-    The other arguments are those of `prepare_qat_fx`; `method` and `fuse_mode` have no effect: every method traces. A QuantStub that is
-    given no scale observes it.
+    The other arguments are those of `prepare_qat_fx`; `method` and `fuse_mode` have no effect: every method traces. A QuantStub without
+    a scale observes it.
     """
     PrepareMethod(method)
     inputs = example_inputs
@@ -156,7 +156,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class How:
-    """How a function prepares: its name, what is passed on to the tracer, and whether it is one of the plugin's first releases."""
+    """The settings of a prepare function: its name, its arguments for the tracer, and whether it is of the plugin's first releases."""
 
     called: str
     dynamic_shapes: Any
@@ -164,13 +164,13 @@ class How:
     old: bool
 
     def trace(self, model: nn.Module, example_inputs: Any) -> fx.GraphModule:
-        """The graph of a model, with what it computes only in train mode."""
+        """Return the graph of a model, with what it computes only in train mode."""
         if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
             return fxq.trace(model, example_inputs)
         return traced(self.called, model, example_inputs, self.dynamic_shapes, self.training_branch, leaves(model))
 
     def scale(self, march: str) -> tuple[float | None, str]:
-        """What a QuantStub has that is given no scale, and why."""
+        """Return the scale of a QuantStub without its own, and the reason."""
         if self.old and not backends.get(march).name.startswith("nash"):
             return OLD_SCALE, f"the default of {self.called} for {march}; QuantStub(scale=None) observes it"
         return None, f"{self.called} for {march} observes what is given no scale"
@@ -201,14 +201,14 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
 
 @checked()
 def set_qat_mode(mode: QATMode) -> None:
-    """Say what batch norms of models that are prepared from now on do while training."""
+    """Set the behaviour of batch norms while training, for models that are prepared after this call."""
     if not isinstance(mode, QATMode):
         raise ConfigurationError(f"{mode!r} is no QATMode", because="it is FuseBN, WithBN or WithBNReverseFold", remedy="pass one of these")
     _qat_mode[:] = [mode]
 
 
 def get_qat_mode() -> QATMode:
-    """What was set; FuseBN before that."""
+    """Return the mode that was set; FuseBN by default."""
     return _qat_mode[0]
 
 

@@ -1,4 +1,4 @@
-"""Horizon's profiling tools: two models side by side, and what was not fused."""
+"""Horizon's profiling tools: comparison of two models, and the operators that were not fused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxquant.support.files import write_file
 
 @checked(print_tabulate=FLAG)
 def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabulate: bool = True) -> Any:
-    """The batch norms, additions and relus of a model that do not become part of the layer before them, with the reason, a row each.
+    """Return a row for each batch norm, addition and relu of a model that is not fused into the layer before it, with the reason.
 
     A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
     """
@@ -30,7 +30,7 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
 
 @checked()
 def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphModule, *, out_dir: str | None = None) -> Any:
-    """How far the weights of two prepared or integer models are apart, a row each, worst first.
+    """Return the difference of the weights of two prepared or integer models, a row each, worst first.
 
     out_dir   a folder for weight_comparison.txt
     """
@@ -44,9 +44,9 @@ def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphMo
 def model_profiler(
     model1: nn.Module, model2: fx.GraphModule, example_inputs: Any, mode: Any = None, out_dir: str | None = None, kwargs_dict: Any = None
 ) -> Path:
-    """Write profiler.html, the page of `fxquant.report`: the second model compared with the first. Returns its path.
+    """Write profiler.html, the page of `fxquant.report`: the second model compared with the first. Return its path.
 
-    `mode` and `kwargs_dict` have no effect: what the models are is known, and all of it is on one page.
+    `mode` and `kwargs_dict` have no effect: the kinds of the models are known, and everything is on one page.
     """
     batch = example_inputs if isinstance(example_inputs, torch.Tensor | dict) else tuple(example_inputs)
     return fxq.report(model2, Path(out_dir or ".") / "profiler.html", [batch], reference=model1)

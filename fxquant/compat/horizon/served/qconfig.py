@@ -1,4 +1,4 @@
-"""Horizon's qconfigs: each is a fxq.QConfig, made by name or from fake quantizes and observers by their names."""
+"""Horizon's qconfigs: each is a fxq.QConfig, created by name, or from fake quantizes and observers by their names."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
 
-FLOAT = "float"  # how the scale of a FakeCast is found: it has none
+FLOAT = "float"  # the training mode of a FakeCast, which has no scale
 
 qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
 
-# What makes an observer by its name, given the averaging constant and further settings, of which it takes out those that it knows.
+# Factories of observers by name; each takes the averaging constant and further settings, and removes the settings that it knows.
 OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
     min_max: lambda constant, _: fxq.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.MovingAverageMinMaxObserver,
     percentile: lambda _, given: fxq.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
-    mse: lambda *_: fxq.HistogramObserver,  # the squared error, of later values too; one observer for calibration and training
+    mse: lambda *_: fxq.HistogramObserver,  # the squared error, also of later values; one observer for calibration and training
     clip_std: lambda _, given: fxq.ClipStdObserver(float(given.pop("std_scale", 3.0))),
     kl: lambda *_: fxq.KLObserver,
     mix: lambda *_: fxq.MixObserver,
@@ -64,12 +64,12 @@ IGNORED = {
     "channel_len",
     "saturate",
     "use_grad_scaling",
-    "alpha",  # where PACT starts: here at what calibration found
+    "alpha",  # where PACT starts: here at the calibrated range
 }
 
 
 def dtype_of(value: Any) -> str:
-    """The name of an integer dtype: of "qint8", PyTorch's dtype of this name, torch.int8 and "int8" it is "int8"."""
+    """Return the name of an integer dtype: "int8" for "qint8", PyTorch's dtype of this name, torch.int8 and "int8"."""
     name = str(value).removeprefix("torch.").removeprefix("q")
     if name in ("int4", "int8", "int16", "int32"):
         return name
@@ -83,12 +83,12 @@ def dtype_of(value: Any) -> str:
 
 
 def is_float_dtype(value: Any) -> bool:
-    """Whether this is a dtype of real numbers, by its name."""
+    """Return whether this is a floating-point dtype, by its name."""
     return str(value).removeprefix("torch.") in ("float16", "float32", "bfloat16", "float64")
 
 
 def _taken(settings: dict[str, Any], called: str) -> None:
-    """Raise ConfigurationError for arguments that are left, and for those that mean something that is not here."""
+    """Raise ConfigurationError for unknown arguments, and for those with an unsupported meaning."""
     if "symmetric" not in str(settings.pop("qscheme", "symmetric")):
         raise REFUSED["affine"].error(f"{called}(qscheme=…) cannot be done")
     if settings.pop("zero_point", 0) not in (0, None):
@@ -106,7 +106,7 @@ def _taken(settings: dict[str, Any], called: str) -> None:
 
 
 def activation(given: Any) -> fxq.ActivationConfig:
-    """The ActivationConfig of a fake quantize. None is the sum of a last layer as it stands, in 32 bits."""
+    """Return the ActivationConfig of a fake quantize. None means the int32 accumulator of a last layer."""
     if given is None:
         return fxq.ActivationConfig("int32")
     if isinstance(given, fxq.ActivationConfig):
@@ -143,7 +143,7 @@ def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
 
 
 def weight(given: Any) -> fxq.WeightConfig:
-    """The WeightConfig of a fake quantize."""
+    """Return the WeightConfig of a fake quantize."""
     if isinstance(given, fxq.WeightConfig):
         return given
     if given is None:
@@ -161,7 +161,7 @@ def weight(given: Any) -> fxq.WeightConfig:
 
 
 def _of_torch(given: Any) -> FakeQuant:
-    """A fake quantize; PyTorch's `with_args` of one is a partial, whose function it is. Raises ConfigurationError for anything else."""
+    """Return a fake quantize, unwrapped from a partial of PyTorch's `with_args`. Raises ConfigurationError for anything else."""
     partial = getattr(given, "p", None)
     if partial is not None and isinstance(getattr(partial, "func", None), FakeQuant):
         return partial.func.with_args(**partial.keywords)  # type: ignore[no-any-return]
@@ -180,9 +180,9 @@ def _no_fake_quant(given: Any) -> ConfigurationError:
 
 @checked()
 def QConfig(activation: Any = None, weight: Any = None, input: Any = None, output: Any = None) -> fxq.QConfig | None:
-    """The fxq.QConfig of fake quantizes; `activation` and `output` are two names of one thing. Without either, the output has 32 bits.
+    """Return the fxq.QConfig of fake quantizes; `activation` and `output` are synonyms. Without either, the output has 32 bits.
 
-    With a FakeCast for any of these it is None: the operator stays in float.
+    With a FakeCast for any of these, return None: the operator stays in float.
     """
     if any(isinstance(one, FakeQuant) and one.training == FLOAT for one in (activation, weight, input, output)):
         return None
@@ -194,7 +194,7 @@ def QConfig(activation: Any = None, weight: Any = None, input: Any = None, outpu
 
 
 def as_qconfig(given: Any) -> fxq.QConfig | None:
-    """A qconfig: fxquant's own, None, or a tuple with activation and weight, as PyTorch's is. Raises ConfigurationError for others."""
+    """Return a qconfig: fxquant's own, None, or a tuple of activation and weight, as PyTorch's. Raises ConfigurationError for others."""
     if given is None or isinstance(given, fxq.QConfig):
         return given
     if isinstance(given, tuple) and hasattr(given, "activation") and hasattr(given, "weight"):
@@ -208,7 +208,7 @@ def as_qconfig(given: Any) -> fxq.QConfig | None:
 
 @contextmanager
 def read_attributes(model: nn.Module) -> Iterator[None]:
-    """Inside, attributes `qconfig` of a model's modules that are PyTorch's are fxquant's."""
+    """Replace PyTorch's `qconfig` attributes on a model's modules by fxquant's within the context."""
     before = {module: module.__dict__["qconfig"] for module in model.modules() if "qconfig" in module.__dict__}
     try:
         for module, given in before.items():
@@ -232,7 +232,7 @@ def get_default_qconfig(
     activation_qkwargs: Mapping[str, Any] | None = None,
     weight_qkwargs: Mapping[str, Any] | None = None,
 ) -> fxq.QConfig:
-    """A QConfig by the names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
+    """Return a QConfig by names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [
         None if kind is None else _kind(kind).with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
@@ -254,7 +254,7 @@ def _kind(name: Any) -> FakeQuant:
 def get_qconfig(
     observer: Any = mse, in_dtype: Any = None, weight_dtype: Any = qint8, out_dtype: Any = qint8, fix_scale: bool = False
 ) -> fxq.QConfig:
-    """A QConfig by dtypes; with `fix_scale` scales stay as calibrated while training."""
+    """Return a QConfig by dtypes; with `fix_scale` scales stay as calibrated while training."""
     settings = {"observer": observer, **({"averaging_constant": 0} if fix_scale else {})}
     input = None if in_dtype is None else activation(FakeQuantize.with_args(dtype=in_dtype, **settings))
     return fxq.QConfig(
@@ -265,34 +265,34 @@ def get_qconfig(
 def get_default_qat_qconfig(
     dtype: Any = qint8, weight_dtype: Any = qint8, activation_qkwargs: Any = None, weight_qkwargs: Any = None, backend: str = ""
 ) -> fxq.QConfig:
-    """The QConfig for training, of the plugin's first releases; `backend` has no effect."""
+    """Return the QConfig for training, of the plugin's first releases; `backend` has no effect."""
     return get_default_qconfig(
         activation_qkwargs={"dtype": dtype, **(activation_qkwargs or {})}, weight_qkwargs={"dtype": weight_dtype, **(weight_qkwargs or {})}
     )
 
 
 def get_default_calib_qconfig(dtype: Any = qint8, calib_qkwargs: Any = None, backend: str = "") -> fxq.QConfig:
-    """The QConfig for calibration, of the plugin's first releases; `backend` has no effect."""
+    """Return the QConfig for calibration, of the plugin's first releases; `backend` has no effect."""
     return get_default_qconfig(activation_observer=percentile, activation_qkwargs={"dtype": dtype, **(calib_qkwargs or {})})
 
 
 def get_default_qat_out_qconfig(
     dtype: Any = qint8, weight_dtype: Any = qint8, weight_qkwargs: Any = None, backend: str = ""
 ) -> fxq.QConfig:
-    """The QConfig of a last layer, whose output is its sum in 32 bits; `dtype` and `backend` have no effect."""
+    """Return the QConfig of a last layer, whose output is its int32 accumulator; `dtype` and `backend` have no effect."""
     return get_default_qconfig(None, weight_qkwargs={"dtype": weight_dtype, **(weight_qkwargs or {})})
 
 
 def replace_qconfig_dtype(qconfig: Any, dtype: Any) -> fxq.QConfig | None:
-    """The QConfig with another dtype of the output."""
+    """Return the QConfig with another dtype of the output."""
     made = as_qconfig(qconfig)
     return None if made is None else fxq.QConfig(made.output.of(dtype_of(dtype)), made.weight, made.input)
 
 
 # ---- by name ------------------------------------------------------------------------------------------------------------
 #
-# Calibration and training have one observer, so that what was calibrated loads into what is trained: the scale is the one that loses
-# least, and follows in training the range of the batches.
+# Calibration and training have one observer, so that a calibrated state loads into the trained model. The scale minimizes the
+# loss, and follows the range of the batches in training.
 
 default_8bit_fake_quant = fxq.ActivationConfig("int8")
 default_4bit_fake_quant = fxq.ActivationConfig("int4")
@@ -328,7 +328,7 @@ NAMED: dict[str, fxq.QConfig] = {
     "default_qat_8bit_pact_quant_qconfig": fxq.QConfig(default_8bit_pact_quant, default_weight_8bit_fake_quant),
     "default_qat_16bit_pact_quant_qconfig": fxq.QConfig(default_16bit_pact_quant, default_weight_8bit_fake_quant),
     "per_channel_qat_8bit_qconfig": fxq.QConfig(default_8bit_fake_quant),
-    # names that later releases of the plugin have given up
+    # names that later releases of the plugin removed
     "default_qat_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
     "default_calib_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
     "default_qat_16bit_fake_quant_qconfig": fxq.QConfig(default_16bit_fake_quant),

@@ -19,13 +19,13 @@ def _unserved(called: str, argument: str, because: str, remedy: str) -> Configur
 
 
 def _lists(boxes: Any) -> list[Tensor]:
-    """The boxes of each item, (K, 4): of a list, and of (N, K, 4) or (N, K, 6), whose scores and classes are left out."""
+    """Return the boxes of each item, (K, 4), from a list, or from (N, K, 4) or (N, K, 6), whose scores and classes are left out."""
     listed = list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes)
     return [each[:, :4] for each in listed]
 
 
 def _batched(features: Sequence[Tensor], boxes: list[Tensor], align: Any) -> Tensor:
-    """What `align` makes of features and boxes (N, K, 4), as (N · K, C, h, w); item by item where the items' numbers of boxes differ."""
+    """Apply `align` to features and boxes (N, K, 4), as (N · K, C, h, w); item by item if the items' numbers of boxes differ."""
     if len({len(each) for each in boxes}) == 1:
         found: Tensor = align(features, torch.stack(boxes)).flatten(0, 1)
         return found
@@ -41,7 +41,7 @@ class _Level(nn.Module):
         self.align, self.pixel, self.aligned = fxq.nn.RoIAlign(output_size, scale, sampling_ratio), 1 / scale, aligned
 
     def forward(self, features: Tensor, boxes: Tensor) -> Tensor:
-        if not self.aligned:  # what half a pixel takes away again
+        if not self.aligned:  # compensates the half-pixel offset
             start = boxes[..., :2] + self.pixel / 2
             boxes = torch.cat((start, start + (boxes[..., 2:] - boxes[..., :2]).clamp(min=self.pixel)), -1)
         found: Tensor = self.align(features, boxes)
@@ -51,7 +51,7 @@ class _Level(nn.Module):
 class RoIAlign(nn.Module):
     """The features of boxes: forward(features (N, C, H, W), rois), (sum of K, C, h, w). rois are a list of (K, 4), or (N, K, 4).
 
-    As torchvision's, whose `aligned` is False where it is not given: without half-pixel offsets. Points outside of a map have the values
+    As torchvision's, with its default `aligned` False: without half-pixel offsets. Points outside of a map have the values
     of its border. In a traced model every item has the same number of boxes. Raises ConfigurationError for sampling_ratio -1, which
     depends on data, and for another mode than "bilinear".
     """
@@ -79,10 +79,10 @@ class MultiScaleRoIAlign(nn.Module):
     boxes     a list of (K, 4) in the image's pixels for each item, or (N, K, 4 or 6)
 
     A box of side √((w + 1)(h + 1)) = canonical_box_size is read from the level of stride 2^canonical_level, one of twice the side from the
-    next coarser one. Without `aligned` (False, or None as on bernoulli2) there are no half-pixel offsets. box_clip_ratio cuts these parts
-    of a box off at x1, y1, x2 and y2. Every level is read for every box, and one result is chosen, so that positions may be integers.
+    next coarser one. Without `aligned` (False, or None as on bernoulli2) half-pixel offsets are not used. box_clip_ratio cuts these parts
+    off a box at x1, y1, x2 and y2. Every level is read for every box, and one result is chosen, so that positions may be integers.
 
-    Raises ConfigurationError for sampling_ratio below 1, another mode than "bilinear", and parts of a box that leave nothing of it.
+    Raises ConfigurationError for sampling_ratio below 1, another mode than "bilinear", and ratios that remove the whole box.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _clips(ratio: Any) -> tuple[float, ...]:
 
 
 def bbox_clip(boxes: Any, clip_ratio: Any) -> list[Tensor]:
-    """Boxes, a list of (K, 4), without these parts of their widths and heights, at x1, y1, x2 and y2."""
+    """Return boxes, a list of (K, 4), without these parts of their widths and heights, at x1, y1, x2 and y2."""
     left, top, right, bottom = _clips(clip_ratio)
     found = []
     for each in boxes:

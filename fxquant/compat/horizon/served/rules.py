@@ -38,7 +38,7 @@ def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
 
 
 def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
-    """{"": global, "module_type": [(type, qconfig)], "module_name": [(name, qconfig)] or {name: qconfig}}. What none covers is float."""
+    """Convert {"": global, "module_type": [(type, qconfig)], "module_name": [(name, qconfig)] or {name: qconfig}}. The rest is float."""
     if isinstance(qconfig_dict, fxq.QConfigMapping):
         return qconfig_dict
     if qconfig_dict is None or not isinstance(qconfig_dict, Mapping):
@@ -50,7 +50,7 @@ def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
 
 
 def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping:
-    """The mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
+    """Return the mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
     parts = _only(hybrid_dict, ("module_type", "module_name"), "hybrid_dict")
     return mapping.set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
 
@@ -59,10 +59,10 @@ def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping
 
 
 def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QConfigMapping, bool]:
-    """What setters ask of each operator of a traced model, and whether one of them asks for high-precision outputs.
+    """Return the mapping that setters define for a traced model, and whether one of them requests high-precision outputs.
 
-    Of several setters the first that speaks of an operator decides; a qconfig, a dict and a mapping are setters as well. The mapping has
-    a rule for each operator that is not quantized like the rest. Raises ConfigurationError for floats on a march that has none.
+    The first of several setters with a rule for an operator decides; a qconfig, a dict and a mapping are setters as well. The mapping has
+    a rule for each operator that differs from the default. Raises ConfigurationError for float operands on a march without float16.
     """
     if setters is None:
         setters = QconfigSetter()
@@ -95,20 +95,20 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
 
 
 def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:
-    """Rules for the operators that are not quantized like the rest, by their nodes' names."""
+    """Return rules for the operators that differ from the default, by their nodes' names."""
     names = {place.name: made for place, made in places.items() if made != default}
     if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
-        # A layer's sum that is dequantized takes its batch norm along, and nothing else, which would read its operands as integers.
+        # The accumulator of a dequantized layer includes only its batch norm; operators after it would read their operands as integers.
         names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
     of_node = {place.name: made for place, made in places.items()}
-    for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of what reads it
+    for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of its readers
         if node.target is quant_stub and any(of_node.get(user.name, of_node[node.name]) != of_node[node.name] for user in node.users):
             names[node.name] = of_node[node.name]
     return names
 
 
 def places_of(traced: fx.GraphModule) -> Iterator[Place]:
-    """The operators of a traced model: name, module path, and the class or function that each is written as."""
+    """Yield the operators of a traced model: name, module path, and class or function of each."""
     for node in traced.graph.nodes:
         if computes_tensor(node) and node.target is not dequant_stub:
             kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
@@ -121,6 +121,6 @@ def _around(place: Place) -> list[str]:
 
 
 def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
-    """What a mapping says of an operator; UNSAID where only its default of None covers it."""
+    """Return the rule of a mapping for an operator; UNSAID if only its default of None covers it."""
     rule, chosen = mapping.covering(place.name, place.path, (place.kind,))[0]
     return UNSAID if rule == DEFAULT and chosen is None else chosen

@@ -1,4 +1,4 @@
-"""The plugin's ready setters."""
+"""The plugin's predefined setters."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch
 def sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter(
     table: Any, topk: int | None = None, ratio: float | None = None
 ) -> SensitiveQconfigSetter:
-    """16-bit activations for the most sensitive operators, of a model that is calibrated."""
+    """Return a setter of 16-bit activations for the most sensitive operators, of a model that is calibrated."""
     return SensitiveQconfigSetter(NAMED["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"], table, topk, ratio)
 
 
 def sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter(
     table: Any, topk: int | None = None, ratio: float | None = None
 ) -> SensitiveQconfigSetter:
-    """16-bit activations for the most sensitive operators, of a model that is trained."""
+    """Return a setter of 16-bit activations for the most sensitive operators, of a model that is trained."""
     return SensitiveQconfigSetter(NAMED["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"], table, topk, ratio)
 
 
 def sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter(
     table: Any, topk: int | None = None, ratio: float | None = None
 ) -> SensitiveQconfigSetter:
-    """The same with scales that stay as they were calibrated."""
+    """Return a setter of 16-bit activations for the most sensitive operators, with fixed scales from calibration."""
     return SensitiveQconfigSetter(NAMED["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"], table, topk, ratio)
 
 
 def get_sensitive_op_qconfig_setter(
     sensitive_type: str, origin_dtype: Any, qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None
 ) -> SensitiveQconfigSetter:
-    """A qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
+    """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
     rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
     made = as_qconfig(qconfig)
     if made is None:

@@ -1,4 +1,4 @@
-"""The modules that Horizon's programs place in a float model: where integers begin and end, and arithmetic as a module."""
+"""The modules that Horizon's programs place in a float model: the ends of its integer part, and arithmetic as a module."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fxquant.support.arguments import NUMBER, accepted
 
 logger = logging.getLogger("fxquant")
 
-BY_FUNCTION: Any = object()  # the scale that the function gives which prepares the model
+BY_FUNCTION: Any = object()  # the scale is given by the function that prepares the model
 SCALE = NUMBER.or_none("it is observed")
-_given: list[float | None] = [None]  # what stubs have meanwhile that are given no scale
+_given: list[float | None] = [None]  # the current scale of stubs without one of their own
 
 
 class QuantStub(nn.Module):
-    """Integers begin here.
+    """The beginning of the integer part.
 
-    scale    None: it is observed. Where none is given, `prepare_qat_fx` and `prepare_qat` for a march up to bayes-e take 1/128, as the
-             plugin's releases for these do, and `prepare`, or any march of nash, observes it
+    scale    None: it is observed. By default, `prepare_qat_fx` and `prepare_qat` for a march up to bayes-e use 1/128, as the
+             plugin's releases for these do; `prepare`, or any march of nash, observes it
     qconfig  a qconfig of its own: the dtype, and how the scale is found
     """
 
@@ -40,7 +40,7 @@ class QuantStub(nn.Module):
 
     @property
     def scale(self) -> float | None:
-        """The scale that it has where it is prepared; None if it is observed."""
+        """Return the scale that the stub is prepared with; None if it is observed."""
         return _given[0] if self._scale is BY_FUNCTION else self._scale
 
     @scale.setter
@@ -60,13 +60,13 @@ class QuantStub(nn.Module):
         return copied
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input itself."""
+        """Return the input itself."""
         return input
 
 
 @contextmanager
 def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Iterator[None]:
-    """Inside, stubs that are given no scale have this one; a line of the log says which those are, and why."""
+    """Set the scale of stubs without their own within the context; a line of the log names these stubs and the reason."""
     open_ = [path for path, module in model.named_modules() if isinstance(module, QuantStub) and module._scale is BY_FUNCTION]
     if open_:
         taken = "observed" if scale is None else f"{scale:g}"
@@ -79,13 +79,13 @@ def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Iterator[
 
 
 class DeQuantStub(nn.Module):
-    """Integers end here."""
+    """The end of the integer part."""
 
     def __init__(self, qconfig: Any = None) -> None:
         super().__init__()
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input itself."""
+        """Return the input itself."""
         return input
 
 
@@ -120,24 +120,24 @@ class FloatFunctional(nn.Module):
     }
 
     def __getattr__(self, name: str) -> Any:
-        """One of these functions, or what a module has of that name."""
+        """Return one of these functions, or the module's attribute of that name."""
         return self.FUNCTIONS[name] if name in self.FUNCTIONS else super().__getattr__(name)
 
     @staticmethod
     def add_relu(input: Tensor, other: Tensor) -> Tensor:
-        """relu(input + other)"""
+        """Compute relu(input + other)."""
         return torch.relu(torch.add(input, other))
 
     @staticmethod
     def cap(x: list[Tensor], dim: int = 0) -> Tensor:
-        """The tensors, one behind the other: the name that older releases have for `cat`."""
+        """Concatenate the tensors: the name of `cat` in older releases."""
         return torch.cat(x, dim)
 
     @staticmethod
     def matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
-        """The product, of matrices that are transposed first where that is asked for."""
+        """Compute the matrix product, with operands transposed first if requested."""
         return torch.matmul(x.transpose(-2, -1) if x_trans else x, y.transpose(-2, -1) if y_trans else y)
 
     def forward(self, *_: Any) -> Tensor:
-        """Raises ConfigurationError: its methods are what is called."""
+        """Raise ConfigurationError: its methods must be called instead."""
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")

@@ -1,7 +1,7 @@
-"""Horizon's setters and templates. Templates change what is asked of an operator field by field, in the order of their list.
+"""Horizon's setters and templates. Templates change the request for an operator field by field, in the order of their list.
 
-What is asked has three operands, output, weight and input. A later template of a list goes before an earlier one in the operands that it
-speaks of, and leaves the others as they are.
+A request has three operands: output, weight and input. A later template of a list overrides an earlier one in the operands that it
+sets, and leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LAYERS: tuple[Any, ...] = (
 MATRICES: tuple[Any, ...] = (torch.matmul, torch.bmm, operator.matmul, torch.Tensor.matmul, torch.Tensor.bmm, "matmul", "bmm", "__matmul__")
 OPERANDS = ("input", "weight", "output")
 
-UNSAID: Any = object()  # a setter does not speak of an operator
+UNSAID: Any = object()  # a setter has no rule for an operator
 FLOAT: Any = object()  # an operand in float
 
 
 class Place(NamedTuple):
-    """An operator of a traced model: its node's name, its module's path, and the class or function that it is written as."""
+    """An operator of a traced model: its node's name, its module's path, and its class or function."""
 
     name: str
     path: str
@@ -42,27 +42,27 @@ class Place(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a convolution or a linear layer."""
+        """Return whether it is a convolution or a linear layer."""
         return self.kind in LAYERS or (isinstance(self.kind, type) and issubclass(self.kind, LAYERS[:7]))
 
     @property
     def is_batch_norm(self) -> bool:
-        """Whether it is a batch norm."""
+        """Return whether it is a batch norm."""
         return self.kind is F.batch_norm or (isinstance(self.kind, type) and issubclass(self.kind, nn.modules.batchnorm._BatchNorm))
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a product of two tensors."""
+        """Return whether it is a product of two tensors."""
         return self.kind in MATRICES
 
     def below(self, name: str) -> bool:
-        """Whether a name covers it: that of its node, of its module, or of one around it; "" covers all."""
+        """Return whether a name covers it: its node's, its module's, or an enclosing module's; "" covers all."""
         return name in ("", self.name, self.path) or self.path.startswith(name + ".")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of an operator: how its output, its weight and its input are quantized; FLOAT for an operand in float."""
+    """The requested quantization of an operator's output, weight and input; FLOAT for an operand in float."""
 
     output: Any
     weight: fxq.WeightConfig
@@ -70,16 +70,16 @@ class Asked:
 
     @staticmethod
     def of(qconfig: fxq.QConfig) -> Asked:
-        """What a qconfig asks for."""
+        """Return the request of a qconfig."""
         return Asked(qconfig.output, qconfig.weight, qconfig.input)
 
     @property
     def has_floats(self) -> bool:
-        """Whether an operand is to be in float."""
+        """Return whether an operand is requested in float."""
         return self.output is FLOAT or self.input is FLOAT
 
     def qconfig(self, place: Place) -> Chosen:
-        """The fxq.QConfig of it. A layer with integer operands and a float output puts out its sum as it stands, which is dequantized."""
+        """Return its fxq.QConfig. A layer with integer operands and a float output returns its accumulator, which is dequantized."""
         if self.input is FLOAT:
             return None
         if self.output is FLOAT:
@@ -88,7 +88,7 @@ class Asked:
         return fxq.QConfig(self.output, self.weight, self.input)
 
     def with_dtype(self, operand: str, dtype: Any) -> Asked:
-        """The same with another dtype of an operand; the way its scale is found is the output's where there is none."""
+        """Return a copy with another dtype of an operand; if the operand has no config, its scale is found as the output's."""
         if operand == "weight":
             return replace(self, weight=replace(self.weight, dtype=dtype_of(dtype)))
         if is_float_dtype(dtype):
@@ -101,7 +101,7 @@ class Asked:
         return replace(self, **changed)
 
     def with_threshold(self, operand: str, threshold: float) -> Asked:
-        """The same with a given threshold of an operand."""
+        """Return a copy with a given threshold of an operand."""
         now = getattr(self, operand)
         base = now if isinstance(now, fxq.ActivationConfig) else self.output
         base = base if isinstance(base, fxq.ActivationConfig) else fxq.ActivationConfig("int8")
@@ -110,7 +110,7 @@ class Asked:
 
 
 def _by_operand(value: Any, what: str) -> dict[str, Any]:
-    """A value for the output, or a dict of values by operand."""
+    """Return a value for the output, or a dict of values, by operand."""
     if not isinstance(value, Mapping):
         return {"output": value}
     for name in value:
@@ -123,17 +123,17 @@ def _by_operand(value: Any, what: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModuleNameTemplate:
-    """Dtypes and thresholds by a module's name; "" is every operator, and the nearest name goes first.
+    """Dtypes and thresholds by module name; "" covers every operator, and the longest name takes precedence.
 
     config_mapping   a dtype, of the output; a dict of dtypes by operand; or {"dtype": …, "threshold": …} with these
-    freeze           no effect: a dtype that the march does not have is an error, and nothing falls back to another
+    freeze           no effect: a dtype that the march does not support is an error, without a fallback
     """
 
     config_mapping: Mapping[str, Any]
     freeze: bool = False
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked of an operator behind this template."""
+        """Return the request for an operator after this template."""
         for name in sorted((name for name in self.config_mapping if place.below(name)), key=len):
             value = self.config_mapping[name]
             if isinstance(value, fxq.QConfig):
@@ -152,20 +152,20 @@ class ModuleNameTemplate:
         return asked
 
     def names(self) -> list[str]:
-        """The names that it speaks of."""
+        """Return the names that it has rules for."""
         return list(self.config_mapping)
 
 
 @dataclass(frozen=True)
 class ConvDtypeTemplate:
-    """What convolutions and linear layers read, and the dtype of their weights."""
+    """The dtypes of the input and the weight of convolutions and linear layers."""
 
     input_dtype: Any = "qint8"
     weight_dtype: Any = "qint8"
     prefix: str | None = None
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked of an operator behind this template."""
+        """Return the request for an operator after this template."""
         if not place.is_layer or not place.below(self.prefix or ""):
             return asked
         if self.input_dtype is not None:
@@ -175,13 +175,13 @@ class ConvDtypeTemplate:
 
 @dataclass(frozen=True)
 class MatmulDtypeTemplate:
-    """What products of two tensors read. Raises ConfigurationError for two dtypes that differ: a product has one for both."""
+    """The input dtype of products of two tensors. Raises ConfigurationError for two different dtypes: both operands share one."""
 
     input_dtypes: Any = "qint8"
     prefix: str | None = None
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked of an operator behind this template."""
+        """Return the request for an operator after this template."""
         if not place.is_product or not place.below(self.prefix or ""):
             return asked
         several = (
@@ -198,19 +198,19 @@ class MatmulDtypeTemplate:
 
 @dataclass(frozen=True)
 class GEMMInt8Template:
-    """Layers with weights and products read int8, and weights are int8."""
+    """Int8 inputs and weights for layers with weights, and int8 inputs for products."""
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked of an operator behind this template."""
+        """Return the request for an operator after this template."""
         return MatmulDtypeTemplate().apply(place, ConvDtypeTemplate().apply(place, asked))
 
 
 @dataclass(frozen=True)
 class SensitivityTemplate:
-    """16 bits for the operators at the head of a table of sensitivities: rows that begin with a name, the worst first.
+    """16 bits for the most sensitive operators of a table: rows that begin with a name, the worst first.
 
     sensitive_table  rows (name, "activation" or "weight", …), or names, or what `QuantAnalysis.sensitivity` returns
-    topk_or_ratio    how many rows, as a whole number, or which share of them
+    topk_or_ratio    how many rows, as an integer, or which fraction of them
     sensitive_type   what becomes wide: "activation", "weight" or "both"
     """
 
@@ -221,7 +221,7 @@ class SensitivityTemplate:
     high_precision_dtype: Any = "qint16"
 
     def wide(self) -> list[tuple[str, str]]:
-        """The operands that become wide, by operator."""
+        """Return the operands that become wide, by operator."""
         parts = {"activation": ("output",), "weight": ("weight",), "both": ("output", "weight")}
         if self.sensitive_type not in parts:
             raise ConfigurationError(
@@ -236,33 +236,33 @@ class SensitivityTemplate:
         return found
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked of an operator behind this template."""
+        """Return the request for an operator after this template."""
         for name, operand in self.wide():
             if name and place.below(name):
                 asked = asked.with_dtype(operand, self.high_precision_dtype)
         return asked
 
     def names(self) -> list[str]:
-        """The names that it speaks of."""
+        """Return the names that it has rules for."""
         return [name for name, _ in self.wide()]
 
 
 class _Automatic:
-    """A template for what is done without being asked for."""
+    """A template for behaviour that is automatic here."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """What is asked, as it is."""
+        """Return the request unchanged."""
         return asked
 
 
 class GEMMToGridSampleGridInt16Template(_Automatic):
-    """Positions that images are read at have 16 bits where the march has them, back to the layer that makes them, unasked."""
+    """Sampling positions have 16 bits if the march supports them, back to the layer that computes them; automatic here."""
 
 
 class ConstTensorQuantTemplate(_Automatic):
-    """Constants are quantized without being asked for."""
+    """Constants are quantized; automatic here."""
 
 
 class DefaultTemplate(_Automatic):
@@ -270,7 +270,7 @@ class DefaultTemplate(_Automatic):
 
 
 class HighPrecisionOutputTemplate(_Automatic):
-    """Layers whose sums the model returns have 32-bit outputs: `prepare` looks for them (see `fxquant.high_precision_outputs`)."""
+    """Layers whose sums the model returns have 32-bit outputs: `prepare` checks for it (see `fxquant.high_precision_outputs`)."""
 
 
 def _is_wide(templates: Any) -> bool:
@@ -279,11 +279,11 @@ def _is_wide(templates: Any) -> bool:
 
 @dataclass(frozen=True)
 class QconfigSetter:
-    """A reference qconfig, and templates that change it operand by operand, one behind the other.
+    """A reference qconfig, and templates that change it operand by operand, in order.
 
-    enable_optimize         no effect: nothing of what is asked for is changed, and what cannot be done is an error
-    save_dir                a folder for qconfig.json, the rules that it comes to for a model; None: nothing is written
-    custom_qconfig_mapping  qconfigs by a module's name, which go before the templates
+    enable_optimize         no effect: requests are not changed, and an unsupported one is an error
+    save_dir                a folder for qconfig.json, the resulting rules for a model; None: nothing is written
+    custom_qconfig_mapping  qconfigs by module name, which override the templates
     """
 
     reference_qconfig: fxq.QConfig = field(default_factory=get_qconfig)
@@ -294,11 +294,11 @@ class QconfigSetter:
 
     @property
     def high_precision_outputs(self) -> bool:
-        """Whether the template for them is among its own."""
+        """Return whether the template for high-precision outputs is among its own."""
         return _is_wide(self.templates)
 
     def of(self, place: Place) -> Any:
-        """What is asked of an operator."""
+        """Return the request for an operator."""
         own = _nearest(self.custom_qconfig_mapping or {}, place)
         if own is not UNSAID:
             return own
@@ -308,51 +308,51 @@ class QconfigSetter:
         return asked
 
     def names(self) -> list[str]:
-        """The names that its templates speak of."""
+        """Return the names that its templates have rules for."""
         return [name for template in self.templates for name in getattr(template, "names", list)()]
 
 
 def _nearest(qconfigs: Mapping[str, Any], place: Place) -> Any:
-    """The qconfig of the longest name that covers an operator; UNSAID if there is none."""
+    """Return the qconfig of the longest name that covers an operator; UNSAID if there is none."""
     covering = [name for name in qconfigs if place.below(name)]
     return as_qconfig(qconfigs[max(covering, key=len)]) if covering else UNSAID
 
 
 @dataclass(frozen=True)
 class ModuleNameQconfigSetter:
-    """QConfigs by a module's name."""
+    """QConfigs by module name."""
 
     module_name_to_qconfig: Mapping[str, Any]
 
     def of(self, place: Place) -> Any:
-        """What is asked of an operator."""
+        """Return the request for an operator."""
         return _nearest(self.module_name_to_qconfig, place)
 
     def names(self) -> list[str]:
-        """The names that it speaks of."""
+        """Return the names that it has rules for."""
         return list(self.module_name_to_qconfig)
 
 
 @dataclass(frozen=True)
 class TemplateQconfigSetter:
-    """The older spelling of `QconfigSetter`."""
+    """The older form of `QconfigSetter`."""
 
     default_qconfig: fxq.QConfig
     templates: Any = ()
 
     @property
     def high_precision_outputs(self) -> bool:
-        """Whether the template for them is among its own."""
+        """Return whether the template for high-precision outputs is among its own."""
         return _is_wide(self.templates)
 
     def of(self, place: Place) -> Any:
-        """What is asked of an operator."""
+        """Return the request for an operator."""
         return QconfigSetter(self.default_qconfig, self.templates).of(place)
 
 
 @dataclass(frozen=True)
 class SensitiveQconfigSetter:
-    """A qconfig for the operators at the head of a table of sensitivities, and nothing for the others."""
+    """A qconfig for the most sensitive operators of a table, and no rule for the others."""
 
     qconfig: fxq.QConfig
     table: Any
@@ -360,10 +360,10 @@ class SensitiveQconfigSetter:
     ratio: float | None = None
 
     def names(self) -> list[str]:
-        """The operators that it speaks of."""
+        """Return the operators that it has rules for."""
         rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in self.table))
         return rows[: self.topk if self.topk is not None else round(len(rows) * self.ratio) if self.ratio is not None else len(rows)]
 
     def of(self, place: Place) -> Any:
-        """What is asked of an operator."""
+        """Return the request for an operator."""
         return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID

@@ -1,4 +1,4 @@
-"""PyTorch's modules under the names that Horizon's package has for them."""
+"""PyTorch's modules under their names in Horizon's package."""
 
 from torch.nn import (
     GELU,

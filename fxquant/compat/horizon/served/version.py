@@ -1,3 +1,3 @@
-"""The release of the plugin whose names are served: programs compare it before they import."""
+"""The plugin release whose names are supported: programs compare it before they import."""
 
 __version__ = "3.3.4"

@@ -1,4 +1,4 @@
-"""The plugin's marks for what its tracer does not read: here it is read, unless it is kept whole on purpose."""
+"""The plugin's markers for code that its tracer does not read: here it is traced, unless it is kept whole on request."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WHOLE: set[type] = set()  # classes of modules that `wrap(skip_compile=True)` h
 
 
 def wrap(skip_compile: Any = False) -> Any:
-    """A decorator of a function, a method or a module's class.
+    """Decorate a function, a method or a module's class.
 
-    skip_compile  False: what is decorated is traced as anything else, so that its operators become integers; True: it is kept whole, in
-                  float, on the host, as `fxquant.wrap` keeps a function, and `leaf=` of `fxquant.prepare` a module
+    skip_compile  False: the decorated object is traced as anything else, so that its operators become integers; True: it is kept whole,
+                  in float, on the host, as `fxquant.wrap` keeps a function, and `leaf=` of `fxquant.prepare` a module
 
-    Raises ConfigurationError for anything else that is decorated.
+    Raises ConfigurationError if any other object is decorated.
     """
     if not isinstance(skip_compile, bool):  # @wrap, without a call
         return wrap()(skip_compile)
@@ -44,22 +44,22 @@ def wrap(skip_compile: Any = False) -> Any:
 
 
 def leaves(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
-    """Which modules of a model stay whole; None where no class of it was marked."""
+    """Return which modules of a model stay whole; None if none of its classes was marked."""
     if not any(type(module) in _WHOLE for module in model.modules()):
         return None
     return lambda module, path: type(module) in _WHOLE or default_leaf(module, path)
 
 
 class Tracer:
-    """The plugin's tracer, of which programs use one mark."""
+    """The plugin's tracer, of which programs use one marker."""
 
     @staticmethod
     @contextlib.contextmanager
     def dynamic_block(model: nn.Module, name: str) -> Iterator[None]:
-        """Mark a part of forward whose Python depends on data. It is traced as the rest is: what cannot be traced raises TraceError."""
+        """Mark a part of forward whose Python depends on data. It is traced like the rest, with TraceError if that is impossible."""
         yield
 
 
 def typechecked(function: Any) -> Any:
-    """The function as it is: arguments are checked where they are used."""
+    """Return the function unchanged: arguments are checked where they are used."""
     return function
