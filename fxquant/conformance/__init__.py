@@ -10,4 +10,7 @@ variants    other roundings and widths, as changes of a target's arithmetic
 models      the integers of a program by the target's arithmetic, or by a variant of it
 manifest    the list of what a kit holds
 results     the results of a board, compared with the expected integers
+
+The kit holds inputs and expected integers for each row. Where a board's integers differ, `variants` changes data of the target's
+arithmetic, converts the probe again, and names the variants that fit.
 """
