@@ -207,7 +207,7 @@ def linked(text: str, source: str, homes: Mapping[str, str]) -> str:
 
     def moved(match: re.Match[str]) -> str:
         words, link = match[1], match[2]
-        if re.match(r"https?:|mailto:|#", link):
+        if link is None or re.match(r"https?:|mailto:|#", link):  # a block of code, or a link that holds everywhere
             return match[0]
         path, _, place = link.partition("#")
         target = (ROOT / source).parent.joinpath(path).resolve()
@@ -221,7 +221,8 @@ def linked(text: str, source: str, homes: Mapping[str, str]) -> str:
             return f"![{words}]({target.name})"
         return words
 
-    return re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", moved, text)
+    code = r"^```.*?^```"
+    return re.sub(rf"(?ms:{code})|!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", moved, text)
 
 
 def gather() -> None:

@@ -117,7 +117,8 @@ def test_a_readme_that_is_wrong_is_noticed() -> None:
 def test_the_readme_links_to_files_that_exist() -> None:
     pages = [f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")]
     for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", *pages):
-        links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+        text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / name).read_text(encoding="utf-8"))
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
         missing = [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
         assert not missing, f"{name} links to {', '.join(missing)}"
 

@@ -1,1 +1,4 @@
-"""Observe batches and set scales: the calibration loop, ranks that calibrate together, and files of observations."""
+"""Observe batches and set scales: the calibration loop, ranks that calibrate together, and files of observations.
+
+`observations` takes what observers have seen out of a model, as a value that gives other prepared models of it their scales.
+"""

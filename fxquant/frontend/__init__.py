@@ -1,16 +1,26 @@
-"""The front end: trace a model's Python into an FX graph whose nodes have shapes, dtypes and source lines.
+"""The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
 
-Public functions:
+trace(model, example_inputs)   the graph
+assumptions(traced)            what was fixed while tracing
+attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
+attach_signature(model)        let a graph be called like the float model
+is_traced(module)              whether `trace` made it
+moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
+float_model(model)             the float model that is meant, or an error that says what it is instead
+default_leaf(module, path)     which modules stay whole
+wrap(function)                 keep a function out of graphs
 
-    trace(model, example_inputs)   the graph
-    assumptions(traced)            what was fixed while tracing
-    attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
-    attach_signature(model)        let a graph be called like the float model
-    is_traced(module)              whether `trace` made it
-    moved_by_forward(traced)       the tensors that forward changes in train mode, which no graph does
-    float_model(model)             the float model that is meant, or an error that says what it is instead
-    default_leaf(module, path)     which modules stay whole
-    wrap(function)                 keep a function out of graphs
+Python that stays Python (`opaque`) is one node. What it returns is learned by running it on made-up numbers; where these runs disagree,
+its `fact` is None. What forward computes in train mode alone (`branches`) is a second trace, in a module next to the graph. What
+forward moves in train mode is found by calling it once on copies (`state`).
+
+Gradient rules are in the graph. The tracer writes a `detach` where something reads the result of a region without gradients. It writes a
+module (`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` makes
+a detach a fact: a node is detached where everything that reads it is, and is computed under `torch.no_grad()`. No detach then keeps
+operators from fusing, and bits do not change. A fused operator that was detached in part detaches those arguments. Where readers of one
+tensor differ, an identity stays on its grid. The other modules are identities until `gradients.attach` restores them between the
+operators of the prepared model, on dequantized tensors. The value is that of the integer path; a custom function runs once more in
+float, and its own backward gets the context that it expects. `integer.lower` drops all of them.
 """
 
 from __future__ import annotations
@@ -72,16 +82,16 @@ def trace(
     training_branch: bool = False,
     check: bool = True,
 ) -> fx.GraphModule:
-    """Return the graph of a model in eval mode. The model itself is not changed; a graph that this function made is returned as it is.
+    """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
 
-    Every node has the QConfigs of its module, and of the modules around the call, as the attribute `qconfig`.
+    Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
                      as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
-                     its path that decides for all. A whole module that is not a PyTorch layer runs as Python, in float, and is not traced
-    preserve         names of attributes, methods and modules of the model, "head.stride", to keep on the graph and on all made from it
+                     its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
+    preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
     training_branch  what forward computes and returns only in train mode (auxiliary heads) is beside the graph, as a module that does
                      it while the graph is in train mode
     check            trace again at other batch sizes and compare; run both on the example and compare
@@ -102,7 +112,7 @@ def trace(
 def _traced(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
 ) -> tuple[fx.GraphModule, bool, Set[str]]:
-    """Return the graph, whether the model draws random numbers, and the tensors that it reads besides parameters and buffers."""
+    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
@@ -130,7 +140,7 @@ def _traced(
 
 
 def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
-    """Return what a trace in train mode has in addition to `recording`; None if it has nothing."""
+    """What a trace in train mode has besides; None if it has nothing."""
     again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
     if check and inputs.batch is not None:
         compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
@@ -139,12 +149,12 @@ def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: 
 
 
 def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording) -> dict[str, bool]:
-    """Return the source lines whose gradient mode differs in train mode, as within `torch.set_grad_enabled(self.training)`."""
+    """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
     if not recording.lines:
         return {}
     try:
         again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
-    except FxQuantError:  # forward has no graph in train mode: the modes of eval mode hold
+    except FxQuantError:  # in train mode forward is no graph: what eval mode says holds
         return {}
     return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 
@@ -164,7 +174,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
 
 
 def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
-    """Return whether a model that cannot be traced at any batch size can be at the example's."""
+    """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
         record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
     except FxQuantError:

@@ -1,24 +1,29 @@
-"""The closed set of integer primitives that every operator is lowered to; they can be called without a model.
+"""The closed set of integer primitives every operator is lowered to; they can be called without a model.
 
-A primitive is one function whose body defines it; its ONNX form and its range are defined next to it. `PRIMITIVES` maps
-each function to its record, and each of them is an attribute of this package:
+A primitive is one function whose body is its meaning; beside it stand its ONNX form and its range. `PRIMITIVES` maps
+each function to its record, and every one of them is an attribute of this package:
 
-    >>> import torch
-    >>> from fxquant import primitives
-    >>> x = torch.tensor([[-3, 4]], dtype=torch.int8)
-    >>> w = torch.tensor([[2, 5], [-1, 7]], dtype=torch.int8)
-    >>> acc = primitives.linear(x, w, None)
-    >>> acc
-    tensor([[14, 31]], dtype=torch.int32)
-    >>> primitives.requantize_real(acc, torch.tensor([0.25, 0.5]), -128, 127, torch.int8)
-    tensor([[ 4, 16]], dtype=torch.int8)
+>>> import torch
+>>> from fxquant import primitives
+>>> x = torch.tensor([[-3, 4]], dtype=torch.int8)
+>>> w = torch.tensor([[2, 5], [-1, 7]], dtype=torch.int8)
+>>> acc = primitives.linear(x, w, None)
+>>> acc
+tensor([[14, 31]], dtype=torch.int32)
+>>> primitives.requantize_real(acc, torch.tensor([0.25, 0.5]), -128, 127, torch.int8)
+tensor([[ 4, 16]], dtype=torch.int8)
 
-Quantized tensors are stored in the dtype of their range: int8, int16, or uint8 with a zero point. `centre` subtracts the zero
-point, and a primitive that rounds into such a tensor adds it. Accumulators are int32, or int64 where int32 is too narrow.
-Given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. A parameter per channel,
-such as a multiplier or a shift, is a tensor shaped to broadcast. `real_multiplier` and `fixed_requantization` of
-`fxquant.numerics.rescaling` compute the parameters of a requantization from scales. The caller has to keep the bounds that a
-docstring states; those of a graph are proved when it is lowered.
+Quantized tensors are stored in the dtype of their range (int8, int16, or uint8 with a zero point, which `centre` takes
+off and what rounds into such a tensor adds), accumulators in int32, or int64 beyond that;
+given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. What is given per
+channel (a multiplier, a shift) is a tensor shaped to broadcast. The parameters of a requantization come from scales
+by `fxquant.numerics.rescaling.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
+keep: in a graph they are proved when it is lowered.
+
+The body is the target of the call in an integer graph, so that graph runs as it is. A primitive's record adds the ONNX form; a smooth
+surrogate where the body has no useful gradient; the bounds of its result; its kind: quantized, accumulator, float or dynamic. Its role
+is what fusions, writers and kernels ask for, and its rule for zero points is a fact, too. A test runs every criterion, and
+tests/test_listed_names.py finds lists of names elsewhere.
 """
 
 from __future__ import annotations
