@@ -1,7 +1,6 @@
 """Check the words of docstrings and comments: python docs/words.py [room …].
 
 Plain technical English in the terms of docs/terms.md. Each finding is a file and line, the words, and what to write in their place.
-Rooms that are not listed in CHECKED still have the old words; a room is added when it has none.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("fxquant/support",)
+CHECKED = ("fxquant", "passes", "backends")
 BANNED = {
     r"the way back": "backward",
     r"real numbers?|real tensors?": "float value, dequantized tensor",
@@ -61,9 +60,9 @@ def prose(text: str) -> str:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of the paragraphs that are prose; formulas and lists, which are indented, are left out."""
+    """Yield the sentences of the paragraphs that are prose; formulas, lists and tables have wide spaces, and are left out."""
     for paragraph in re.split(r"\n\s*\n", text):
-        if not any(line.startswith("   ") for line in paragraph.splitlines()):
+        if not re.search(r"^(   |>>>)|\S   ", paragraph, re.MULTILINE):
             yield from re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
 
 

@@ -92,8 +92,8 @@ def prepare(
 
     `observations`, from fxq.observations of a model prepared from the same float model, give the scales that calibration with the same
     batches would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE. Those that they
-    cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples: weights
-    of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
+    cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples:
+    weights of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
 
     `batch_norm` sets the behaviour of batch norms while training:
 

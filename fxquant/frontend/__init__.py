@@ -90,7 +90,7 @@ def trace(
     dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
                      as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
-                     its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
+                     its path that decides for all. What is not a layer of PyTorch's then runs as Python, in float, and is not looked into
     preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
     training_branch  what forward computes and returns only in train mode (auxiliary heads) is beside the graph, as a module that does
                      it while the graph is in train mode
@@ -140,7 +140,7 @@ def _traced(
 
 
 def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
-    """What a trace in train mode has besides; None if it has nothing."""
+    """Return what a trace in train mode has besides; None if it has nothing."""
     again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
     if check and inputs.batch is not None:
         compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
@@ -154,7 +154,7 @@ def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, 
         return {}
     try:
         again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
-    except FxQuantError:  # in train mode forward is no graph: what eval mode says holds
+    except FxQuantError:  # forward cannot be traced in train mode: the modes of eval mode hold
         return {}
     return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 

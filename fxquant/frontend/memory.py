@@ -58,7 +58,7 @@ class Memory:
         return target
 
     def holds(self, target: torch.Tensor, index: Any, value: Any) -> bool:
-        """Return whether `target[index] = value` changes nothing, since `value` is that view, changed in place: Python runs `x[i] += 1` so."""
+        """Return whether `target[index] = value` changes nothing, since `value` is that view, changed in place (`x[i] += 1`)."""
         target = self.current(target)
         if not isinstance(target, TracedTensor) or not isinstance(value, TracedTensor) or target.aliases is None:
             return False

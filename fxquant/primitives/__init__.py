@@ -1,6 +1,6 @@
 """The closed set of integer primitives every operator is lowered to; they can be called without a model.
 
-A primitive is one function whose body is its meaning; beside it stand its ONNX form and its range. `PRIMITIVES` maps
+A primitive is one function whose body is its meaning; its record has its ONNX form and its range. `PRIMITIVES` maps
 each function to its record, and every one of them is an attribute of this package:
 
 >>> import torch
@@ -13,10 +13,10 @@ tensor([[14, 31]], dtype=torch.int32)
 >>> primitives.requantize_real(acc, torch.tensor([0.25, 0.5]), -128, 127, torch.int8)
 tensor([[ 4, 16]], dtype=torch.int8)
 
-Quantized tensors are stored in the dtype of their range (int8, int16, or uint8 with a zero point, which `centre` takes
-off and what rounds into such a tensor adds), accumulators in int32, or int64 beyond that;
-given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. What is given per
-channel (a multiplier, a shift) is a tensor shaped to broadcast. The parameters of a requantization come from scales
+Quantized tensors are stored in the dtype of their range: int8, int16, or uint8 with a zero point. `centre` subtracts the zero
+point; primitives that round into such a tensor add it. Accumulators are stored in int32, or in int64 beyond its range.
+Given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. Parameters per
+channel (a multiplier, a shift) are tensors shaped to broadcast. The parameters of a requantization come from scales
 by `fxquant.numerics.rescaling.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
 keep: in a graph they are proved when it is lowered.
 

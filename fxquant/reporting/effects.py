@@ -92,7 +92,7 @@ class Effects:
         return [each.name for each in read] or None
 
     def hidden(self, reference: str, names: Sequence[str]) -> list[str]:
-        """Return the nodes between the operands and the nodes of these names, which the other form splits; modules with parameters first."""
+        """Return the nodes between the operands and these nodes, which the other form splits; modules with parameters first."""
 
         def holds(node: fx.Node) -> bool:
             module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
