@@ -87,7 +87,7 @@ def _why_float(
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     because = reads_no_activation(operator, arguments) or _of_another_dtype(node) or operator.refuses(node, arguments) or needed.get(node)
-    if because is not None:
+    if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
     given = [value for name in operator.operands for value in _listed(arguments.get(name)) if not operator.sums]

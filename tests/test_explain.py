@@ -157,3 +157,11 @@ def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
 def test_what_a_float_operator_holds_is_said() -> None:
     gm = fxq.prepare(Written(lambda m, x: F.relu(x)), example(), qconfig=fxq.QConfigMapping().set_module_name("conv", None))
     assert "the qconfig says so; holds relu" in fxq.explain(gm)
+
+
+def test_no_operator_is_in_float_without_a_reason() -> None:
+    """A function in front of a float operator that ranks, but reads no mask, is integer; it was in float, and in no row."""
+    prepared = fxq.prepare(Written(lambda m, x: F.gumbel_softmax(torch.tanh(x), dim=1)).eval(), (torch.zeros(2, 3, 8, 8),), target="bayes-e")
+    assert "%tanh" in fxq.explain(prepared)
+    (tanh,) = [layer for layer in layers(prepared) if layer.name == "tanh"]
+    assert tanh.integer
