@@ -125,6 +125,7 @@ markdown_extensions:
       slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}
 plugins:
   - search
+  - offline
   - mkdocstrings:
       handlers:
         python:
