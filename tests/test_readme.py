@@ -196,10 +196,10 @@ def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
     script.write_text("\n".join([*checks, f"assert str(fxq.__file__).startswith({str(repository)!r}), fxq.__file__"]), encoding="utf-8")
     result = subprocess.run([sys.executable, script], cwd=repository, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(checks) == 7
-    added = "every_registered or every_operator or spherical_bessel or rot90 or diff"
+    assert len(checks) == 10
+    added = "every_registered or every_operator or spherical_bessel or fftshift or margin_ranking or LaplaceObserver"
     table = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_operators.py", "-k", added],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_operators.py", "tests/test_observers.py", "-k", added],
         cwd=repository, capture_output=True, text=True,
     )  # fmt: skip
     assert table.returncode == 0, table.stdout
