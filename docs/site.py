@@ -1,85 +1,30 @@
 """Gather the pages of the documentation and build a site of them: `make docs`.
 
-The texts are README.md, GUIDE.md and the pages of this folder, which the tests run; a chapter of the site is some sections of the guide,
-or a page. The reference is made from docstrings, by mkdocstrings. mkdocs runs strictly: a link that leads nowhere is an error.
+The site has the folders of the repository: README.md is its front page, docs/guide/README.md says the order of the guide, and notebooks
+become pages. The reference is made from docstrings, by mkdocstrings. mkdocs runs strictly: a link that leads nowhere is an error.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(sys.argv[1]).resolve() if __name__ == "__main__" and len(sys.argv) > 1 else ROOT / "build" / "docs"
-
-# A chapter of the site: its file, its title, and the sections of the guide that it is made of.
-GUIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "requirements": (
-        "Requirements and limits",
-        (
-            "Batches",
-            "What a model may be",
-            "Which operators become integers",
-            "Operators made of others",
-            "A function of your own",
-            "An operator and a pass of your own",
-            "Python that stays Python",
-            "Truth values and indices",
-            "Recurrent layers",
-            "Quantized at run time",
-            "Images read at computed positions",
-            "Cameras",
-            "Limits of a march",
-        ),
-    ),
-    "qconfig": ("Precision", ("Precision",)),
-    "calibration": (
-        "Calibration",
-        ("Scales", "Channels of different ranges", "What the first samples decide", "Another calibration without batches"),
-    ),
-    "training": ("Training", ("Training", "Tuning")),
-    "heterogeneous": ("Heterogeneous models", ("The host, and segments",)),
-    "accuracy": (
-        "Accuracy",
-        ("The facts of every layer, as values", "Where it goes wrong", "What loses most, and mixed precision", "One tuner"),
-    ),
-    "deployment": (
-        "Deployment",
-        ("ONNX", "PyTorch's own programs", "A C program", "How fast it runs", "Files and the command line", "The primitives alone"),
-    ),
-}
-FILES = {
-    "README.md": "index.md",
-    "ARCHITECTURE.md": "architecture.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-    "backends/bpu/ARITHMETIC.md": "arithmetic.md",
-    **{f"docs/{page.name}": page.name for page in (ROOT / "docs").glob("*.md")},
-}
-NAVIGATION = (
-    ("Quick start", "index.md"),
-    ("Terms", "terms.md"),
-    *((title, f"{name}.md") for name, (title, _) in GUIDE.items()),
-    ("What to try", "advice.md"),
-    ("Which tool when", "which-tool-when.md"),
-    ("To the board", "to-the-board.md"),
-    ("Common mistakes", "mistakes.md"),
-    ("Questions", "faq.md"),
-    ("Coming from Horizon", "from-horizon.md"),
-    ("Coming from torch.ao", "from-torch-ao.md"),
-    ("Reference", "api.md"),
-    ("Operators", "OPERATORS.md"),
-    ("Coverage", "COVERAGE.md"),
-    ("Arithmetic", "arithmetic.md"),
-    ("Architecture", "architecture.md"),
-    ("Contributing", "contributing.md"),
-    ("Changelog", "changelog.md"),
-)
+FOLDERS = (".", "docs", "docs/guide", "docs/notebooks", "backends/bpu", "benchmarks", "benchmarks/results")  # of pages and pictures
+CHAPTERS = (  # of the navigation: a title, and pages in their order; a page with a title of its own names it
+    ("Measurements", ("docs/measurements.md", *(f"benchmarks/{name}.md" for name in (
+        "RESULTS", "results/exactness", "results/accuracy", "results/accuracy_trained", "results/observers", "results/zoo",
+    )))),
+    ("Operators", ("docs/OPERATORS.md", "docs/COVERAGE.md", "docs/horizon-names.md")),
+    ("Inside", ("ARCHITECTURE.md", "backends/bpu/ARITHMETIC.md", "backends/bpu/CHIP.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+)  # fmt: skip
 REFERENCE = {
     "From a float model to a file": (
         "trace",
@@ -180,6 +125,7 @@ markdown_extensions:
       slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}
 plugins:
   - search
+  - offline
   - mkdocstrings:
       handlers:
         python:
@@ -191,71 +137,96 @@ nav:
 """
 
 
-def anchor(title: str) -> str:
-    """The anchor of a heading, as GitHub and the site spell it."""
-    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower()))
+def pages() -> list[str]:
+    """Return all pages, as paths in the repository."""
+    return [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
 
 
-def sections() -> dict[str, str]:
-    """The sections of the guide by their titles; "" is what stands in front of the first."""
-    parts = re.split(r"^## (.+)\n", (ROOT / "GUIDE.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+def title(page: str) -> str:
+    """Return the first heading of a page."""
+    return re.findall(r"^# (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
-def linked(text: str, source: str, homes: Mapping[str, str]) -> str:
-    """The text of a page with links that hold on the site: files of the repository that are no pages are named without one."""
+def guide() -> list[str]:
+    """Return the pages of the guide in the order in which its first page lists them. Raises SystemExit if it leaves one out."""
+    listed = re.findall(r"\]\(([\w-]+\.md)\) \|$", (ROOT / "docs/guide/README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} - {"README.md"}
+    if found ^ set(listed):
+        raise SystemExit(f"docs/guide/README.md does not list these pages, or lists missing ones: {', '.join(sorted(found ^ set(listed)))}")
+    return [f"docs/guide/{name}" for name in listed]
 
-    def moved(match: re.Match[str]) -> str:
+
+def notebooks() -> list[str]:
+    """Return the notebooks, as the pages that they become."""
+    return [path.relative_to(ROOT).with_suffix(".md").as_posix() for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))]
+
+
+def navigation() -> str:
+    """Return the navigation of the site, in mkdocs' form."""
+    chapters = (("Guide", ["docs/guide/README.md", *guide()]), ("Notebooks", notebooks()), *CHAPTERS)
+    lines = ["  - Quick start: README.md", "  - Terms: docs/terms.md"]
+    for name, entries in chapters:
+        lines += [f"  - {name}:"] if entries else []
+        lines += [f"    - {page}" if page in notebooks() else f'    - "{title(page)}": {page}' for page in entries]
+        if name == "Notebooks":
+            lines.append("  - Reference: api.md")
+    return "\n".join(lines) + "\n"
+
+
+def linked(text: str, source: str) -> str:
+    """Return the text of a page without links to files of the repository that are not pages; their words are kept."""
+
+    def kept(match: re.Match[str]) -> str:
         words, link = match[1], match[2]
-        if link is None or re.match(r"https?:|mailto:|#", link):  # a block of code, or a link that holds everywhere
+        if link is None or re.match(r"https?:|mailto:|#|data:", link):  # a block of code, or a link that holds everywhere
             return match[0]
-        path, _, place = link.partition("#")
-        target = (ROOT / source).parent.joinpath(path).resolve()
-        name = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else path
-        if name == "GUIDE.md":
-            return f"[{words}]({homes.get(place, 'requirements.md')}{'#' + place if place in homes else ''})"
-        if name in FILES:
-            return f"[{words}]({FILES[name]}{'#' + place if place else ''})"
-        if target.suffix == ".png" and target.exists():
-            shutil.copy(target, OUT / "pages" / target.name)
-            return f"![{words}]({target.name})"
-        return words
+        target = (ROOT / source).parent.joinpath(link.partition("#")[0]).resolve()
+        name = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else link
+        if target.suffix == ".ipynb":
+            return f"[{words}]({link.replace('.ipynb', '.md')})"
+        return match[0] if name in pages() or target.suffix == ".png" or not target.exists() else words
 
     code = r"^```.*?^```"
-    return re.sub(rf"(?ms:{code})|!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", moved, text)
+    return re.sub(rf"(?ms:{code})|!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", kept, text)
+
+
+def notebook(path: Path, folder: Path) -> str:
+    """Return a notebook as a page; its pictures become files in the folder."""
+    parts = []
+    for index, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = folder / f"{path.stem}-{index}.png"
+                picture.write_bytes(base64.b64decode(data["image/png"]))
+                parts.append(f"![The picture that the code above draws]({picture.name})")
+            elif "text" in output or "text/plain" in data:
+                parts.append(f"```text\n{''.join(output.get('text', data.get('text/plain', ''))).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def gather() -> None:
     """Write the pages and the settings of the site."""
     shutil.rmtree(OUT, ignore_errors=True)
-    (OUT / "pages").mkdir(parents=True)
     package = OUT / "source" / "fxquant"  # as in a wheel, where passes and backends are inside
     package.mkdir(parents=True)
     for part in (*(ROOT / "fxquant").iterdir(), ROOT / "passes", ROOT / "backends"):
         (package / part.name).symlink_to(part)
-    known = sections()
-    placed = [title for _, titles in GUIDE.values() for title in titles]
-    missing = set(known) - {""} ^ set(placed)
-    if missing:
-        raise SystemExit(
-            f"docs/site.py does not place these sections of the guide, or places what there is not: {', '.join(sorted(missing))}"
-        )
-    homes = {anchor(title): f"{name}.md" for name, (_, titles) in GUIDE.items() for title in titles}
-    for source, name in FILES.items():
-        (OUT / "pages" / name).write_text(linked((ROOT / source).read_text(encoding="utf-8"), source, homes), encoding="utf-8")
-    for name, (title, titles) in GUIDE.items():
-        start = (
-            known[""].split("\n", 1)[1]
-            if name == "requirements"
-            else "The code continues that of [the first page](requirements.md), in one program.\n"
-        )
-        text = f"# {title}\n\n{start}\n" + "\n".join(f"## {one}\n{known[one]}" for one in titles)
-        (OUT / "pages" / f"{name}.md").write_text(linked(text, "GUIDE.md", homes), encoding="utf-8")
+    for folder in FOLDERS:
+        (OUT / "pages" / folder).mkdir(parents=True, exist_ok=True)
+        for picture in (ROOT / folder).glob("*.png"):
+            shutil.copy(picture, OUT / "pages" / folder / picture.name)
+    for page in pages():
+        (OUT / "pages" / page).write_text(linked((ROOT / page).read_text(encoding="utf-8"), page), encoding="utf-8")
+    for page in notebooks():
+        text = notebook((ROOT / page).with_suffix(".ipynb"), (OUT / "pages" / page).parent)
+        (OUT / "pages" / page).write_text(linked(text, page), encoding="utf-8")
     reference = [f"## {title}\n\n" + "\n".join(f"::: fxquant.{name}\n" for name in names) for title, names in REFERENCE.items()]
     (OUT / "pages" / "api.md").write_text("# Reference\n\n" + "\n".join(reference), encoding="utf-8")
     (OUT / "pages" / "wide.css").write_text(".md-grid { max-width: 88rem; }\n", encoding="utf-8")  # lines of code have up to 140 columns
-    navigation = "".join(f"  - {title}: {page}\n" for title, page in NAVIGATION)
-    (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation, encoding="utf-8")
+    (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation(), encoding="utf-8")
 
 
 def main() -> int:

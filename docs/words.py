@@ -1,6 +1,7 @@
-"""Check the words of docstrings and comments: python docs/words.py [room …].
+"""Check the words of docstrings, comments and pages: python docs/words.py [room or page …].
 
 Plain technical English in the terms of docs/terms.md. Each finding is a file and line, the words, and what to write in their place.
+Of a page the prose is checked, without code and tables.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHECKED = ("fxquant", "passes", "backends")
+PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")
 BANNED = {
     r"the way back": "backward",
     r"real numbers?|real tensors?": "float value, dequantized tensor",
@@ -29,13 +31,13 @@ BANNED = {
     r"made anew|makes? anew": "recreated",
     r"written down": "materialized",
     r"joined|joining": "fused, concatenated, reduced",
-    r"(is|are) no (?!longer|more)[a-z]+": "is not a",
+    r"(?<!there )(is|are) no (?!longer|more)[a-z]+": "is not a",
     r"for the sake of": "for",
     r"what is left of": "the remainder of",
     r"spelling": "call form",
 }
 START = re.compile(r"(The same|What|See)\b")
-LONGEST = 35  # words of a sentence in the docstring of a module
+LONGEST = 35  # words of a sentence in the docstring of a module, or on a page
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, ast.AST]]:
@@ -54,6 +56,37 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def banned(texts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the line of each banned word, and what to write in its place."""
+    for line, text in texts:
+        for words, better in BANNED.items():
+            for found in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
+                yield line + prose(text)[: found.start()].count("\n"), f"{found.group()!r}: write {better}"
+
+
+def paragraphs(page: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every paragraph, heading and list item of a page; code, tables and pictures are left out."""
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n")
+
+    page = re.sub(r"(?ms)^ *```.*?^ *```$|<!--.*?-->", blank, page)
+    page = re.sub(r"(?m)^(\|.*|!\[.*)$", "", page)
+    page = re.sub(r"\[([^\]]*)\]\([^)\s]*\)", r"\1", page)
+    for match in re.finditer(r"(?m)^(?!\s*$).*(?:\n(?! *(?:[-*#]|\d+\.) |\s*$).*)*", page):
+        yield page[: match.start()].count("\n") + 1, re.sub(r"^ *(?:[-*#]+|\d+\.) ", "", match[0])
+
+
+def of_page(page: str) -> Iterator[tuple[int, str]]:
+    """Yield the line of each finding in a page, and what is to be changed."""
+    texts = list(paragraphs(page))
+    yield from banned(texts)
+    for line, text in texts:
+        for sentence in re.split(r"(?<=[.!?:;])(?:\*\*)?\s+", " ".join(prose(text).split())):
+            if len(sentence.split()) > LONGEST and not re.search(" [=≤<·≥+] ", sentence):  # a formula is not prose
+                yield line, f"a sentence of {len(sentence.split())} words: at most {LONGEST}: {sentence[:60]}…"
+
+
 def prose(text: str) -> str:
     """Return a text without what is quoted from code."""
     return re.sub(r"`[^`]*`", "`code`", text)
@@ -67,14 +100,14 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def findings(path: Path, source: str) -> Iterator[str]:
-    """Yield what is to be changed in the docstrings and comments of a file."""
+    """Yield what is to be changed in the docstrings and comments of a file, or in the prose of a page."""
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    if path.suffix == ".md":
+        yield from (f"{name}:{line}: {change}" for line, change in of_page(source))
+        return
     tree = ast.parse(source)
     texts = [(line, text) for line, text, _ in docstrings(tree)] + list(comments(source))
-    for line, text in texts:
-        for words, better in BANNED.items():
-            for found in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
-                yield f"{name}:{line + prose(text)[: found.start()].count(chr(10))}: {found.group()!r}: write {better}"
+    yield from (f"{name}:{line}: {change}" for line, change in banned(texts))
     for line, text, node in docstrings(tree):
         if START.match(text.strip()):
             yield f"{name}:{line}: a docstring begins with {text.split()[0]!r}: begin with a verb"
@@ -86,14 +119,21 @@ def findings(path: Path, source: str) -> Iterator[str]:
             )
 
 
-def main(rooms: list[str]) -> int:
-    """Print all findings of these rooms, or of those that are checked; return how many there are."""
+def files(places: list[str]) -> Iterator[Path]:
+    """Yield the files of these rooms and pages, or of all that are checked."""
+    for place in places or CHECKED:
+        yield from sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+    if not places:
+        yield from sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
+
+
+def main(places: list[str]) -> int:
+    """Print all findings of these rooms and pages, or of those that are checked; return how many there are."""
     count = 0
-    for room in rooms or CHECKED:
-        for path in sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / room]:
-            for finding in findings(path, path.read_text(encoding="utf-8")):
-                print(finding)
-                count += 1
+    for path in files(places):
+        for finding in findings(path, path.read_text(encoding="utf-8")):
+            print(finding)
+            count += 1
     return count
 
 

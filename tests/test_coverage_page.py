@@ -1,18 +1,14 @@
-"""The list of capabilities and the site of the docs: rows that are lost are told, the page has every row, the site every section."""
+"""The list of capabilities: rows that fail are reported, and the page has every row."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from benchmarks.coverage.__main__ import CHAPTERS, PAGE, page
 from benchmarks.coverage.record import ABSENT, FAILS, PART, ROWS, WORKS, Here, Row, absent, part, sure
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,24 +48,3 @@ def test_the_page_has_every_row_and_none_that_fails() -> None:
     ]
     shown = [cells[0].removeprefix("| ") for cells in lines if cells[1] in (WORKS, PART, ABSENT)]
     assert shown == [row.words for row in ROWS]
-
-
-def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_of_the_docs", ROOT / "docs" / "site.py")
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_site_places_every_section_of_the_guide_and_names_pages_that_there_are() -> None:
-    made = site()
-    placed = [title for _, titles in made.GUIDE.values() for title in titles]
-    assert sorted(placed) == sorted(title for title in made.sections() if title)
-    pages = {*made.FILES.values(), *(f"{name}.md" for name in made.GUIDE), "api.md"}
-    assert {page for _, page in made.NAVIGATION} == pages
-    homes = {made.anchor(title): f"{name}.md" for name, (_, titles) in made.GUIDE.items() for title in titles}
-    assert (
-        made.linked("[a](../GUIDE.md#onnx) [b](../tests/test_cli.py) [c](faq.md)", "docs/terms.md", homes)
-        == "[a](deployment.md#onnx) b [c](faq.md)"
-    )

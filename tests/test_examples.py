@@ -28,5 +28,13 @@ def test_an_example_runs_and_writes_its_files(name: str, tmp_path: Path, monkeyp
         assert all(math.isfinite(value) for value in (values if isinstance(values, tuple) else (values,)))
 
 
+def test_the_first_steps_are_those_of_the_readme() -> None:
+    """tests/test_readme.py runs them."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    lines = (EXAMPLES / "first_steps.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
+    assert f"```python\n{lines}```\n" in readme
+    assert lines.count("\n") <= 30
+
+
 def test_every_example_is_run() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == set(WRITTEN)
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*WRITTEN, "first_steps"}

@@ -115,7 +115,7 @@ chapter(
     ("autocast, averaged weights", mixed_in),
     ("torch.compile of the prepared model", compiled),
     ("gradients over several processes", several_processes),
-    ("hyper-parameters, anomalies, what to try: a page", lambda h: sure((DOCS / "advice.md").exists())),
+    ("hyper-parameters, anomalies, what to try: a page", lambda h: sure((DOCS / "guide" / "train.md").exists())),
 )
 
 
@@ -235,7 +235,7 @@ chapter(
         "mixed precision within a budget",
         lambda h: fxq.mixed_precision(h.model, h.batches, "nash-e", budget=fxq.Budget(weight_bits=6), measured=False, show_progress=False),
     ),
-    ("which tool when: a page", lambda h: sure((DOCS / "which-tool-when.md").exists())),
+    ("which tool when: a page", lambda h: sure((DOCS / "guide" / "lost-decibel.md").exists())),
 )
 
 chapter(
@@ -290,7 +290,7 @@ chapter(
     ("YUV in place of RGB", in_colours),
     ("ranges that are too wide: advice", wrong_scale),
     ("a module that is scripted is refused", lambda h: refused(lambda: fxq.prepare(torch.jit.trace(h.model, h.x), h.x), "ScriptModule")),
-    ("a page of questions, and one of mistakes", lambda h: sure((DOCS / "mistakes.md").exists() and (DOCS / "faq.md").exists())),
+    ("questions, and mistakes by task: pages", lambda h: sure("## Questions" in (DOCS / "guide" / "README.md").read_text("utf-8"))),
 )
 
 

@@ -24,9 +24,9 @@ REASONS = 3  # of one operator
 
 HEAD = """# Operators
 
-Written by `python -m benchmarks.operators --page`, which compiles every spelling of each operator on bayes-e at int8 with live random
+Written by `python -m benchmarks.operators --page`, which compiles every call form of each operator on bayes-e at int8 with random
 input and holds it to the contract, in PyTorch: the prepared and the integer model have equal bits. For the other targets and dtypes one
-spelling of each is prepared, which decides what becomes integer; the same command without `--page` holds them to the contract too, and
+of each is prepared, which decides what becomes integer; the same command without `--page` holds them to the contract too, and
 their ONNX files.
 
 A cell says with which activations an operator is integer: **8** is int8 (on x86 the affine uint8), **16** is int16, – is neither. ¹ behind

@@ -77,7 +77,7 @@ def test_an_installed_package_is_not_hidden_unasked(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_page_has_the_tables() -> None:
-    assert page(TABLES) in (ROOT / "docs" / "from-horizon.md").read_text(encoding="utf-8")
+    assert page(TABLES) in (ROOT / "docs" / "horizon-names.md").read_text(encoding="utf-8")
 
 
 def test_every_program_has_what_it_asks_for() -> None:

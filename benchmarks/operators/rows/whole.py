@@ -84,4 +84,4 @@ WHOLE: tuple[Row, ...] = (
         "return [None, x.relu()]", "return x.relu(), True", "return x.relu(), x.shape[0]"),
 )  # fmt: skip
 
-FAMILIES = {"whole numbers": WHOLE}
+FAMILIES = {"integers": WHOLE}

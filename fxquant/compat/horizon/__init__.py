@@ -1,4 +1,4 @@
-"""Horizon's plugin for PyTorch over fxquant, with its modules, names, argument orders and defaults; docs/from-horizon.md.
+"""Horizon's plugin for PyTorch over fxquant, with its modules, names, argument orders and defaults; docs/guide/from-horizon.md.
 
 import fxquant.compat.horizon as horizon
 

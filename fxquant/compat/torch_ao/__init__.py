@@ -1,4 +1,4 @@
-"""PyTorch's torch.ao.quantization over fxquant: FX, eager and PT2E functions, with its own QConfigs and mappings; docs/from-torch-ao.md.
+"""PyTorch's torch.ao.quantization over fxquant: FX, eager and PT2E functions with its own QConfigs; docs/guide/from-torch-ao.md.
 
 from fxquant.compat import torch_ao
 
