@@ -20,10 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.cli import _parser
+from fxquant.cli.quantizing import run
 from fxquant.compat import horizon
 from fxquant.tuning.journal import Journal
 from fxquant.tuning.tensor_file import write_tensors
@@ -31,12 +34,19 @@ from fxquant.tuning.tensor_file import write_tensors
 SMALL = 200  # bytes, for a function that has written nothing before
 
 
+def network() -> nn.Module:
+    """Return the same network at each call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+
+
 class World:
     """A model in every form, and what reports are made of."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.float = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        self.float = network()
         self.batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
         self.prepared = fxq.prepare(self.float, self.batches[0], "nash-e")
         fxq.calibrate(self.prepared, self.batches, show_progress=False)
@@ -68,6 +78,15 @@ def journal(path: Path) -> None:
     known.write()
 
 
+def quantized(world: World, folder: Path) -> None:
+    """Run the command `quantize`, on samples that are next to the folder."""
+    samples = folder.parent / "samples.npy"
+    if not samples.exists():
+        np.save(samples, torch.randn(10, 3, 8, 8).numpy())
+    given = ["quantize", "tests.file_writers:network", "--data", str(samples), "--out", str(folder), "--no-report", "--horizon"]
+    run(_parser().parse_args(given))
+
+
 TENSORS: Mapping[str, Tensor] = {"weight": torch.zeros(500)}
 Writer = Callable[[World, Path], Any]
 WRITERS: dict[str, Writer] = {
@@ -87,6 +106,7 @@ WRITERS: dict[str, Writer] = {
     "report": lambda world, folder: fxq.report(world.integer, folder / "r.html"),
     "estimate.to_html": lambda world, folder: fxq.estimate(world.integer).to_html(folder / "e.html"),
     "draw": lambda world, folder: fxq.draw(world.integer, folder / "g.svg"),
+    "quantize": quantized,
     "dump": lambda world, folder: fxq.dump(world.integer, folder),
     "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", dump=folder),
     "FXQUANT_DUMP": dumped,

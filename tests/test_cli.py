@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("demo", "export", "inspect", "diff", "conformance", "verify"))
+    assert all(name in shown for name in ("quantize", "check", "demo", "export", "inspect", "diff", "conformance", "verify"))
 
 
-@pytest.mark.parametrize("command", ["demo", "export", "inspect", "diff", "conformance", "verify"])
+@pytest.mark.parametrize("command", ["quantize", "check", "demo", "export", "inspect", "diff", "conformance", "verify"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -321,13 +322,20 @@ def data(tmp_path: Path) -> Path:
     np.savez(tmp_path / "wrong-pickled.npz", image=np.array([object()]), mask=mask)
     np.save(tmp_path / "wrong-single.npy", image)
     safetensors.torch.save_file({"image": torch.from_numpy(image), "mask": torch.from_numpy(mask)}, tmp_path / "named.safetensors")
-    torch.save({"image": image}, tmp_path / "wrong-format.pt")
-    for name in ("wrong-damaged.npz", "wrong-damaged.npy", "wrong-damaged.safetensors"):
+    torch.save({"image": torch.from_numpy(image), "mask": torch.from_numpy(mask)}, tmp_path / "named.pt")
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "folder" / "image.npy", image)
+    np.save(tmp_path / "folder" / "mask.npy", mask)
+    (tmp_path / "wrong-folder").mkdir()
+    torch.save({"image": image}, tmp_path / "wrong-arrays.pt")
+    torch.save([torch.from_numpy(image)], tmp_path / "wrong-list.pt")
+    (tmp_path / "wrong-format.pkl").write_bytes(pickle.dumps({"image": image}))
+    for name in ("wrong-damaged.npz", "wrong-damaged.npy", "wrong-damaged.safetensors", "wrong-damaged.pt"):
         (tmp_path / name).write_bytes(b"PK\x03\x04 nothing of the kind")
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["named.npz", "ordered.npz", "named.safetensors"])
+@pytest.mark.parametrize("name", ["named.npz", "ordered.npz", "named.safetensors", "named.pt", "folder"])
 @pytest.mark.parametrize("rows", [4, 100])
 def test_verify_on_data(name: str, rows: int, data: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "verify", files["prepared"], files["integer"], "--data", data / name, "--batch-size", rows)
@@ -365,7 +373,11 @@ def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureF
         ("wrong-dtype.npz", "is torch.float64"),
         ("wrong-pickled.npz", "allow_pickle=False"),
         ("wrong-single.npy", "it has no image, mask"),
-        ("wrong-format.pt", "other formats can hold code"),
+        ("wrong-format.pkl", "other formats can hold code"),
+        ("wrong-arrays.pt", "Weights only load failed"),
+        ("wrong-list.pt", "neither a tensor nor a dict of tensors"),
+        ("wrong-folder", "the folder holds no .npy file"),
+        ("wrong-damaged.pt", "cannot be read as data"),
         ("wrong-damaged.npz", "cannot be read as data"),
         ("wrong-damaged.npy", "cannot be read as data"),
         ("wrong-damaged.safetensors", "cannot be read as data"),

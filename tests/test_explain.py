@@ -161,7 +161,9 @@ def test_what_a_float_operator_holds_is_said() -> None:
 
 def test_no_operator_is_in_float_without_a_reason() -> None:
     """A function in front of a float operator that ranks, but reads no mask, is integer; it was in float, and in no row."""
-    prepared = fxq.prepare(Written(lambda m, x: F.gumbel_softmax(torch.tanh(x), dim=1)).eval(), (torch.zeros(2, 3, 8, 8),), target="bayes-e")
+    prepared = fxq.prepare(
+        Written(lambda m, x: F.gumbel_softmax(torch.tanh(x), dim=1)).eval(), (torch.zeros(2, 3, 8, 8),), target="bayes-e"
+    )
     assert "%tanh" in fxq.explain(prepared)
     (tanh,) = [layer for layer in layers(prepared) if layer.name == "tanh"]
     assert tanh.integer

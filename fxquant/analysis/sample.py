@@ -1,9 +1,10 @@
-"""Batches for a model from a file of arrays, or drawn at random over the range of its inputs."""
+"""Samples and batches for a model from a file of arrays, or drawn at random over the range of its inputs."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
@@ -19,7 +20,8 @@ from fxquant.ir.graph import fact
 from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.nodes import grid_of
 
-FORMATS = (".npy", ".npz", ".safetensors")
+TORCH = (".pt", ".pth")
+FORMATS = (".npy", ".npz", ".safetensors", *TORCH)
 Named = dict[str, Tensor]
 
 
@@ -31,12 +33,8 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
     numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
     """
-    arrays = _read(path)
     inputs = _inputs(model)
-    if len(arrays) == 1 and len(inputs) == 1:
-        arrays = {str(inputs[0].target): next(iter(arrays.values()))}
-    elif all(name == f"arr_{index}" for index, name in enumerate(arrays)) and len(arrays) == len(inputs):
-        arrays = dict(zip([str(node.target) for node in inputs], arrays.values(), strict=True))
+    arrays = named(arrays_from(path), [str(node.target) for node in inputs])
     facts = {str(node.target): known for node in inputs if isinstance(known := fact(node), TensorFact) and known.shape}
     axes = {name: known.batch_axis for name, known in facts.items()}
     if all(axis is None for axis in axes.values()):
@@ -53,27 +51,101 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     return [dict(zip(pieces, batch, strict=True)) for batch in zip(*pieces.values(), strict=True)]
 
 
-def _read(path: Path) -> Named:
-    if path.suffix.lower() not in FORMATS:
+def samples_from(path: Path, model: nn.Module) -> Named:
+    """Return the arrays of a file or folder by the arguments of a float model's forward; dimension 0 is the sample in each.
+
+    A forward of one required argument takes the only array; otherwise arrays go by their names, or in order if numpy.savez numbered them.
+    Raises ConfigurationError if the data cannot be read, if an argument has no array, and if arrays differ in their number of samples.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    arrays = named(arrays_from(path), required)
+    missing = [name for name in required if name not in arrays]
+    if missing:
         raise ConfigurationError(
-            f"{path} cannot be read as data",
-            because=f"data is read from {', '.join(FORMATS)}; other formats can hold code",
-            remedy="save it with numpy.savez or safetensors.torch.save_file",
+            f"{path} has no array for {', '.join(missing)}",
+            because=f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}",
+            remedy="name the arrays like forward's arguments",
         )
+    counts = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values():
+        sizes = ", ".join(f"{count} of {name}" for name, count in counts.items()) or "none"
+        raise ConfigurationError(
+            f"{path} does not hold samples",
+            because=f"dimension 0 of every array is the sample, and the sizes are {sizes}",
+            remedy="give each array one row for each sample",
+        )
+    return arrays
+
+
+def named(arrays: Named, names: Sequence[str]) -> Named:
+    """Return arrays by the names of inputs: the only one goes to the only input, and numbered ones go by their order."""
+    if len(arrays) == 1 and len(names) == 1:
+        return {names[0]: next(iter(arrays.values()))}
+    if all(name == f"arr_{index}" for index, name in enumerate(arrays)) and len(arrays) == len(names):
+        return dict(zip(names, arrays.values(), strict=True))
+    return arrays
+
+
+def arrays_from(path: Path) -> Named:
+    """Return the arrays in a file, or in a folder of .npy files by the names of these. Nothing is unpickled but tensors.
+
+    Raises ConfigurationError if something cannot be read, or is of another format.
+    """
     try:
-        if path.suffix.lower() == ".safetensors":
-            return dict(safetensors.torch.load_file(path))
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"": torch.from_numpy(loaded)}
-        with loaded:
-            return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+        if path.is_dir():
+            return _of_folder(path)
+        if path.suffix.lower() not in FORMATS:
+            raise ConfigurationError(
+                f"{path} cannot be read as data",
+                because=f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code",
+                remedy="save it with numpy.savez or safetensors.torch.save_file",
+            )
+        return _of_file(path)
+    except ConfigurationError:
+        raise
     except Exception as error:  # what is read of a damaged file raises errors of many classes
         raise ConfigurationError(
             f"{path} cannot be read as data",
-            because=str(error) or type(error).__name__,
-            remedy="pass a file that numpy.save, numpy.savez or safetensors.torch.save_file wrote",
+            because=(str(error) or type(error).__name__).splitlines()[0],
+            remedy="pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote",
         ) from error
+
+
+def _of_folder(path: Path) -> Named:
+    files = sorted(path.glob("*.npy"))
+    if not files:
+        raise ConfigurationError(
+            f"{path} cannot be read as data", because="the folder holds no .npy file", remedy="save each input there as NAME.npy"
+        )
+    return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
+
+
+def _of_file(path: Path) -> Named:
+    if path.suffix.lower() == ".safetensors":
+        return dict(safetensors.torch.load_file(path))
+    loaded = torch.load(path, "cpu", weights_only=True) if path.suffix.lower() in TORCH else np.load(path, allow_pickle=False)
+    if isinstance(loaded, Tensor):
+        return {"": loaded}
+    if isinstance(loaded, np.ndarray):
+        return {"": torch.from_numpy(loaded)}
+    if path.suffix.lower() not in TORCH:
+        with loaded:
+            return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise TypeError("it holds neither a tensor nor a dict of tensors")
+    return {str(name): value for name, value in loaded.items()}
+
+
+def example_from(path: Path, model: nn.Module) -> Named:
+    """Return the first sample of a file or folder, as a batch of one. Raises ConfigurationError as `samples_from` does."""
+    return {name: array[:1] for name, array in samples_from(path, model).items()}
+
+
+def random_example(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[Tensor, ...]:
+    """Return float32 inputs of these shapes, the same for the same seed, in the order of forward's arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
 
 
 def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0) -> list[Any]:

@@ -238,7 +238,7 @@ def _read_part(kind: type, document: Any, where: str) -> Any:
     try:
         return kind(**values)
     except FxQuantError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {error.what}; {error.because}") from None
 
 
 def _made(value: Any, name: str, where: str) -> Any:

@@ -1,0 +1,53 @@
+"""The command line: the options of a command are next to the function that runs it.
+
+models     quantize, check and demo: from Python to files
+files      inspect, diff, report, segments, export and verify: of files that are there
+boards     conformance
+factories  the model that a command names
+options    what commands share
+summary    what `quantize` prints, and its JSON file
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fxquant.cli.boards import add_conformance
+from fxquant.cli.files import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
+from fxquant.cli.models import add_check, add_demo, add_quantize
+from fxquant.errors import FxQuantError
+from fxquant.support.arguments import Kind, checked, words
+
+COMMANDS = (
+    add_quantize, add_check, add_demo, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
+)  # fmt: skip
+
+
+@checked(arguments=Kind("a list of strings", words).or_none("those of the process"))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except FxQuantError as error:
+        print(f"fxquant: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        sys.stderr.close()
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fxquant",
+        description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit.",
+        epilog="The exit status is 0, 1 if something is not equal or breaks a limit, and 2 for an error. "
+        "`fxquant COMMAND --help` says more of a command.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    return parser

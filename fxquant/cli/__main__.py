@@ -1,0 +1,7 @@
+"""`python -m fxquant.cli`: the command line without its script."""
+
+import sys
+
+from fxquant.cli import main
+
+sys.exit(main())

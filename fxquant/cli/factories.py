@@ -1,0 +1,111 @@
+"""The model that a command names: package.module:factory."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxquant.errors import ConfigurationError
+from fxquant.support.progress import working
+
+FORM = "package.module:factory"
+REMEDY = f"name a class of modules, a function without arguments that returns a module, or a module, as {FORM}"
+
+
+def model_named(name: str) -> nn.Module:
+    """Return the model of a name like package.module:factory, in eval mode; modules are imported from the current folder, too.
+
+    The factory is a class of modules or a function, which is called without arguments, or a module.
+    Raises ConfigurationError, with the line of the user's code, if it cannot be imported, raises, or returns something else.
+    """
+    module, colon, path = name.partition(":")
+    if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
+        raise ConfigurationError(f"{name!r} does not name a model", because=f"a model is named as {FORM}", remedy=REMEDY)
+    with working(f"importing {module}"):
+        found = _attribute(_imported(module), path, name)
+        model = found if isinstance(found, nn.Module) else _made(found, name)
+    return model.eval()
+
+
+def _imported(module: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    with _of_user(f"{module} cannot be imported", f"write a module that Python imports from {here} or from its own packages"):
+        return importlib.import_module(module)
+
+
+def _attribute(found: Any, path: str, name: str) -> Any:
+    for part in path.split("."):
+        if not hasattr(found, part):
+            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            near = difflib.get_close_matches(part, known, n=1)
+            raise ConfigurationError(
+                f"{name} does not exist",
+                because=f"{getattr(found, '__name__', type(found).__name__)} has no {part}",
+                remedy=f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}",
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _made(factory: Any, name: str) -> nn.Module:
+    if not callable(factory):
+        raise ConfigurationError(f"{name} is not a factory", because=f"it is a {type(factory).__name__}", remedy=REMEDY)
+    required = _required(factory)
+    if required:
+        raise ConfigurationError(
+            f"{name} cannot be called without arguments",
+            because=f"it requires {', '.join(required)}",
+            remedy="write a function without arguments that passes them, and name that",
+        )
+    with _of_user(f"{name} does not make a model", "call it in Python, and mend what it raises"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{name} does not make a model", because=f"it returns a {type(model).__name__}", remedy=REMEDY)
+    return model
+
+
+def _required(factory: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # of a built-in, which is called as it is
+        return []
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+@contextmanager
+def _of_user(what: str, remedy: str) -> Iterator[None]:
+    """Within, what the user's code raises becomes a ConfigurationError with the line that raised it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        because = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ConfigurationError(what, because=because.splitlines()[0], remedy=remedy, at=_line(error)) from error
+
+
+def _line(error: BaseException) -> str | None:
+    """Return the innermost line of the user's code that an error passed: none of this package, of Python or of installed packages."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    foreign = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<frozen")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(foreign) and "site-packages" not in frame.filename
+    ]
+    if not frames:
+        return None
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"

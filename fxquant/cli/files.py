@@ -1,0 +1,219 @@
+"""The commands that work on files: inspect, diff, report, segments, export and verify."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fxquant.cli.options import FILE, add_data, add_form, command, positive
+from fxquant.errors import ConfigurationError
+
+RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the command `inspect`."""
+    inspect = command(
+        commands,
+        "inspect",
+        "say what a file holds: stage, target, inputs, operators, dtypes, scales, sizes, and what is left in float and why",
+        "The table lists every quantized tensor in the order they are computed.",
+    )
+    inspect.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    inspect.add_argument("--graph", action="store_true", help="print the graph as text, and nothing else")
+    inspect.set_defaults(run=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from fxquant.reporting.inspection import describe, read
+
+    contents = read(options.file)
+    print(contents.text.rstrip("\n") if options.graph else describe(contents))
+    return 0
+
+
+def add_diff(commands: Any) -> None:
+    """Add the command `diff`."""
+    diff = command(
+        commands,
+        "diff",
+        "compare what two files hold: their graphs as text, their scales, their weights",
+        "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not.",
+    )
+    diff.add_argument("a", type=Path, metavar="A", help=FILE)
+    diff.add_argument("b", type=Path, metavar="B", help="another of the same kind")
+    diff.set_defaults(run=_diff)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from fxquant.reporting.inspection import difference, read
+
+    found = difference(read(options.a), read(options.b))
+    print(found or "equal: the same graph, scales and tensors")
+    return 1 if found else 0
+
+
+def add_report(commands: Any) -> None:
+    """Add the command `report`."""
+    report = command(
+        commands,
+        "report",
+        "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do",
+        "The page opens without network. The advice needs --reference, the traced or prepared float side.",
+    )
+    report.add_argument("file", type=Path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
+    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
+    report.add_argument(
+        "--reference", type=Path, metavar="FILE", help="the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
+    )
+    add_data(report)
+    report.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.sample import batches_from, random_batches
+    from fxquant.reporting.inspection import saved_model
+
+    model = saved_model(options.file)
+    reference = None if options.reference is None else saved_model(options.reference)
+    batches: Any = None
+    if reference is not None:
+        drawn = options.data is None
+        batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
+        if drawn:
+            print(f"no --data: {len(batches)} random batches, which fill the range of every input")
+        if reference.meta.get("stage") == "PREPARED":
+            fxq.set_state(reference, fxq.State.FLOAT)
+    print(fxq.report(model, options.out, batches, reference=reference, title=options.file.name))
+    return 0
+
+
+def add_segments(commands: Any) -> None:
+    """Add the command `segments`."""
+    segments = command(
+        commands,
+        "segments",
+        "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
+        "A manifest beside the files joins them: fxq.run_segments runs the folder, and gives the bits of the whole.",
+    )
+    segments.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    segments.add_argument("folder", type=Path, metavar="FOLDER", help="where manifest.json and the files are written")
+    segments.add_argument(
+        "--cut", action="append", default=[], metavar="NAME", help="cut behind this tensor or module as well; may be given several times"
+    )
+    segments.set_defaults(run=_segments)
+
+
+def _segments(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.reporting.inspection import saved_model
+
+    integer = saved_model(options.file)
+    manifest = fxq.export_segments(integer, options.folder, cut=options.cut)
+    for index, segment in enumerate(fxq.segments(integer, cut=options.cut)):
+        print(f"{index}  {segment.device:10} {len(segment.nodes):5} nodes  {', '.join(segment.inputs)}  ->  {', '.join(segment.outputs)}")
+    print(manifest)
+    return 0
+
+
+def add_export(commands: Any) -> None:
+    """Add the command `export`."""
+    export = command(
+        commands,
+        "export",
+        "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler",
+        "Any number of forms may be asked for.",
+    )
+    export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    export.add_argument("--onnx", type=Path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
+    export.add_argument(
+        "--c", type=Path, metavar="PATH", help="a C99 program that needs nothing else: its source, with header and main beside (.c)"
+    )
+    export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
+    export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
+    export.add_argument(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)",
+    )
+    add_form(export)
+    export.add_argument(
+        "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
+    )
+    export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
+    export.add_argument("--out", type=Path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
+    export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
+    export.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.reporting.inspection import saved_model
+
+    writers: dict[str, Callable[..., Path]] = {
+        "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset),
+        "c": functools.partial(fxq.export_c, batch_size=options.batch_size or 1),
+        "pt2": fxq.export_pt2,
+        "torchscript": fxq.export_torchscript,
+    }
+    asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
+    if not asked and options.to is None:
+        raise ConfigurationError(
+            "nothing is to be written",
+            because="a form is asked for by its option",
+            remedy=f"give one of --{', --'.join(writers)} or --to horizon",
+        )
+    if options.compile and options.to is None:
+        raise ConfigurationError("nothing can be compiled", because="--compile is about the folder of --to", remedy="give --to horizon")
+    if options.camera and options.to is None:
+        raise ConfigurationError("no camera can be chosen", because="--camera is about the folder of --to", remedy="give --to horizon")
+    integer = saved_model(options.file)
+    for name, path in asked.items():
+        print(writers[name](integer, path))
+    if options.to is not None:
+        folder = fxq.export_horizon(integer, options.out, camera=options.camera)
+        print(fxq.compile_horizon(folder) if options.compile else folder)
+    return 0
+
+
+def add_verify(commands: Any) -> None:
+    """Add the command `verify`."""
+    verify = command(
+        commands,
+        "verify",
+        "run two forms of one model and compare every quantized tensor, bit for bit",
+        "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
+        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
+        "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
+    )
+    verify.add_argument("a", type=Path, metavar="A", help=FILE)
+    verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
+    add_data(verify)
+    verify.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.sample import batches_from, random_batches
+    from fxquant.reporting.inspection import saved_model
+
+    first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
+    model = next((form for form in (first, second) if not isinstance(form, Path)), None)
+    if model is None:
+        raise ConfigurationError(
+            "two exported files cannot be verified against each other",
+            because="inputs, and where a difference is, are known from the graph of a saved model",
+            remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
+        )
+    drawn = options.data is None
+    batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
+    report = fxq.verify(first, second, batches)
+    if drawn:
+        print(f"no --data: {len(batches)} random batches, which fill the range of every input")
+    print(report)
+    return 0 if report else 1

@@ -1,0 +1,103 @@
+"""The commands that take a model from Python to files: quantize, check and demo."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fxquant.cli.options import DATA, add_form, add_rows, command, positive, shape
+
+MODEL = "the model: a class, a function without arguments or a module in a Python module; the current folder is importable"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model and how it is quantized."""
+    parser.add_argument("model", metavar="MODULE:FACTORY", help=MODEL)
+    parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help="march or chip to compile for (default: bayes-e)")
+    parser.add_argument("--qconfig", type=Path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
+    parser.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
+
+
+# ---- quantize -----------------------------------------------------------------------------------------------------------
+
+
+def add_quantize(commands: Any) -> None:
+    """Add the command `quantize`."""
+    quantize = command(
+        commands,
+        "quantize",
+        "prepare, calibrate, convert, export and verify a model, and report on it",
+        "The folder holds model.onnx, integer.fxq, report.html and summary.json. The last fifth of the samples (32 at most) is held back.\n"
+        "On it the ONNX file is compared with the integer model, bit for bit, and the integer model with the float one.\n"
+        "Nothing is written before all of that is done. The exit status is 0 if not one bit differs, and 1 if one does.",
+    )
+    add_model(quantize)
+    quantize.add_argument("--data", type=Path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}")
+    add_rows(quantize)
+    quantize.add_argument("--out", default="quantized", metavar="FOLDER", help="where files are written (default: quantized)")
+    add_form(quantize)
+    quantize.add_argument(
+        "--fixed-batch", type=positive, metavar="N", help="rows of a batch of the ONNX file, which then has fixed sizes alone"
+    )
+    quantize.add_argument("--horizon", action="store_true", help="write the folder horizon, too, for the vendor's compiler")
+    quantize.add_argument("--no-report", dest="report", action="store_false", help="write no report.html, which needs plotly")
+    quantize.set_defaults(run=_quantize)
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from fxquant.cli.quantizing import run
+
+    return run(options)
+
+
+# ---- check --------------------------------------------------------------------------------------------------------------
+
+
+def add_check(commands: Any) -> None:
+    """Add the command `check`."""
+    check = command(
+        commands,
+        "check",
+        "list the limits of a target that a model breaks, and the operators that stay in float, before calibration",
+        "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is.",
+    )
+    add_model(check)
+    given = check.add_mutually_exclusive_group(required=True)
+    given.add_argument(
+        "--shape", action="append", type=shape, metavar="N,C,…", help="sizes of a float32 input; once for each of forward's arguments"
+    )
+    given.add_argument("--data", type=Path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
+    check.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.sample import example_from, random_example
+    from fxquant.cli.factories import model_named
+
+    mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
+    model = model_named(options.model)
+    example = random_example(options.shape) if options.shape else example_from(options.data, model)
+    found = fxq.check(model, example, options.target, mapping, adapt=options.adapt)
+    print(found)
+    return 0 if found else 1
+
+
+# ---- demo ---------------------------------------------------------------------------------------------------------------
+
+
+def add_demo(commands: Any) -> None:
+    """Add the command `demo`."""
+    demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
+    demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")
+    demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
+    demo.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fxquant.demo.run import run_demo
+
+    outcome = run_demo(options.target, options.out, adapt=options.adapt)
+    return 0 if outcome.report and outcome.float_nodes == 0 else 1

@@ -1,0 +1,208 @@
+"""`fxquant quantize`: from the name of a model to its files, its report and its summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import fxquant as fxq
+from fxquant.analysis.sample import samples_from
+from fxquant.cli.factories import model_named
+from fxquant.errors import ConfigurationError
+from fxquant.support.arguments import FOLDER, accepted
+from fxquant.support.files import write_files
+
+EVERY, MOST = 5, 32  # one sample of so many is held back to verify, and so many at most
+PART = 1 << 24  # bytes of a file that are copied at a time
+HORIZON = "horizon"
+Samples = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Figures about a quantized model.
+
+    calibrated, held  numbers of samples
+    verified          the ONNX file against the integer model, on the samples that were held back
+    compared          the integer model against the float one, on the same
+    findings          limits of the target that are broken, and what stays in float
+    operators         how many operators are integer
+    files             the size of each, in bytes, by its path in the folder
+    """
+
+    model: str
+    calibrated: int
+    held: int
+    verified: fxq.Report
+    compared: fxq.Comparison
+    findings: fxq.Findings
+    operators: int
+    files: Mapping[str, int]
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{self.model} for {self.findings.target}", title_justify="left", show_header=False)
+        table.add_column(overflow="fold")
+        table.add_column(justify="right", overflow="fold")
+        table.add_row("samples, calibrated on and held back", f"{self.calibrated} and {self.held}")
+        table.add_row("integer operators", str(self.operators))
+        for kind, words in KINDS.items():
+            table.add_row(words, str(sum(finding.kind == kind for finding in self.findings)), end_section=kind == "host")
+        for output in self.compared.outputs:
+            table.add_row(f"SQNR of {output.name}, to the float model", _decibels(output.sqnr))
+        table.add_section()
+        table.add_row("elements compared with the ONNX file", f"{self.verified.elements:,}")
+        table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=True)
+        for name, size in self.files.items():
+            table.add_row(name, f"{size:,} bytes")
+        return table
+
+    def document(self) -> dict[str, Any]:
+        """Return the summary as JSON has it; a figure that is not finite is null."""
+        return {
+            "fxquant": fxq.__version__,
+            "model": self.model,
+            "target": self.findings.target,
+            "samples": {"calibrated": self.calibrated, "held_back": self.held},
+            "integer_operators": self.operators,
+            "findings": [dict(vars(finding)) for finding in self.findings],
+            "outputs": [
+                {"name": each.name, "sqnr_db": _finite(each.sqnr), "cosine": each.cosine, "largest_error": _finite(each.largest)}
+                for each in self.compared.outputs
+            ],
+            "verified": {
+                "equal": bool(self.verified),
+                "mismatches": self.verified.mismatches,
+                "elements": self.verified.elements,
+                "tensors": self.verified.tensors,
+            },
+            "advice": [dict(vars(each), gain=_finite(each.gain), effect=_finite(each.effect)) for each in self.compared.advice],
+            "files": dict(self.files),
+        }
+
+
+KINDS = {"float": "operators in float", "limit": "broken limits", "host": "operators moved to the host"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Quantize the model that the options name; print what was found and return the exit status."""
+    out = _folder(options)
+    mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
+    model = model_named(options.model)
+    samples = samples_from(options.data, model)
+    calibration, held = _split(samples, options)
+    result = fxq.quantize(model, _batches(calibration, options.batch_size), options.target, mapping, adapt=options.adapt)
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
+        folder = Path(made)
+        outcome = _written(result, folder, held, _count(calibration), options)
+        _place(folder, out, json.dumps(outcome.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    Console().print(outcome)
+    for advice in outcome.compared.advice:
+        print(advice)
+    print(out / SUMMARY)
+    if not outcome.verified:
+        print(outcome.verified)
+    return 0 if outcome.verified else 1
+
+
+SUMMARY = "summary.json"
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the files. Raise before any work if it cannot be written, or if the report cannot be made."""
+    out = Path(accepted("quantize", "--out", options.out, FOLDER))
+    there = out.absolute()
+    while not there.exists():
+        there = there.parent
+    write_files(there, {})
+    if options.report and find_spec("plotly") is None:
+        raise ConfigurationError(
+            "no report can be made",
+            because="it needs plotly, which is not installed",
+            remedy='pip install "fxquant[report]", or leave it out by --no-report',
+        )
+    return out
+
+
+def _count(samples: Samples) -> int:
+    return len(next(iter(samples.values())))
+
+
+def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samples]:
+    """Return the samples to calibrate, and those held back, which fill whole batches of a file of a fixed batch."""
+    count, least = _count(samples), options.fixed_batch or 1
+    held = min(count // EVERY, MOST)
+    held = max(held - held % least, least)
+    if held >= count:
+        raise ConfigurationError(
+            f"{options.data} holds too few samples",
+            because=f"there are {count}, of which {held} would be held back to verify the file",
+            remedy=f"give {held + 1} or more; calibration needs some hundred",
+        )
+    return {name: array[:-held] for name, array in samples.items()}, {name: array[-held:] for name, array in samples.items()}
+
+
+def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
+    pieces = [torch.split(array, size) for array in samples.values()]
+    return [dict(zip(samples, batch, strict=True)) for batch in zip(*pieces, strict=True)]
+
+
+def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
+    """Write the files of a result into a folder, and return what was found about them."""
+    if options.horizon:
+        fxq.export_horizon(result.integer, folder / HORIZON)
+    path = result.export(folder / "model.onnx", style=options.style, opset=options.opset, batch_size=options.fixed_batch)
+    fxq.save(result.integer, folder / "integer.fxq")
+    verified = result.verify(path, _batches(held, options.fixed_batch or options.batch_size))
+    batches = _batches(held, options.batch_size)
+    compared = result.compare(batches)
+    if options.report:
+        fxq.report(result.integer, folder / "report.html", batches, prepared=result.prepared, comparison=compared, title=options.model)
+    operators = sum(layer.integer and not layer.boundary for layer in fxq.layers(result.prepared))
+    files = {name: path.stat().st_size for name, path in _files(folder)}
+    return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files below a folder, by their paths from there."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _place(folder: Path, out: Path, summary: str) -> None:
+    """Write the files of a folder into another, atomically, with the summary last: it names them."""
+    by_folder: dict[Path, dict[str, Iterator[bytes]]] = {}
+    for name, path in _files(folder):
+        by_folder.setdefault((out / name).parent, {})[path.name] = _parts(path)
+    for place in sorted(by_folder, key=lambda each: -len(each.parts)):
+        write_files(place, by_folder[place] | ({SUMMARY: summary} if place == out else {}))
+    for name, path in _files(folder):
+        if path.stat().st_mode & stat.S_IXUSR:
+            (out / name).chmod(path.stat().st_mode)
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(PART):
+            yield part
+
+
+def _decibels(value: float) -> str:
+    return "not float" if math.isnan(value) else "equal" if value == math.inf else f"{value:.1f} dB"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,350 @@
+"""The commands that take a model from Python to files: what they write, what they find, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import fxquant as fxq
+from fxquant.analysis.sample import samples_from
+from fxquant.cli import main
+
+NETWORKS = """
+import torch
+from torch import nn
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, image):
+        return self.head(torch.relu(self.conv(image)).mean((2, 3)))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 4, 3)
+
+    def forward(self, image, mask, offset=0.0):
+        return self.conv(image) * mask + offset
+
+
+def made():
+    return Network()
+
+
+def raising():
+    raise OSError("weights.pt is not there")
+
+
+def number():
+    return 3
+
+
+def sized(width):
+    return Network()
+
+
+def leaving():
+    raise SystemExit(4)
+
+
+class Holder:
+    network = Network()
+
+
+ready = Network()
+figure = 5
+"""
+ROWS = 24
+
+
+def images() -> Tensor:
+    return torch.randn(ROWS, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The commands run in a folder with a module of networks and data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "networks.py").write_text(NETWORKS)
+    (tmp_path / "broken.py").write_text("import torch\nx = 1 / 0\n")
+    (tmp_path / "unwritten.py").write_text("def f(:\n")
+    np.save(tmp_path / "images.npy", images().numpy())
+    yield
+    for name in ("networks", "broken", "unwritten"):
+        sys.modules.pop(name, None)
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def files_of(folder: str) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+
+
+def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.Result:
+    """What Python's functions make of the same samples: the last fifth is held back."""
+    import networks
+
+    batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
+    return fxq.quantize(networks.Network(), batches, target, qconfig, show_progress=False)
+
+
+# ---- quantize -----------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("quantize", "networks:Network", "--data", "images.npy", "--batch-size", 8, "--target", "nash-e", "--out", "out")
+    status, shown, _ = called(capsys, *given)
+    assert status == 0
+    assert files_of("out") == ["integer.fxq", "model.onnx", "report.html", "summary.json"]
+    result = by_hand("nash-e")
+    assert Path("out/integer.fxq").read_bytes() == fxq.save(result.integer, "mine.fxq").read_bytes()
+    held = images()[-(ROWS // 5) :]
+    verified = result.verify("out/model.onnx", [held])
+    assert verified
+    compared = result.compare([held])
+    summary = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))
+    assert summary["verified"] == {"equal": True, "mismatches": 0, "elements": verified.elements, "tensors": verified.tensors}
+    assert summary["samples"] == {"calibrated": ROWS - ROWS // 5, "held_back": ROWS // 5}
+    assert [output["sqnr_db"] for output in summary["outputs"]] == [output.sqnr for output in compared.outputs]
+    assert summary["files"] == {name: Path("out", name).stat().st_size for name in files_of("out") if name != "summary.json"}
+    assert (summary["target"], summary["integer_operators"]) == ("nash-e", 3)
+    assert summary["findings"] == [vars(finding) for finding in fxq.check(result.prepared)]
+    assert re.search(r"broken limits\s+│\s+1 ", shown)
+    assert f"{compared.outputs[0].sqnr:.1f} dB" in shown
+    assert re.search(r"mismatching elements\s+│\s+0 ", shown)
+    assert all(name in shown for name in files_of("out"))
+    assert "networks:Network" in Path("out/report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("factory", ["made", "ready", "Holder.network"])
+def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("quantize", f"networks:{factory}", "--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report")
+    assert called(capsys, *given)[0] == 0
+    assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
+    assert Path("out/integer.fxq").read_bytes() == fxq.save(by_hand().integer, "mine.fxq").read_bytes()
+
+
+def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[str]) -> None:
+    mapping = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(output=fxq.ActivationConfig("int16"))).set_module_name("head", None)
+    fxq.save_qconfig(mapping, "rules.json")
+    given = ("--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report", "--qconfig", "rules.json")
+    status, shown, _ = called(capsys, "quantize", "networks:Network", *given)
+    assert status == 0
+    assert Path("out/integer.fxq").read_bytes() == fxq.save(by_hand(qconfig=mapping).integer, "mine.fxq").read_bytes()
+    findings = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["findings"]
+    assert [(found["layer"], found["kind"]) for found in findings] == [("head", "float")]
+    assert re.search(r"operators in float\s+│\s+1 ", shown)
+
+
+def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
+    assert called(capsys, "quantize", "networks:Network", *given)[0] == 0
+    metadata = fxq.onnx_metadata("out/model.onnx")
+    assert metadata["style"] == "exact"
+    assert "image f32[3,2,8,8]" in called(capsys, "inspect", "out/model.onnx")[1]
+    summary = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"]["held_back"] == 3, "whole batches of the file"
+    horizon = ["compile.sh", "layers.json", "model.onnx", "model.yaml"]
+    assert files_of("out") == [*(f"horizon/{name}" for name in horizon), "integer.fxq", "model.onnx", "summary.json"]
+    assert Path("out/horizon/compile.sh").stat().st_mode & 0o111 == 0o111
+
+
+def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    export = fxq.Result.export
+
+    def other(self: fxq.Result, path: Any, **options: Any) -> Path:
+        fxq.set_qparams(self.prepared, {"head": 1.0})
+        return export(fxq.Result(self.float, self.prepared, fxq.convert(self.prepared)), path, **options)
+
+    monkeypatch.setattr(fxq.Result, "export", other)
+    status, shown, _ = called(capsys, "quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
+    assert status == 1
+    assert "NOT equal" in shown
+    verified = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["verified"]
+    assert not verified["equal"]
+    assert verified["mismatches"] > 0
+
+
+def test_files_of_before_are_replaced_and_others_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("kept")
+    Path("out/model.onnx").write_text("old")
+    assert called(capsys, "quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")[0] == 0
+    assert Path("out/notes.txt").read_text() == "kept"
+    assert fxq.onnx_metadata("out/model.onnx")["target"] == "bayes-e"
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------
+
+
+def test_data_of_several_inputs_in_every_format() -> None:
+    import networks
+
+    image, mask = images(), torch.rand(ROWS, 4, 6, 6)
+    np.savez("named.npz", mask=mask.numpy(), image=image.numpy())
+    np.savez("ordered.npz", image.numpy(), mask.numpy())
+    torch.save({"image": image, "mask": mask}, "named.pt")
+    safetensors.torch.save_file({"image": image, "mask": mask}, "named.safetensors")
+    Path("folder").mkdir()
+    np.save("folder/image.npy", image.numpy())
+    np.save("folder/mask.npy", mask.numpy())
+    for name in ("named.npz", "ordered.npz", "named.pt", "named.safetensors", "folder"):
+        found = samples_from(Path(name), networks.Two())
+        assert set(found) == {"image", "mask"}
+        assert torch.equal(found["image"], image)
+        assert torch.equal(found["mask"], mask)
+
+
+# ---- check --------------------------------------------------------------------------------------------------------------
+
+
+def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    import networks
+
+    status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--shape", "1,2,8,8")
+    assert status == 1
+    found = fxq.check(networks.Network().eval(), torch.randn(1, 2, 8, 8), "bernoulli2")
+    assert len(found) >= 3
+    assert shown == f"{found}\n"
+    assert "networks.py:14 in forward:  return self.head(" in shown
+    assert "write it as a convolution with a 1×1 kernel" in shown
+    assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[:2] == (1, shown)
+
+
+def test_check_of_a_model_of_the_current_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    status, shown, _ = called(capsys, "check", "networks:Two", "--march", "bayes", "--shape", "1,2,8,8", "--shape", "1,4,6,6")
+    assert (status, shown) == (0, "within every limit of bayes that is known\n")
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------------
+
+FACTORIES = {
+    "networks": "does not name a model",
+    "networks:": "does not name a model",
+    "networks.py:Network": "networks.py cannot be imported",
+    "net works:Network": "does not name a model",
+    "absent:Network": "No module named 'absent'",
+    "broken:f": "ZeroDivisionError",
+    "unwritten:f": "SyntaxError",
+    "networks:Netwerk": "did you mean 'Network'?",
+    "networks:raising": "weights.pt is not there",
+    "networks:leaving": "SystemExit: 4",
+    "networks:number": "it returns a int",
+    "networks:sized": "it requires width",
+    "networks:figure": "it is a int",
+}
+LINES = {"broken:f": "broken.py:2", "unwritten:f": "unwritten.py:1", "networks:raising": "networks.py:32 in raising:  raise OSError("}
+
+
+def assert_refused(outcome: tuple[int, str, str], *parts: str) -> None:
+    status, shown, error = outcome
+    assert (status, shown) == (2, "")
+    assert error.startswith("fxquant: ")
+    assert "  because  " in error
+    assert "  remedy   " in error
+    assert "Traceback" not in error
+    assert all(part in error for part in parts), error
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_that_gives_no_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = (FACTORIES[name], LINES.get(name, ""))
+    assert_refused(called(capsys, "quantize", name, "--data", "images.npy", "--out", "out", "--no-report"), *said)
+    sys.modules.pop(name.partition(":")[0], None)
+    assert_refused(called(capsys, "check", name, "--shape", "1,2,8,8"), *said)
+
+
+def test_data_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    image = images().numpy()
+    np.savez("missing.npz", image=image, other=image)
+    np.savez("uneven.npz", image=image, mask=np.zeros((5, 4, 6, 6), np.float32))
+    np.save("wide.npy", image.astype(np.float64))
+    np.save("channels.npy", np.zeros((ROWS, 3, 8, 8), np.float32))
+    np.save("scalar.npy", np.float32(1))
+    np.save("single.npy", image[:1])
+    np.save("nan.npy", np.full_like(image, np.nan))
+    cases = {
+        ("Two", "missing.npz"): "has no array for mask",
+        ("Two", "uneven.npz"): "24 of image, 5 of mask",
+        ("Two", "images.npy"): "has no array for image, mask",
+        ("Network", "wide.npy"): "Input type (double)",
+        ("Network", "channels.npy"): "networks.py:14 in forward",
+        ("Network", "scalar.npy"): "does not hold samples",
+        ("Network", "single.npy"): "holds too few samples",
+        ("Network", "nan.npy"): "NaN",
+        ("Network", "absent.npy"): "No such file",
+        ("Network", "networks.py"): "data is read from .npy",
+    }
+    for (network, data), said in cases.items():
+        assert_refused(called(capsys, "quantize", f"networks:{network}", "--data", data, "--out", "out", "--no-report"), said)
+
+
+def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = ("quantize", "networks:Network", "--data", "images.npy", "--no-report")
+    Path("file").write_text("kept")
+    Path("rules.json").write_text('{"format": "fxquant qconfig", "version": 1, "names": {"conv": {"output": {"dtype": "int9"}}}}')
+    Path("keys.json").write_text('{"format": "fxquant qconfig", "version": 1, "names": {"conv": {"outputs": {}}}}')
+    assert_refused(called(capsys, *usual, "--out", "out", "--target", "bayes-f"), "there is no target 'bayes-f'", "bayes-e")
+    assert_refused(called(capsys, *usual, "--out", "file"), "is a file")
+    assert_refused(called(capsys, *usual, "--out", "file/below"), "is a file")
+    assert_refused(called(capsys, *usual, "--out", ""), "--out")
+    assert_refused(called(capsys, *usual, "--out", "/proc/none/out"), "cannot be written")
+    assert_refused(called(capsys, *usual, "--out", "out", "--qconfig", "rules.json"), "conv, output", "int9", "int16")
+    assert_refused(called(capsys, *usual, "--out", "out", "--qconfig", "keys.json"), "'outputs' is unknown", "output, weight, input")
+    assert_refused(called(capsys, *usual, "--out", "out", "--qconfig", "absent.json"), "absent.json")
+    assert_refused(called(capsys, *usual, "--out", "out", "--opset", 3), "opset")
+    assert_refused(called(capsys, *usual, "--out", "out", "--horizon", "--target", "x86"), "x86")
+    assert_refused(called(capsys, *usual, "--out", "out", "--fixed-batch", 24), "holds too few samples")
+    assert_refused(called(capsys, "check", "networks:Two", "--shape", "1,2,8,8"), "mask")
+    assert_refused(called(capsys, "check", "networks:Network", "--shape", "1,2,8,8", "--target", "bayes-f"), "bayes-f")
+    assert Path("file").read_text() == "kept"
+
+
+def test_a_report_needs_plotly_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)
+    assert_refused(called(capsys, "quantize", "absent:Network", "--data", "absent.npy", "--out", "out"), "plotly", "--no-report")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quantize"],
+        ["quantize", "networks:Network"],
+        ["check", "networks:Network"],
+        ["check", "networks:Network", "--shape", "1,2,x"],
+        ["check", "networks:Network", "--shape", "1,0,8"],
+        ["check", "networks:Network", "--shape", "1,2,8,8", "--data", "images.npy"],
+        ["quantize", "networks:Network", "--data", "images.npy", "--style", "other"],
+        ["quantize", "networks:Network", "--data", "images.npy", "--fixed-batch", "0"],
+    ],
+)
+def test_misuse_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert f"usage: fxquant {arguments[0]}" in capsys.readouterr().err
