@@ -36,17 +36,17 @@ REASONS: dict[str, tuple[Body, str]] = {
     "x / 0": (lambda m, x: x / 0, "it divides by 0"),
     "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
     "x / batch": (lambda m, x: x / x.shape[0], "it divides by a number that is computed"),
-    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is no tensor"),
+    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is not a tensor"),
     "as_strided": (
         lambda m, x: x.relu().as_strided((2,), (1,)),
-        "it reads the memory of its operand, whose order is known of inputs alone",
+        "it reads the memory of its operand, and only the strides of model inputs are known",
     ),
     "x + nan": (lambda m, x: x + float("nan"), "one of its numbers is not finite"),
     "max(x)": (lambda m, x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (
         lambda m, x: x.logcumsumexp(1),
-        "no operator of the table recognises logcumsumexp: its running sums have a larger range than a grid; "
-        "exp, cumsum and log have an integer form where theirs is small",
+        "no operator of the table recognises logcumsumexp: its running sums exceed the range of a grid; "
+        "where they are small, write exp, cumsum and log",
     ),
     "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no operator of the table recognises special_bessel_j0"),
     "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
@@ -56,12 +56,12 @@ REASONS: dict[str, tuple[Body, str]] = {
         lambda m, x: x.double() * 2,
         "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
     ),
-    "a list of the batch": (lambda m, x: x[[0, 1]], "it picks from the batch by a list"),
+    "a list of the batch": (lambda m, x: x[[0, 1]], "it indexes the batch by a list"),
 }  # fmt: skip
 
 # The second operator that stays in float: one that follows from another.
 FOLLOWING: dict[str, tuple[Body, str]] = {
-    "a piece of mode": (lambda m, x: x.mode(1)[0], "it picks from the results of %mode, which is in float"),
+    "a piece of mode": (lambda m, x: x.mode(1)[0], "it selects a result of %mode, which is computed in float"),
     "float64": (
         lambda m, x: x.double() * 2 + 1,
         "its operand %mul is float64, and only float32 tensors are quantized; convert it to float32",

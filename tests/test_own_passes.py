@@ -130,11 +130,11 @@ def test_an_operator_of_several_tensors_is_integer_on_every_target(target: str, 
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no meaning": ({}, "no meaning in integers"),
-    "two meanings": ({"expand": expanded, "lower": expanded}, "two meanings in integers"),
+    "no meaning": ({}, "no integer form"),
+    "two meanings": ({"expand": expanded, "lower": expanded}, "two integer forms"),
     "a parameter that there is not": ({"operands": ["third"], "expand": expanded}, "no parameter 'third'"),
     "a field that there is not": ({"expand": expanded, "granularity": 1}, "no field 'granularity'"),
-    "a name that is taken": ({"name": "fade", "expand": expanded}, "in the table already"),
+    "a name that is taken": ({"name": "fade", "expand": expanded}, "registered already"),
     "a name of PyTorch's": ({"name": "hypot", "expand": expanded}, "cannot be declared"),
 }
 
