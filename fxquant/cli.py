@@ -40,19 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
-    demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")
+    demo.add_argument("--target", default="bayes-e", help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)")
     demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
-    demo.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
+    demo.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
     demo.set_defaults(run=_demo)
 
     inspect = _command(
         commands,
         "inspect",
-        "say what a file holds: stage, target, inputs, operators, dtypes, scales, sizes, and what is left in float and why",
+        "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why",
         "The table lists every quantized tensor in the order they are computed.",
     )
     inspect.add_argument("file", type=Path, metavar="FILE", help=FILE)
-    inspect.add_argument("--graph", action="store_true", help="print the graph as text, and nothing else")
+    inspect.add_argument("--graph", action="store_true", help="print only the graph, as text")
     inspect.set_defaults(run=_inspect)
 
     diff = _command(
@@ -83,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "segments",
         "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
-        "A manifest beside the files joins them: fxq.run_segments runs the folder, and gives the bits of the whole.",
+        "A manifest connects the files: fxq.run_segments runs the folder and returns the bits of the entire model.",
     )
     segments.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     segments.add_argument("folder", type=Path, metavar="FOLDER", help="where manifest.json and the files are written")
     segments.add_argument(
-        "--cut", action="append", default=[], metavar="NAME", help="cut behind this tensor or module as well; may be given several times"
+        "--cut", action="append", default=[], metavar="NAME", help="cut after this tensor or module as well; may be given several times"
     )
     segments.set_defaults(run=_segments)
 
@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     export.add_argument("--onnx", type=Path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
-    export.add_argument(
-        "--c", type=Path, metavar="PATH", help="a C99 program that needs nothing else: its source, with header and main beside (.c)"
-    )
+    export.add_argument("--c", type=Path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
     export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
     export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
     export.add_argument(
@@ -139,7 +137,7 @@ def _conformance_options(commands: Any) -> None:
     conformance = _command(
         commands,
         "conformance",
-        "check that a board computes fxquant's integers: write probe programs for it, and compare what it gives",
+        "check that a board computes fxquant's integers: write probe programs for it, and compare its results",
         "With --target, write a kit: a program for each operator, compiled by the vendor's tool. Copy KIT/board to the board, and run\n"
         "`python3 run.py` there. With --results, say per operator whether every integer is equal, or how many differ and which known\n"
         "variant of the arithmetic fits; conformance.json is written into DIR. The exit status is 0 if every operator that runs on the\n"
@@ -278,7 +276,7 @@ def _conformance(options: argparse.Namespace) -> int:
     asked = [name for name in ("target", "results", "simulate") if getattr(options, name) is not None]
     if len(asked) != 1:
         raise ConfigurationError(
-            "it is not clear what is to be done",
+            "the request is not clear",
             because="--target writes a kit, --results and --simulate compare results"
             + (f"; given are --{' and --'.join(asked)}" if asked else ""),
             remedy="give one of them",

@@ -45,11 +45,11 @@ REASONS: dict[str, tuple[Body, str]] = {
     "max(x)": (lambda m, x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (
         lambda m, x: x.logcumsumexp(1),
-        "no operator of the table recognises logcumsumexp: its running sums exceed the range of a grid; "
+        "no registered operator matches logcumsumexp: its running sums exceed the range of a grid; "
         "where they are small, write exp, cumsum and log",
     ),
-    "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no operator of the table recognises special_bessel_j0"),
-    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
+    "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no registered operator matches special_bessel_j0"),
+    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no registered operator matches fft_rfft: a Fourier transform has no integer form"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
     "double": (
@@ -104,8 +104,8 @@ def test_an_int32_output_is_not_computed_with() -> None:
     qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
     gm = fxq.prepare(Written(lambda m, x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
     assert [layer.reason for layer in left_in_float(layers(gm))] == [
-        "the 32-bit output of %conv is not computed with any further",
-        "the qconfig says so",
+        "the 32-bit output of %conv is not read by another integer operator",
+        "the qconfig keeps it in float",
     ]
 
 
@@ -130,7 +130,7 @@ def quantize(x: Tensor) -> Tensor:
 def test_a_function_of_the_users_called_quantize_is_an_operator() -> None:
     traced = fxq.trace(Written(lambda m, x: torch.logcumsumexp(x, 1)), example())
     next(node for node in traced.graph.nodes if node.target is torch.logcumsumexp).target = quantize
-    assert "1 is left in float: 1 because no operator of the table recognises quantize" in summary(
+    assert "1 is left in float: 1 because no registered operator matches quantize" in summary(
         layers(fxq.prepare(traced, example(), until="boundary.insert"))
     )
 
@@ -149,11 +149,11 @@ def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
         )
 
     told = summary(layers(fxq.prepare(Written(many), example(), until="specs.annotate")))
-    assert "7 are left in float: 2 because no operator of the table recognises logcumsumexp: its running sums" in told
+    assert "7 are left in float: 2 because no registered operator matches logcumsumexp: its running sums" in told
     assert told.count("because") == 4
     assert told.endswith("; 2 for other reasons")
 
 
 def test_what_a_float_operator_holds_is_said() -> None:
     gm = fxq.prepare(Written(lambda m, x: F.relu(x)), example(), qconfig=fxq.QConfigMapping().set_module_name("conv", None))
-    assert "the qconfig says so; holds relu" in fxq.explain(gm)
+    assert "the qconfig keeps it in float; holds relu" in fxq.explain(gm)

@@ -264,7 +264,7 @@ def test_what_reads_a_32_bit_output_stays_in_float_and_says_why() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
     qconfig = fxq.QConfigMapping().set_module_name("0", fxq.QConfig(fxq.ActivationConfig("int32")))
     explained = fxq.explain(fxq.prepare(model, torch.randn(2, 3, 4, 4), qconfig=qconfig))
-    assert "the 32-bit output of %_0 is not computed with any further" in explained
+    assert "the 32-bit output of %_0 is not read by another integer operator" in explained
 
 
 def test_an_operator_without_sums_has_no_32_bit_output() -> None:
