@@ -44,7 +44,7 @@ def get(name: str | Target) -> Target:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
     raise UnknownTarget(
-        f"there is no target {shown(named)}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
+        f"the target {shown(named)} is not known", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
     )
 
 

@@ -136,7 +136,7 @@ def prepare(
     if until is not None and observations is not None:
         raise ConfigurationError(
             "observations cannot be used with until=",
-            because="they give scales, which a graph has once it is prepared whole",
+            because="observations give scales, which only a fully prepared graph has",
             remedy="leave one of them out",
         )
     check_until(until, pipeline)
@@ -182,8 +182,8 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
         logger.info("rules of the qconfig: %s", rules)
     elif mapping.lost_rules:
         logger.warning(
-            "the QConfigMapping has no rules, only a default, and the mapping that its setter returned is gone: setters return a new"
-            " mapping and change none, as in mapping = mapping.set_module_name(...)"
+            "the QConfigMapping has no rules, only a default, and the mapping that a setter returned was not used: setters return a new"
+            " mapping, as in mapping = mapping.set_module_name(...)"
         )
     return mapping
 

@@ -144,7 +144,7 @@ def _counted(step: Pass, changes: Any) -> int:
         raise ConfigurationError(
             f"the pass {step.name} returned {shown(changes)}",
             because="a pass returns how many changes it made",
-            remedy="return a whole number: 0 where the graph is as it was",
+            remedy="return an integer: 0 where the graph is unchanged",
         )
     return changes
 
@@ -156,7 +156,7 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
         raise ConfigurationError(
             f"passes={{{unknown[0]!r}: …}} names no pass",
             because=f"the passes are {', '.join(step.name for step in passes)}",
-            remedy="name the one that yours is to run behind",
+            remedy="name the pass after which yours runs",
         )
     found: list[Pass] = []
     for step in passes:

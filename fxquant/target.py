@@ -129,7 +129,7 @@ class Target:
             raise ConfigurationError(
                 f"{self.name} has no variant {how!r}",
                 because=f"a variant says how residuals are added: {' or '.join(map(repr, RESIDUALS))}",
-                remedy=f'write one of them behind the target, as in "{self.name}/{RESIDUALS[0]}", or nothing',
+                remedy=f'append one of them to the target, as in "{self.name}/{RESIDUALS[0]}", or nothing',
             )
         return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))
 

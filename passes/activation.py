@@ -59,7 +59,7 @@ def _limited(operand: fx.Node, bounds: tuple[Any, ...]) -> fx.Node:
 def _why_not(producer: fx.Node, node: fx.Node) -> str | None:
     operator = operator_of(producer)
     if operator is None or ("clamp" not in operator.absorbs and operator.function is not clamp):
-        return f"%{producer.name} ends in no requantization"
+        return f"%{producer.name} does not end in a requantization"
     if operator.function is clamp and operator.refuses(producer, operator.arguments(producer)) is not None:
         return f"the limits of %{producer.name} are computed"
     return f"%{producer.name} has {len(producer.users)} users" if len(producer.users) > 1 else None

@@ -55,7 +55,7 @@ def _match(node: fx.Node) -> list[fx.Node] | None:
 def _why_not(layer: fx.Node, node: fx.Node) -> str | None:
     operator = operator_of(layer)
     if operator is None or "batch_norm" not in operator.absorbs:
-        return f"%{layer.name} is no layer with weights"
+        return f"%{layer.name} is not a layer with weights"
     if len(layer.users) > 1:
         return f"%{layer.name} has {len(layer.users)} users"
     assert operator.channels is not None

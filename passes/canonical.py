@@ -194,7 +194,7 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
         if scale:
             state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
-    context.say(f"%{node.name} says where the integer part begins or ends")
+    context.say(f"%{node.name} marks where the integer part begins or ends")
     pass_on(operand, node)
     node.replace_all_uses_with(operand)
     node.graph.erase_node(node)
@@ -241,7 +241,7 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         pass_on(operands[0], node)
         node.replace_all_uses_with(operands[0])
-        context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
+        context.say(f"%{node.name} passes on %{operands[0].name} unchanged, and is removed")
 
 
 def _hand_through(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
@@ -352,7 +352,7 @@ def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
     twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
     if twice and not operator.read_off:
-        return "its arguments have an integer form where they are given by name"
+        return "its arguments have an integer form only if they are passed by name"
     return _bind(operator, args[: twice[0]] if twice else args, {**taken, **given})
 
 

@@ -58,7 +58,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 continue
             build.discard()
         refuse(node, because)
-        context.say(f"%{node.name} stays whole: {because}")
+        context.say(f"%{node.name} is not expanded: {because}")
     return changes
 
 
@@ -82,7 +82,7 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
     for operand in operand_nodes(composite, arguments):
         source, chosen = operator_of(operand), decide(operand).config if operator_of(operand) is not None else None
         if source is not None and source.sums and chosen is not None and chosen.output.dtype == "int32":
-            return f"the 32-bit output of %{operand.name} is not computed with any further"
+            return f"the 32-bit output of %{operand.name} is not read by another integer operator"
     return None
 
 

@@ -40,7 +40,7 @@ from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
 
 STOP = ""  # in place of the path of a rule: the gradient is stopped
-OPERANDS = "it is what a custom backward reads, while training only"
+OPERANDS = "only a custom backward reads it, while training"
 _STOPS = ("detach", torch.detach, stopped)
 
 
@@ -121,7 +121,7 @@ def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     _move_to_output(node, operand, STOP)
     if not node.users:
         gm.graph.erase_node(node)
-        context.say(f"%{node.name} is gone: %{operand.name} is computed without gradients")
+        context.say(f"%{node.name} is removed: %{operand.name} is computed without gradients")
     elif isinstance(fact(node), TensorFact):
         node.op, node.target, node.args, node.kwargs = "call_function", identity, (operand,), {}
         change_gradient(node, STOP)
@@ -146,7 +146,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     if is_detached(node):
         node.replace_all_uses_with(operand)
         gm.graph.erase_node(node)
-        context.say(f"%{node.name} is gone: nothing that reads it has a gradient")
+        context.say(f"%{node.name} is removed: none of its readers has a gradient")
         return
     path = str(node.target)
     if others:
@@ -183,7 +183,7 @@ def move(gm: fx.GraphModule, context: Context) -> int:
             reader.replace_all_uses_with(node)
             node.args = (reader,)
             reader.append(node)
-            context.say(f"the gradient of %{operand.name} changes behind %{reader.name}")
+            context.say(f"the gradient of %{operand.name} changes after %{reader.name}")
             operand = reader
             changes += 1
     return changes

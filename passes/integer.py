@@ -128,8 +128,8 @@ class GraphLowering(Lowering):
             raise StageViolation(
                 f"two constants of one operator have the role {role!r}",
                 node=self.node,
-                because="the second would take the place of the first, which its primitives still read",
-                remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
+                because="the second would replace the first, which its primitives still read",
+                remedy="this is a defect of the operator's `lower`; give every constant a different role",
             )
         held = value.detach().to(dtype).contiguous()
         key = (role, dtype, held.shape, held.numpy(force=True).tobytes()) if self.held is not None else None

@@ -58,7 +58,7 @@ def _why(island: set[fx.Node]) -> str | None:
     if not all(_computes_in_float(operand) or (moves and operand.op == "placeholder") for operand in read):
         return None
     names = " and ".join(sorted(f"%{user.name}" for user in readers)[:2])
-    return f"it stands between operators that are in float, and leads to {names} alone"
+    return f"it lies between operators in float, and is read only by {names}"
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

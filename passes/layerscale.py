@@ -121,7 +121,7 @@ def _why_not(way: list[fx.Node]) -> str | None:
     if layer.kwargs:
         return f"%{layer.name} already has fused parts"
     if stated_demand(layer) is not None or ties(layer):
-        return f"its composite says what grid %{layer.name} is on"
+        return f"its composite defines the grid of %{layer.name}"
     reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
     return None if all(map(is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
 

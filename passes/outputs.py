@@ -74,11 +74,11 @@ def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
         return None
     arguments = operator.arguments(node)
     if not operator.operands:
-        return "it makes real numbers of whole ones, which only leave the model"
+        return "it converts integers to float, and only outputs of the model read the result"
     ranges = len(set(_ranges(gm, node)))
     if ranges and not operand_nodes(operator, arguments) and not read_nodes(operator, arguments):
-        return "it copies constants, which only leave the model"
-    return "its parts only leave the model, each on a grid of its own" if ranges > 1 else None
+        return "it copies constants, and only outputs of the model read them"
+    return "only outputs of the model read its parts, each on a different grid" if ranges > 1 else None
 
 
 def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:

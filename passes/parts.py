@@ -40,7 +40,7 @@ def pick(gm: fx.GraphModule, context: Context) -> int:
         replaced = _replaced(node)
         if replaced is None:
             continue
-        context.say(f"%{node.name} reads %{replaced.name}: it is a part of what %{node.args[0].name} holds together")
+        context.say(f"%{node.name} reads %{replaced.name}: it is one of the tensors that %{node.args[0].name} combines")
         node.replace_all_uses_with(replaced)
         changes += 1
     eliminate_dead(gm.graph.nodes, _looked_through)  # what is read no more, and what was made for nothing

@@ -46,9 +46,9 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
 def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
     operator = operator_of(layer)
     if operator is None or "residual" not in operator.absorbs:
-        return f"%{layer.name} is no layer with weights"
+        return f"%{layer.name} is not a layer with weights"
     if stated_demand(layer) is not None or ties(layer):
-        return f"its composite says what grid %{layer.name} is on"
+        return f"its composite defines the grid of %{layer.name}"
     if len(layer.users) > 1 or addition.args[0] is addition.args[1]:
         return f"%{layer.name} has other users"
     if set(layer.kwargs) - {"batch_norm"}:
@@ -56,7 +56,7 @@ def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
     if operator_of(addition).arguments(addition)["alpha"] != 1:  # type: ignore[union-attr]
         return "its second operand is multiplied by alpha"
     if not all(isinstance(a, fx.Node) and not is_parameter(a) and isinstance(fact(a), TensorFact) for a in addition.args[:2]):
-        return "its other operand is no activation"
+        return "its other operand is not an activation"
     if any(fact(a) != fact(addition) for a in addition.args[:2] if isinstance(a, fx.Node)):
         return "its operands differ in shape"
     return None

@@ -34,7 +34,7 @@ from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
 
-AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is a real number"
+AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is float"
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
@@ -61,13 +61,13 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         dtype = _dtype(node, decision, context.target.default_activation, preferred.get(node))
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
-            context.not_done(gm, f"%{node.name} is {dtype}, which is demanded of it, and not {wanted}")
+            context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {wanted}")
         set_annotation(node, Annotation(dtype, _why_integer(node, dtype), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
     for rule in asked:
         if rule not in effective and rule != DEFAULT:
-            context.not_done(gm, f"this rule of the qconfig decides nothing, since others go before it wherever it matches: {rule}")
+            context.not_done(gm, f"this rule of the qconfig has no effect, since other rules override it wherever it matches: {rule}")
     return changes
 
 
@@ -81,9 +81,9 @@ def _why_float(
     if operator is None:
         written = _written(gm, node)
         because = reason_of(written)
-        return f"no operator of the table recognises {written}" + ("" if because is None else f": {because}")
+        return f"no registered operator matches {written}" + ("" if because is None else f": {because}")
     if qconfig is None or operator is QUANTIZE:  # which a stub with a scale is
-        return "the qconfig says so" if qconfig is None else None
+        return "the qconfig keeps it in float" if qconfig is None else None
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     because = reads_no_activation(operator, arguments) or _of_another_dtype(node) or operator.refuses(node, arguments) or needed.get(node)
@@ -95,12 +95,12 @@ def _why_float(
         return "its constant holds values that are not finite"
     masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
     if masked:
-        return f"it stands between %{masked[0].name} and a softmax, which are in float"
+        return f"it lies between %{masked[0].name} and a softmax, which are in float"
     for operand in operands:
         if (annotation(operand) or Annotation(None, "")).dtype == "int32":
-            return f"the 32-bit output of %{operand.name} is not computed with any further"
+            return f"the 32-bit output of %{operand.name} is not read by another integer operator"
     if operator.expand is not None:
-        return "it was not expanded into the operators that it is made of"
+        return "it was not expanded into its operators"
     because = _why_beside_float(node, operator, arguments)
     if because is not None:
         return because
@@ -193,7 +193,7 @@ def _why_integer(node: fx.Node, dtype: str) -> str:
     elif shares(node):
         grid = "on its operand's scale"
     else:
-        grid = "with a scale of its own" if not ties(node) else "on the scale of what it is tied to"
+        grid = "with its own scale" if not ties(node) else "on the scale that it shares"
     if known is None and dtype == "int16" and stated_demand(node) is not None:
-        return f"{grid}, 16 bits wide for the sake of what reads it"
+        return f"{grid}, 16 bits wide for its readers"
     return grid if known is None else f"{known}, {grid}"

@@ -36,7 +36,7 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
             operand = node.all_input_nodes[0]
             if operand.op == "placeholder" and not module_path(operand):
                 operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
-            context.say(f"%{node.name} says where the integer part begins")
+            context.say(f"%{node.name} marks where the integer part begins")
             pass_on(operand, node)
             node.replace_all_uses_with(operand)
             node.graph.erase_node(node)

@@ -281,9 +281,9 @@ def test_integers_in_and_out(network: contract.Compiled, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("primitive", "position", "because"),
     [
-        ("centre", 1, "its zero point is 99, and said to be"),
-        ("requantize_real", 5, "its zero point is 99, and said to be|does not hold|beyond uint8"),
-        ("dequantize", 3, "its zero point is 99, and said to be"),
+        ("centre", 1, "its zero point is 99, and declared as"),
+        ("requantize_real", 5, "its zero point is 99, and declared as|does not hold|beyond uint8"),
+        ("dequantize", 3, "its zero point is 99, and declared as"),
         ("lookup", 2, "does not cover its operand"),
     ],
 )
@@ -497,7 +497,7 @@ def test_int8_is_still_symmetric_there() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"zero_point": 3, "scale": 0.5}, "left to the target"),
+        ({"zero_point": 3, "scale": 0.5}, "default dtype of the target"),
         ({"dtype": "int8", "zero_point": 0, "scale": 0.5}, "those of other dtypes are symmetric"),
         ({"dtype": "uint8", "zero_point": 3}, "both are observed, or both are fixed"),
         ({"dtype": "uint8", "zero_point": 3, "threshold": 0.5}, "both are observed, or both are fixed"),

@@ -227,9 +227,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another number": ({"x": {1: 4}}, "dimension 1 of x, whose size is 3, is said to be 4"),
     "no form": ({"x": 1}, "its entry for x, a tensor of 3 dimensions, is 1"),
     "too long": ({"x": (None, BATCH)}, "its entry for x, a tensor of 3 dimensions, is"),
-    "no pair": ({"pair": ({1: BATCH},)}, "its entry for pair is not of the form of that argument, a tuple of 2"),
-    "no such key": ({"named": {"z": {1: BATCH}}}, "its entry for named is not of the form of that argument, a dict of 1"),
-    "a number": ({"scale": {0: BATCH}}, "something of scale, which is a float"),
+    "no pair": ({"pair": ({1: BATCH},)}, "its entry for pair does not have the structure of that argument, a tuple of 2"),
+    "no such key": ({"named": {"z": {1: BATCH}}}, "its entry for named does not have the structure of that argument, a dict of 1"),
+    "a number": ({"scale": {0: BATCH}}, "it has an entry for scale, which is a float"),
     "dimensions alone": ({1: BATCH}, "an entry for 1, and forward is called with"),
 }
 

@@ -215,11 +215,13 @@ ROWS = [
     Row("bernoulli2", "cat", "output channels", lambda c: built(Alone(lambda x: torch.cat([x, x], 1)), image(c, 1, 1)), 1024, 1025),
     Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(n, 1)), image(1, 1, 1)), 256, 257),
     Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(1, 1)), image(1, n, 1)), 256, 257),
-    Row("bernoulli2", "interpolate", "resize factor that is no power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3),
+    Row(
+        "bernoulli2", "interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3
+    ),
     Row(
         "bernoulli2",
         "interpolate",
-        "resize factor that is no power of two",
+        "resize factor that is not a power of two",
         lambda f: built(nn.Upsample(scale_factor=f), image()),
         0.5,
         0.75,
@@ -329,7 +331,7 @@ ROWS = [
     Row("bayes", "max_pool2d", "padding", lambda p: built(nn.MaxPool2d((1, 513), 1, (0, p)), image(1, 1, 8)), 255, 256),
     Row("bayes", "cat", "number of operands", joined, 1024, 1025),
     Row("bayes", "cat", "number of operands", joined, 2, 1),
-    Row("bayes", "cat", "joined dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d).tanh()), image(), image()), 1, 0),
+    Row("bayes", "cat", "concatenated dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d).tanh()), image(), image()), 1, 0),
     Row("bayes", "matmul", "matrix sizes", lambda n: built(Call(torch.matmul), (4, 1, n), (4, n, 1)), 8192, 8193),
     Row("bayes", "interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
     Row("bayes", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),
@@ -523,7 +525,7 @@ def test_a_finding_says_where_and_what_to_do() -> None:
     assert "test_check.py" in kernel.source
     assert "x = self.layers(x)" in kernel.source
     assert unknown.kind == "float"
-    assert "no operator of the table recognises special_bessel_j0" in unknown.limit
+    assert "no registered operator matches special_bessel_j0" in unknown.limit
     assert (dilation.layer, dilation.limit) == ("head", "its dilation is 3; bernoulli2 allows 1, 2, 4")
     assert "self.head(x)" in dilation.source
     text = str(found)

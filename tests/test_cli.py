@@ -64,7 +64,7 @@ def test_misuse_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixt
 def test_a_wrong_target_lists_the_right_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--target", "wrong", "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert "there is no target 'wrong'" in message
+    assert "the target 'wrong'" in message
     for target in backends.TARGETS.values():
         for name in (target.name, *target.aliases):
             assert name in message

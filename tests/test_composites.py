@@ -252,7 +252,7 @@ def test_what_has_two_sizes_of_the_batch_stays_whole_and_leaves_nothing_behind()
 
 def test_a_rule_keeps_it_whole_and_one_for_its_result_is_about_the_result_alone() -> None:
     keep = fxq.QConfigMapping().set_object_type(nn.LayerNorm, None)
-    assert whole(head(), rows(), "norm", keep) == "the qconfig says so"
+    assert whole(head(), rows(), "norm", keep) == "the qconfig keeps it in float"
     fixed = fxq.QConfigMapping().set_object_type(torch.softmax, fxq.QConfig(fxq.ActivationConfig("int16", scale=2.0**-15)))
     prepared, _ = compiled(head(), [rows()], "bayes-e", fixed)
     scales = fxq.qparams(prepared)
@@ -291,7 +291,7 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) ->
     states = [operator for name, operator in operators.items() if operator.operator.name == "tanh"]
     assert len(states) == 3
     assert len({id(state.output) for state in states}) == 1
-    assert "on the scale of what it is tied to" in fxq.explain(prepared)
+    assert "on the scale that it shares" in fxq.explain(prepared)
     assert "none is left in float" in fxq.explain(prepared)
     for found, expected in zip(integer(example), model(example), strict=True):
         assert (found - expected).abs().max() < 0.05

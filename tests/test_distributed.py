@@ -384,7 +384,7 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(distributed, "count", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be joined") as caught:
+    with pytest.raises(fxq.ConfigurationError, match="cannot be merged") as caught:
         distributed.merge({"own": own}, 1)
     assert "distributed=False" in caught.value.remedy
 
@@ -395,7 +395,7 @@ def test_a_wrapped_model_is_not_the_model() -> None:
             super().__init__()
             self.module = module
 
-    with pytest.raises(fxq.ConfigurationError, match="is no prepared model") as caught:
+    with pytest.raises(fxq.ConfigurationError, match="is not a prepared model") as caught:
         fxq.set_state(Wrapper(prepare()), fxq.State.TRAIN)
     assert "its attribute `module`" in caught.value.remedy
 

@@ -36,32 +36,32 @@ REASONS: dict[str, tuple[Body, str]] = {
     "x / 0": (lambda m, x: x / 0, "it divides by 0"),
     "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
     "x / batch": (lambda m, x: x / x.shape[0], "it divides by a number that is computed"),
-    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is no tensor"),
+    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is not a tensor"),
     "as_strided": (
         lambda m, x: x.relu().as_strided((2,), (1,)),
-        "it reads the memory of its operand, whose order is known of inputs alone",
+        "it reads the memory of its operand, and only the strides of model inputs are known",
     ),
     "x + nan": (lambda m, x: x + float("nan"), "one of its numbers is not finite"),
     "max(x)": (lambda m, x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (
         lambda m, x: x.logcumsumexp(1),
-        "no operator of the table recognises logcumsumexp: its running sums have a larger range than a grid; "
-        "exp, cumsum and log have an integer form where theirs is small",
+        "no registered operator matches logcumsumexp: its running sums exceed the range of a grid; "
+        "where they are small, write exp, cumsum and log",
     ),
-    "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no operator of the table recognises special_bessel_j0"),
-    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
+    "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no registered operator matches special_bessel_j0"),
+    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no registered operator matches fft_rfft: a Fourier transform has no integer form"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
     "double": (
         lambda m, x: x.double() * 2,
         "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
     ),
-    "a list of the batch": (lambda m, x: x[[0, 1]], "it picks from the batch by a list"),
+    "a list of the batch": (lambda m, x: x[[0, 1]], "it indexes the batch by a list"),
 }  # fmt: skip
 
 # The second operator that stays in float: one that follows from another.
 FOLLOWING: dict[str, tuple[Body, str]] = {
-    "a piece of mode": (lambda m, x: x.mode(1)[0], "it picks from the results of %mode, which is in float"),
+    "a piece of mode": (lambda m, x: x.mode(1)[0], "it selects a result of %mode, which is computed in float"),
     "float64": (
         lambda m, x: x.double() * 2 + 1,
         "its operand %mul is float64, and only float32 tensors are quantized; convert it to float32",
@@ -104,8 +104,8 @@ def test_an_int32_output_is_not_computed_with() -> None:
     qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
     gm = fxq.prepare(Written(lambda m, x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
     assert [layer.reason for layer in left_in_float(layers(gm))] == [
-        "the 32-bit output of %conv is not computed with any further",
-        "the qconfig says so",
+        "the 32-bit output of %conv is not read by another integer operator",
+        "the qconfig keeps it in float",
     ]
 
 
@@ -130,7 +130,7 @@ def quantize(x: Tensor) -> Tensor:
 def test_a_function_of_the_users_called_quantize_is_an_operator() -> None:
     traced = fxq.trace(Written(lambda m, x: torch.logcumsumexp(x, 1)), example())
     next(node for node in traced.graph.nodes if node.target is torch.logcumsumexp).target = quantize
-    assert "1 is left in float: 1 because no operator of the table recognises quantize" in summary(
+    assert "1 is left in float: 1 because no registered operator matches quantize" in summary(
         layers(fxq.prepare(traced, example(), until="boundary.insert"))
     )
 
@@ -149,14 +149,14 @@ def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
         )
 
     told = summary(layers(fxq.prepare(Written(many), example(), until="specs.annotate")))
-    assert "7 are left in float: 2 because no operator of the table recognises logcumsumexp: its running sums" in told
+    assert "7 are left in float: 2 because no registered operator matches logcumsumexp: its running sums" in told
     assert told.count("because") == 4
     assert told.endswith("; 2 for other reasons")
 
 
 def test_what_a_float_operator_holds_is_said() -> None:
     gm = fxq.prepare(Written(lambda m, x: F.relu(x)), example(), qconfig=fxq.QConfigMapping().set_module_name("conv", None))
-    assert "the qconfig says so; holds relu" in fxq.explain(gm)
+    assert "the qconfig keeps it in float; holds relu" in fxq.explain(gm)
 
 
 def test_no_operator_is_in_float_without_a_reason() -> None:

@@ -105,7 +105,7 @@ def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_b
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert len(found) >= 27
     for name, each in found.items():
-        assert "cannot be written\n  because  File too large; what was there is unchanged\n  remedy   free space" in each["full"], name
+        assert "cannot be written\n  because  File too large; the previous file is kept\n  remedy   free space" in each["full"], name
         assert (each["full: unchanged"], each["left"], each["kill"], each["kill: unchanged"]) == (True, [], "killed", True), (name, each)
     assert [name for name, each in found.items() if not each["files"]] == ["distill", "sensitivity", "tune"]
 
@@ -328,5 +328,5 @@ def test_a_working_directory_that_is_gone(result: fxq.Result, tmp_path: Path, mo
 )
 def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "q.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(fxq.ExportError, match=r"is no qconfig[\s\S]*because[\s\S]*remedy"):
+    with pytest.raises(fxq.ExportError, match=r"is not a qconfig[\s\S]*because[\s\S]*remedy"):
         fxq.load_qconfig(tmp_path / "q.json")

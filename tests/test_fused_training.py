@@ -19,7 +19,7 @@ from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, co
 from fxquant.training import fused_layers
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
-IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="there is no C compiler")
+IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a C compiler was not found")
 
 
 class Network(nn.Module):

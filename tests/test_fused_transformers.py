@@ -26,7 +26,7 @@ from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxOb
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saturation_masks
 
-pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
 
 TOLERANCE = 1e-6
 

@@ -417,7 +417,7 @@ def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture
     model.b.weight.register_hook(lambda gradient: gradient * 0)
     with caplog.at_level(logging.WARNING, "fxquant"):
         fxq.prepare(model, BATCHES[0])
-    assert "backward hooks do nothing in what is made of this model: those of a;" in caplog.text
+    assert "backward hooks have no effect in the new model: those of a;" in caplog.text
     assert "hooks on parameters are not copied" in caplog.text
     assert "b.weight" in caplog.text
 

@@ -31,5 +31,5 @@ def test_two_sizes_determine_how_one_grows_with_the_batch() -> None:
 
 
 def test_a_size_that_is_not_whole_is_an_error() -> None:
-    with pytest.raises(ValueError, match="B/2 is not a whole number at batch size 3"):
+    with pytest.raises(ValueError, match="B/2 is not an integer at batch size 3"):
         BatchDim(Fraction(1, 2)).at(3)

@@ -311,7 +311,7 @@ def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
         assert quality(integer(x), found) > (200 if style == "fast" else 30)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler was not found")
 def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
     x = image(2)
     together = [TOGETHER[name] for name in ("stack", "flattened and turned", "assigned", "padded", "shuffled")]
@@ -342,7 +342,7 @@ def test_a_common_scale_in_the_middle_is_told() -> None:
     x = image()
     model = Pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
     prepared = compiled(model, [x]).prepared
-    assert "one scale for all it holds, by which %sigmoid loses" in fxq.explain(prepared)
+    assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
     advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
     assert advice.layer == "cat"
     assert "%sigmoid loses" in advice.cause

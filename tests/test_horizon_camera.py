@@ -89,5 +89,5 @@ def test_the_bytes_of_nv12_are_those_of_the_image() -> None:
     image = fxq.nn.Nv12ToYuv444(centred=True)(y, uv).permute(0, 2, 3, 1).to(torch.int64)
     assert torch.equal(nv12_of(image), torch.cat([y.reshape(4, 6), uv.reshape(2, 6)]))
     image[0, 0, 0, 1] += 1
-    with pytest.raises(fxq.ConfigurationError, match="no NV12 image"):
+    with pytest.raises(fxq.ConfigurationError, match="not an NV12 image"):
         nv12_of(image)

@@ -94,7 +94,7 @@ def test_calibration_that_stops_inside_a_batch_has_not_seen_it(monkeypatch: pyte
 
 
 def test_a_comparison_has_the_batches_before(result: fxq.Result) -> None:
-    with pytest.raises(fxq.Interrupted, match="compare was interrupted behind 2 batches") as stop:
+    with pytest.raises(fxq.Interrupted, match="compare was interrupted after 2 batches") as stop:
         fxq.compare(FLOAT, result.integer, cut_short(BATCHES))
     found, wanted = stop.value.result, fxq.compare(FLOAT, result.integer, BATCHES[:STEP], advice=False)
     assert (found.batches, found.layers, found.outputs) == (STEP, wanted.layers, wanted.outputs)
@@ -116,7 +116,7 @@ def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(r
 def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = result.export(tmp_path / "model.onnx")
     monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 5))
-    with pytest.raises(fxq.Interrupted, match="behind 5 of") as stop:
+    with pytest.raises(fxq.Interrupted, match="after 5 of") as stop:
         fxq.verify(result.integer, path, BATCHES)
     assert stop.value.result.mismatches == 0
     monkeypatch.undo()
@@ -126,13 +126,13 @@ def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: py
 def test_measuring_a_qdq_file_reports_the_runtimes_before(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = result.export(tmp_path / "model.onnx", style="qdq")
     monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 1))
-    with pytest.raises(fxq.Interrupted, match="behind 1 of") as stop:
+    with pytest.raises(fxq.Interrupted, match="after 1 of") as stop:
         fxq.verify(result.integer, path, BATCHES)
     assert len(stop.value.result.outputs) == len(stop.value.result.pairs) == 1
 
 
 def test_value_ranges_has_the_batches_before() -> None:
-    with pytest.raises(fxq.Interrupted, match="value_ranges was interrupted behind 2 batches") as stop:
+    with pytest.raises(fxq.Interrupted, match="value_ranges was interrupted after 2 batches") as stop:
         value_ranges(FLOAT, cut_short(BATCHES))
     assert stop.value.result.items == value_ranges(FLOAT, BATCHES[:STEP]).items
 

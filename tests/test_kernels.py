@@ -95,7 +95,7 @@ def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: "there is no C compiler")
+    monkeypatch.setattr(native, "library", lambda: "a C compiler was not found")
 
 
 # ---- equal bits -----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_comp
     assert_same(integer, reference, images(3, 3, 18, 22))
     used = set(chosen(integer).values())
     assert not any(name and name.startswith("native") for name in used)
-    assert {"PyTorch's maximum", "PyTorch's table", "joined bytes"} <= used
+    assert {"PyTorch's maximum", "PyTorch's table", "concatenated bytes"} <= used
 
 
 class Returning(nn.Module):
@@ -388,7 +388,7 @@ def test_explain_tells_of_the_machine_when_asked() -> None:
     told = fxq.explain(integer, machine=True)
     told_of = told.count("runs the kernel for a") + told.count("runs its primitives")
     assert told_of == sum(kernel(node) is not None for node in integer.graph.nodes)
-    assert "runs the primitives as they stand" in fxq.explain(reference, machine=True)
+    assert "runs the primitives without kernels" in fxq.explain(reference, machine=True)
 
 
 SCRIPT = """
@@ -505,7 +505,7 @@ def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert native.library.__wrapped__() == "FXQUANT_NATIVE is 0"
     monkeypatch.setenv(native.SWITCH, "1")
     monkeypatch.setenv("PATH", "")
-    assert native.library.__wrapped__() == "there is no C compiler"
+    assert native.library.__wrapped__() == "a C compiler was not found"
 
 
 # ---- sizes that are remembered --------------------------------------------------------------------------------------

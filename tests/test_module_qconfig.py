@@ -179,7 +179,7 @@ def test_the_whole_way_and_back_from_a_file(tmp_path: Path) -> None:
     x = batch()
     assert torch.equal(loaded(x), prepared(x))
     assert torch.equal(fxq.convert(loaded)(x), integer(x))
-    assert "the qconfig says so" in fxq.explain(integer)
+    assert "the qconfig keeps it in float" in fxq.explain(integer)
 
 
 class Foreign:

@@ -128,7 +128,7 @@ def test_prepare_refuses_parameters_that_are_not_finite(place: str, batch_norm: 
 def test_a_batch_norm_that_gives_nothing_finite() -> None:
     model = prepared()
     model.norm.running_var[0] = -1.0
-    with pytest.raises(fxq.NotFinite, match="are finite, but what they give together"):
+    with pytest.raises(fxq.NotFinite, match="are finite, but their product"):
         fxq.convert(model)
 
 

@@ -274,7 +274,7 @@ def test_an_observer_that_gathers_by_itself_serves_others_and_is_not_served(
     before = fresh(own)
     assert_same_state(restored(fxq.observations(before)), fresh())
     prepared = restored(seen, own)
-    assert "%stem: its observer Own gathers in a way of its own, which nothing else can serve" in caplog.text
+    assert "%stem: its observer Own collects statistics that no other observer collects" in caplog.text
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, before)
 
@@ -282,7 +282,7 @@ def test_an_observer_that_gathers_by_itself_serves_others_and_is_not_served(
 def test_settings_that_nothing_was_gathered_with(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
     restored(seen, fxq.QConfig(ACT(observer=fxq.HistogramObserver(bins=64, sample=512))))
     assert (
-        "%stem: what HistogramObserver(bins=64, sample=512) gathers was not gathered, since no observer had these settings" in caplog.text
+        "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings" in caplog.text
     )
 
 

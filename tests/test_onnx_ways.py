@@ -147,7 +147,7 @@ def test_what_is_no_model_to_be_written(model: nn.Module, batch: tuple[Tensor, T
         (lambda: fxq.export_onnx(model, path), "without example inputs"),
         (lambda: fxq.export_onnx(model, path, "exact", example_inputs=batch), "it has no integers"),
         (lambda: fxq.export_onnx(integer, path, example_inputs=batch), "graphs already"),
-        (lambda: fxq.export_onnx(integer, path, layouts={"imgae": "NHWC"}), "no input of the file"),
+        (lambda: fxq.export_onnx(integer, path, layouts={"imgae": "NHWC"}), "not an input of the file"),
         (lambda: fxq.export_onnx(integer, path, layouts={"image": "NWC"}), "it has 4 dimensions"),
     ):
         with pytest.raises(fxq.ConfigurationError, match=because):

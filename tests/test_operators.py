@@ -1179,9 +1179,9 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
     "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),
     "overlapping windows": (
-        "two elements may have one place", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
+        "two elements may share an index", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
     ),
-    "memory": ("whose order is known of inputs alone", lambda m, x: x.as_strided((2, 3), (3, 1)), None),
+    "memory": ("only the strides of model inputs are known", lambda m, x: x.as_strided((2, 3), (3, 1)), None),
     "norm without statistics": ("it has no running statistics", call, nn.BatchNorm2d(3, track_running_stats=False)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
 }  # fmt: skip

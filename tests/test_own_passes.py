@@ -73,7 +73,7 @@ def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_ch
 def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
     def to_nothing(gm: fx.GraphModule, context: Any) -> None: ...
 
-    with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return a whole number"):
+    with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return an integer"):
         fxq.prepare(Gated().eval(), BATCH, passes={"rules.match": to_nothing})
     with pytest.raises(fxq.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, gradients.move, rules.match"):
         fxq.prepare(Gated().eval(), BATCH, passes={"rules.macht": to_silu})
@@ -130,11 +130,11 @@ def test_an_operator_of_several_tensors_is_integer_on_every_target(target: str, 
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no meaning": ({}, "no meaning in integers"),
-    "two meanings": ({"expand": expanded, "lower": expanded}, "two meanings in integers"),
+    "no meaning": ({}, "no integer form"),
+    "two meanings": ({"expand": expanded, "lower": expanded}, "two integer forms"),
     "a parameter that there is not": ({"operands": ["third"], "expand": expanded}, "no parameter 'third'"),
     "a field that there is not": ({"expand": expanded, "granularity": 1}, "no field 'granularity'"),
-    "a name that is taken": ({"name": "fade", "expand": expanded}, "in the table already"),
+    "a name that is taken": ({"name": "fade", "expand": expanded}, "registered already"),
     "a name of PyTorch's": ({"name": "hypot", "expand": expanded}, "cannot be declared"),
 }
 

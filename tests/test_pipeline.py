@@ -534,7 +534,7 @@ def test_none_keeps_a_layer_in_float_and_explain_says_why() -> None:
     prepared, integer = compiled(tiny(), [batch()], qconfig=mapping)
     node = next(node for node in prepared.graph.nodes if node.name == "conv2")
     assert annotation(node).dtype is None
-    assert re.search(r"%conv2 +float +the qconfig says so", fxq.explain(prepared))
+    assert re.search(r"%conv2 +float +the qconfig keeps it in float", fxq.explain(prepared))
     contract.assert_validate_is_integer(prepared, integer, batch())
 
 

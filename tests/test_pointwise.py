@@ -130,5 +130,5 @@ def test_much_is_left_as_it_is() -> None:
 
 
 def test_a_nest_holds_nothing_else() -> None:
-    with pytest.raises(ValueError, match="'load' is no function"):
+    with pytest.raises(ValueError, match="'load' is not an elementwise function"):
         curve(torch.zeros(3), ("load", "input"))

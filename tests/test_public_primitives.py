@@ -180,7 +180,7 @@ def test_a_primitive_says_what_it_computes(name: str) -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(AttributeError, match="there is no primitive called 'requantise'"):
+    with pytest.raises(AttributeError, match="no primitive is named 'requantise'"):
         primitives.requantise  # noqa: B018
 
 

@@ -28,7 +28,7 @@ COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-ffp-contract=off"]
 SANITIZED = ["-O0", "-fsanitize=undefined,address", "-fno-sanitize-recover=all"]
 
-pytestmark = pytest.mark.skipif(not COMPILERS, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not COMPILERS, reason="a C compiler was not found")
 
 
 def build(source: Path, compiler: str = COMPILERS[0] if COMPILERS else "", options: Sequence[str] = SANITIZED) -> Path:

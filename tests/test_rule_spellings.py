@@ -106,7 +106,7 @@ def in_float(model: nn.Module, kind: Any) -> tuple[bool, bool]:
     torch.manual_seed(0)
     prepared = fxq.prepare(model, torch.randn(4, 8), "nash-e", fxq.QConfigMapping().set_object_type(kind, None))
     said = fxq.explain(prepared)
-    return "the qconfig says so" in said, "matched nothing" in said
+    return "the qconfig keeps it in float" in said, "matched nothing" in said
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -128,11 +128,11 @@ def test_the_spelling_that_the_model_has_goes_before_others() -> None:
     asked = fxq.QConfigMapping().set_object_type(F.linear, None).set_object_type(nn.Linear, fxq.QConfig(fxq.ActivationConfig("int16")))
     for rules in (asked, fxq.QConfigMapping(types=dict(reversed(asked.types.items())))):
         said = fxq.explain(fxq.prepare(Written(lambda y, x: F.linear(y, torch.ones(2, 8))), torch.randn(4, 8), "nash-e", rules))
-        assert [line.split()[0] for line in said.splitlines() if line.startswith("%") and "the qconfig says so" in line] == ["%linear"]
+        assert [line.split()[0] for line in said.splitlines() if line.startswith("%") and "keeps it in float" in line] == ["%linear"]
         assert "matched nothing" not in said
 
 
 def test_a_rule_for_two_spellings_of_a_function_takes_the_models_own() -> None:
     rules = fxq.QConfigMapping().set_object_type(F.softmax, None).set_object_type("softmax", fxq.QConfig())
     said = fxq.explain(fxq.prepare(Written(lambda y, x: y.softmax(1)), torch.randn(4, 8), "nash-e", rules))
-    assert "the qconfig says so" not in said
+    assert "the qconfig keeps it in float" not in said

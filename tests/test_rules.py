@@ -261,14 +261,14 @@ def test_a_type_that_the_table_does_not_know_is_matched() -> None:
 def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
     made = mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT))
     assert not_done(fxq.prepare(Network(), batch(), "nash-e", made)) == [
-        "this rule of the qconfig decides nothing, since others go before it wherever it matches: type BatchNorm2d"
+        "this rule of the qconfig has no effect, since other rules override it wherever it matches: type BatchNorm2d"
     ]
 
 
 def test_a_dtype_that_an_operator_cannot_have_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))))
-    assert not_done(prepared) == ["%_1 is int8, which is demanded of it, and not int32 as the qconfig's type MaxPool2d says"]
+    assert not_done(prepared) == ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"]
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "because"),
     [
-        ("{", "no JSON"),
+        ("{", "cannot be read as JSON"),
         ("[]", "fxquant qconfig"),
         ('{"format": "fxquant qconfig", "version": 9}', "version 9"),
         ('{"format": "fxquant qconfig", "version": 1, "nams": {}}', "nams"),
@@ -343,7 +343,7 @@ def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
 def test_a_file_that_is_no_mapping_says_why(text: str, because: str, tmp_path: Path) -> None:
     path = tmp_path / "mapping.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(fxq.ExportError, match="is no qconfig") as caught:
+    with pytest.raises(fxq.ExportError, match="is not a qconfig") as caught:
         fxq.load_qconfig(path)
     assert because in str(caught.value)
 

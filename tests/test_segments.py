@@ -133,11 +133,11 @@ def test_the_command_line(mixed: fx.GraphModule, tmp_path: Path, capsys: pytest.
 
 
 def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="no tensor 'nowhere' to cut behind"):
+    with pytest.raises(fxq.ConfigurationError, match="no tensor 'nowhere' to cut after"):
         fxq.segments(mixed, ["nowhere"])
     with pytest.raises(fxq.ConfigurationError, match="no segments"):
         fxq.segments(fxq.trace(Mixed(), torch.randn(4, 3, 8, 8)))
-    with pytest.raises(fxq.ExportError, match="no manifest that can be used"):
+    with pytest.raises(fxq.ExportError, match="not a usable manifest"):
         fxq.run_segments(tmp_path, torch.zeros(1))
     path = fxq.export_segments(mixed, tmp_path)
     with pytest.raises(fxq.ConfigurationError, match="cannot be run with 2 inputs"):
@@ -145,8 +145,8 @@ def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path
     manifest = json.loads(path.read_text())
     for wrong, because in (
         ({"format": 2}, "its format is 2"),
-        ({"segments": [{**manifest["segments"][0], "file": "../0.onnx"}]}, "is no file beside it"),
-        ({"segments": manifest["segments"][1:]}, "which nothing before it gives"),
+        ({"segments": [{**manifest["segments"][0], "file": "../0.onnx"}]}, "is not a file in its folder"),
+        ({"segments": manifest["segments"][1:]}, "which no segment before it gives"),
         ({"segments": manifest["segments"][:1]}, "no segment gives"),
         ({"segments": 3}, "not of the form"),
     ):
@@ -171,7 +171,7 @@ def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
 
 def test_integers_between_float_operators_stay_in_float() -> None:
     found = floats(lambda x: spectrum(torch.sigmoid(spectrum(x)) + 1))
-    assert found["sigmoid"] == found["add"] == "it stands between operators that are in float, and leads to %cos_1 alone"
+    assert found["sigmoid"] == found["add"] == "it lies between operators in float, and is read only by %cos_1"
     assert "reshape" in floats(lambda x: spectrum(x.flatten(1)))
     assert "sigmoid" not in floats(lambda x: spectrum(torch.sigmoid(x))), "an input is computed with on the target"
     assert "sigmoid" not in floats(lambda x: torch.sigmoid(spectrum(x))), "so is what the model returns"
@@ -184,14 +184,14 @@ def test_the_user_forces_either_way() -> None:
     hosted = fxq.QConfigMapping().set_host(torch.sigmoid, "tanh")
     assert hosted == fxq.QConfigMapping().set_object_type(torch.sigmoid, None).set_module_name("tanh", None)
     found = floats(lambda x: torch.tanh(torch.sigmoid(torch.exp(x))), hosted)
-    assert found == {"sigmoid": "the qconfig says so", "tanh": "the qconfig says so"}
+    assert found == {"sigmoid": "the qconfig keeps it in float", "tanh": "the qconfig keeps it in float"}
 
 
 def test_what_a_march_computes_in_float16_is_named_and_crosses_nothing() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)).eval()
     x, hosted = torch.randn(5, 6), fxq.QConfigMapping().set_host(nn.LayerNorm)
     half, plain = (compiled(model, [x], target, hosted) for target in ("j6p", "j6e"))
-    told = "the qconfig says so; nash-p computes it in float16, outside the integer contract"
+    told = "the qconfig keeps it in float; nash-p computes it in float16, outside the integer contract"
     assert [(layer.device, layer.reason) for layer in fxq.layers(half.prepared) if layer.operator == "layer_norm"] == [("nash-p", told)]
     assert [len(fxq.segments(form.integer)) for form in (half, plain)] == [1, 3]
     assert torch.equal(half.integer(x), plain.integer(x))

@@ -314,7 +314,7 @@ def _altered() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a float model": (Network, "no model of fxquant's"),
+    "a float model": (Network, "not a model of fxquant"),
     "an observer": (lambda: prepared(False, qconfig=fxq.QConfig(fxq.ActivationConfig(observer=OwnObserver))), "OwnObserver"),
     "a hook": (_hooked, "hooks"),
     "a function": (_foreign_function, "foreign"),
@@ -499,13 +499,13 @@ def narrow(document: Any, tensors: dict[str, Tensor]) -> None:
 TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] = {
     "a bias beyond 2^24": ("bayes-e", change("convolution", 2, lambda t: torch.full_like(t, 2**30)), "is exact below 16777216"),
     "a bias beyond int32": ("nash-e", change("linear", 2, lambda t: torch.full_like(t, 2**31 - 1)), "its sum can reach"),
-    "a weight of another shape": ("bayes-e", change("convolution", 1, lambda t: t[..., :1]), "said to be"),
-    "a weight of another dtype": ("bayes-e", change("convolution", 1, lambda t: t.to(torch.int16)), "said to be"),
-    "a bias of another length": ("bayes-e", change("convolution", 2, lambda t: t[:1]), "said to be"),
+    "a weight of another shape": ("bayes-e", change("convolution", 1, lambda t: t[..., :1]), "declared as"),
+    "a weight of another dtype": ("bayes-e", change("convolution", 1, lambda t: t.to(torch.int16)), "declared as"),
+    "a bias of another length": ("bayes-e", change("convolution", 2, lambda t: t[:1]), "declared as"),
     "a narrow sum": ("bayes-e", narrow, "is exact below 16777216"),
     "parts that are too few": ("bayes-e", argue("convolution_wide", 7, [1, 16, 1, 8]), "a sum of its parts can reach"),
     "parts without all bits": ("bayes-e", argue("convolution_wide", 7, [1, 4, 8, 1]), "fewer bits than it has"),
-    "a short table": ("bayes-e", change("lookup", 1, lambda t: t[:200]), "said to be"),
+    "a short table": ("bayes-e", change("lookup", 1, lambda t: t[:200]), "declared as"),
     "limits beyond the dtype": ("bayes-e", argue("requantize_fixed", 7, 300), "beyond int8|does not hold"),
     "limits the wrong way round": ("nash-e", argue("requantize_real", 2, 200), "its limits are|beyond int8|does not hold"),
     "a clamp the wrong way round": ("bayes-e", argue("clamp", 1, 120), "its limits are"),
@@ -519,14 +519,14 @@ TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] =
     "an infinite multiplier": ("nash-e", change("requantize_real", 1, lambda t: t * float("inf")), "its multiplier is out of range"),
     "a negative scale": ("nash-e", change("quantize", 1, lambda t: -t), "its scale is"),
     "a scale of nothing": ("nash-e", change("quantize", 1, lambda t: t * 0), "its scale is"),
-    "another scale at the end": ("nash-e", change("dequantize", 1, lambda t: t * 2), "its scale is not that of what it reads"),
-    "an accumulator that is said to be small": ("bayes-e", say("requantize_fixed", "notes", lambda n: _bits(n, 3)), "is said to have 3"),
+    "another scale at the end": ("nash-e", change("dequantize", 1, lambda t: t * 2), "its scale is not the scale of its operand"),
+    "an accumulator that is declared as small": ("bayes-e", say("requantize_fixed", "notes", lambda n: _bits(n, 3)), "is declared with 3"),
     "another dtype": ("bayes-e", say("requantize_fixed", "qparams", with_("dtype", "int4")), "beyond int4"),
-    "another storage": ("bayes-e", say("lookup", "qparams", with_("dtype", "int8")), "said to be int8"),
+    "another storage": ("bayes-e", say("lookup", "qparams", with_("dtype", "int8")), "declared as int8"),
     "a scale that is said to be negative": ("bayes-e", say("lookup", "qparams", with_("scale", -1.0)), "its scale is"),
-    "another shape": ("bayes-e", say("lookup", "fact", lambda f: {"tensor": [f["tensor"][0], [3, 3]]}), "said to be"),
-    "another stride": ("bayes-e", argue("convolution", 3, [2, 2]), "said to be|stride"),
-    "indices that do not exist": ("bayes-e", change("select", 2, lambda t: t + 5), "picks elements that do not exist"),
+    "another shape": ("bayes-e", say("lookup", "fact", lambda f: {"tensor": [f["tensor"][0], [3, 3]]}), "declared as"),
+    "another stride": ("bayes-e", argue("convolution", 3, [2, 2]), "declared as|stride"),
+    "indices that do not exist": ("bayes-e", change("select", 2, lambda t: t + 5), "indexes elements that do not exist"),
     "weights of neighbours": ("bayes-e", change("resize_linear", 1, lambda t: t + 1), "do not sum to 1"),
     "a residual beyond all": ("nash-e", change("add_residual", 2, lambda t: torch.full_like(t, 2**46)), "its sum can reach"),
     "a number beyond all": ("bayes-e", change("add_constant", 1, lambda t: t * 0 + 2**31 - 1), "its sum can reach"),
@@ -550,7 +550,7 @@ def test_a_file_that_claims_what_is_not_so_is_refused(claim: str, tmp_path: Path
 
 
 PREPARED_CLAIMS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
-    "a parameter of another shape": ("head.weight", lambda t: t[:1], "has not the shape that its arguments give it"),
+    "a parameter of another shape": ("head.weight", lambda t: t[:1], "does not have the shape that its arguments give it"),
     "a parameter of another dtype": ("head.weight", lambda t: t.double(), "it is f64"),
     "a negative scale": ("quantized.head.output.base_scale", lambda t: -t, "its scale is -"),
     "a scale of nothing": ("quantized.head.output.base_scale", lambda t: t * 0, "its scale is 0"),

@@ -131,14 +131,14 @@ REFUSED: dict[str, tuple[str, Body]] = {
         "the size of its input or output depends on the batch size",
         lambda x: F.interpolate(x.transpose(0, 2), scale_factor=2),
     ),
-    "list of the batch": ("it picks from the batch by a list", lambda x: x[[0, 1]]),
+    "list of the batch": ("it indexes the batch by a list", lambda x: x[[0, 1]]),
     "roll of the batch": ("it rolls along the batch", lambda x: x.roll(1, 0)),
     "flip of the batch": ("it reverses the batch", lambda x: x.flip(0)),
     "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
     "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(torch.tensor([2]), 0)),
     "slice of the batch": ("the bounds of its index are computed", lambda x: x[: x.shape[0] // 2]),
-    "piece of the batch": ("it is a piece of the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
-    "pieces of a sort": ("it picks from the results of %sort, which is in float", lambda x: torch.sort(x, 0)[0]),
+    "piece of the batch": ("it splits the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
+    "pieces of a sort": ("it selects a result of %sort, which is computed in float", lambda x: torch.sort(x, 0)[0]),
 }
 
 

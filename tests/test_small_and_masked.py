@@ -288,8 +288,8 @@ def test_without_16_bits_what_leads_to_a_pole_alone_stays_in_float(target: str) 
     model, x = Norm(SMALL["one divided"]), torch.randn(64, WIDTH)
     prepared, integer = compiled(model, [x], target)
     explained = fxq.explain(prepared)
-    assert "it leads to a divisor or a logarithm, and must not be rounded to 0: the target has no 16 bits" in explained
-    assert "near its pole it needs more of %square than 8 bits" in explained
+    assert "its result is read by a divisor or a logarithm and must not be rounded to 0: the target has no 16-bit dtype" in explained
+    assert "near its pole it needs %square in more than 8 bits" in explained
     assert sqnr(model(x).detach(), integer(x)) > 14
     contract.assert_validate_is_integer(prepared, integer, x)
     for layered in (lambda y: torch.log(torch.relu(y) + 1e-6), lambda y: torch.sqrt(y.square() + 1)):  # a layer's own values; no pole at 0

@@ -188,7 +188,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
         tune(calibrated(network), path, seed=9)
     Path(path).write_bytes(b"no checkpoint")
-    with pytest.raises(fxq.ConfigurationError, match="is no checkpoint"):
+    with pytest.raises(fxq.ConfigurationError, match="is not a checkpoint"):
         tune(again, path)
     assert same(bits(again), whole)
 
@@ -233,7 +233,7 @@ def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
     with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
         tune(calibrated(network), path, seed=9)
     Path(path).write_bytes(b"no checkpoint")
-    with pytest.raises(fxq.ConfigurationError, match="is no checkpoint"):
+    with pytest.raises(fxq.ConfigurationError, match="is not a checkpoint"):
         tune(again, path)
     assert same(bits(again), whole)
 

@@ -240,4 +240,4 @@ def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path:
     assert (
         float((wanted - found).detach().norm() / wanted.detach().norm()) < 0.03
     )  # in another bucket it would be the whole of an embedding
-    assert "before they are cut" in fxq.explain(prepared)
+    assert "before they are truncated" in fxq.explain(prepared)

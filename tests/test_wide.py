@@ -106,7 +106,7 @@ def test_an_operand_gives_up_the_fewest_bits_that_make_its_sum_fit(tmp_path: Pat
     batch = torch.rand(3, features) - 0.5
     integer = assert_contract(nn.Sequential(layer), batch, "bayes-e", wide_config("int8"), tmp_path)
     needed = math.ceil(math.log2(features * 127 * 2**15 / 2**31))
-    assert said(integer, "narrowed") == [f"its operand gives up {needed} of its 16 bits, so that the sum fits the accumulator"]
+    assert said(integer, "narrowed") == [f"its operand is narrowed by {needed} of its 16 bits, so that the sum fits the accumulator"]
     shift = next(node for node in integer.graph.nodes if node.target is elementwise.shift_right)
     values = graph_values(integer, batch)
     given = values[shift.args[0].name].long()
@@ -264,7 +264,7 @@ def test_what_reads_a_32_bit_output_stays_in_float_and_says_why() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
     qconfig = fxq.QConfigMapping().set_module_name("0", fxq.QConfig(fxq.ActivationConfig("int32")))
     explained = fxq.explain(fxq.prepare(model, torch.randn(2, 3, 4, 4), qconfig=qconfig))
-    assert "the 32-bit output of %_0 is not computed with any further" in explained
+    assert "the 32-bit output of %_0 is not read by another integer operator" in explained
 
 
 def test_an_operator_without_sums_has_no_32_bit_output() -> None:

@@ -91,7 +91,7 @@ def _export(
 ) -> Path:
     if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
-            f"{type(integer).__name__} is no integer model",
+            f"{type(integer).__name__} is not an integer model",
             because="only the result of fxq.convert can be exported",
             remedy="call fxq.convert(prepared) first",
         )
@@ -113,7 +113,7 @@ def _export(
                 f"the model cannot be written by {by}",
                 node=kept,
                 because=f"{by} says: {said}" + ("" if kept is None else "; what fxq.wrap or leaf= keeps as Python is traced by it as well"),
-                remedy=OTHERS if kept is None else "return what it reads, and call it behind the program; or fxq.export_segments",
+                remedy=OTHERS if kept is None else "return what it reads, and call it after the program; or fxq.export_segments",
             ) from error
         for batch, ours in zip(batches, found, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:

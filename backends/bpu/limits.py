@@ -44,7 +44,7 @@ ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of Non
 # Averages divide by the window's size, padding included, on every march.
 COUNTED = (
     _limit(AVERAGES, "count_include_pad", "pass count_include_pad=True, or pad nothing", among=(True,)),
-    _limit("avg_pool2d", "divisor_override", "multiply by a constant behind the pooling instead", among=(None,)),
+    _limit("avg_pool2d", "divisor_override", "multiply by a constant after the pooling instead", among=(None,)),
 )
 
 BERNOULLI2 = (
@@ -54,7 +54,7 @@ BERNOULLI2 = (
     # conv3d, and the modules and functions that the operator list has for Bayes alone
     _absent("linear", "write it as a convolution with a 1×1 kernel"),
     _absent("conv3d conv_transpose1d conv_transpose3d avg_pool3d max_pool3d adaptive_avg_pool3d", "use two-dimensional layers"),
-    _absent("reshape permute expand repeat", "leave it out, or do it behind the model's output; pixel and channel shuffles are available"),
+    _absent("reshape permute expand repeat", "leave it out, or do it after the model's output; pixel and channel shuffles are available"),
     _absent("div", "multiply by the reciprocal"),
     _absent("prelu leaky_relu elu selu softplus hardsigmoid", "use relu, relu6, sigmoid, tanh, silu or gelu"),
     # The published tables serve exp, sigmoid, tanh, silu and gelu; no document says that they serve another function.
@@ -97,7 +97,7 @@ BERNOULLI2 = (
     _limit("cat", "channels", FEWER_CHANNELS, high=2048),
     _limit("cat", "output channels", FEWER_CHANNELS, high=2048),
     _limit("interpolate", "resize factor", "resize in two steps", low=Fraction(1, 256), high=256),
-    _limit("interpolate", "resize factor that is no power of two", "resize by 2, 4, 8, …", among=(), allows="powers of two"),
+    _limit("interpolate", "resize factor that is not a power of two", "resize by 2, 4, 8, …", among=(), allows="powers of two"),
     _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
     _limit("mean", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(1,)),
     _limit("sum", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(0, 1)),
@@ -123,7 +123,7 @@ BAYES = (
     _limit(CONVOLUTION, "dilation", "use a smaller dilation", low=1, high=16),
     _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
     _limit(CONVOLUTION, "bits of the result where it is dilated", "give its output dtype='int8'", high=8),
-    _limit(CONVOLUTION, "padding", "pad less, or in a layer of its own", high=256),
+    _limit(CONVOLUTION, "padding", "pad less, or in a separate layer", high=256),
     _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
     _limit("conv3d", "kernel in depth and height", SMALLER_KERNEL, high=9),
     _limit("conv3d", "kernel in width", SMALLER_KERNEL, high=8191),  # the conversion tool: 31 in height and width
@@ -155,8 +155,8 @@ BAYES = (
     _limit(ELEMENTWISE, "dimension that is broadcast", "give both operands the same batch", low=1, allows="all but the batch"),
     _limit(ELEMENTWISE, "number of operands that are broadcast", "expand one of them first", high=1),
     _limit(ELEMENTWISE, "number of constant operands", "combine the constants first", high=1),
-    _limit("cat", "number of operands", "join in two steps", low=2, high=1024),
-    _limit("cat", "joined dimension", "join along another dimension than the batch", low=1, allows="all but the batch"),
+    _limit("cat", "number of operands", "concatenate in two steps", low=2, high=1024),
+    _limit("cat", "concatenated dimension", "concatenate along another dimension than the batch", low=1, allows="all but the batch"),
     _limit("matmul", "matrix sizes", "split the matrices", high=8192),
     _limit("interpolate", "sizes", "resize in parts", high=8192),
     _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),

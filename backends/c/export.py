@@ -84,21 +84,21 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
 def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
     if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
-            f"{type(integer).__name__} is no integer model",
+            f"{type(integer).__name__} is not an integer model",
             because="only the result of fxq.convert can be exported",
             remedy="call fxq.convert(prepared) first",
         )
     if path.suffix != ".c" or not re.fullmatch(r"[\w .+-]+", path.stem):
         raise ConfigurationError(
-            f"{path.name!r} is no name for a C source",
-            because="header and main stand beside it and are named after it, and the source names them",
+            f"{path.name!r} is not a name for a C source",
+            because="header and main lie in the same folder and are named after it, and the source names them",
             remedy="pass one like net.c, of letters, digits, and any of _ . + -",
         )
     limits = noted_limits(integer.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
         raise ConfigurationError(
             f"batch_size={batch_size} cannot be used",
-            because=f"the model cuts its batch off at a fixed place, and holds from {limits.smallest} to {limits.largest or 'any'} rows",
+            because=f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows",
             remedy="pass a batch size between these",
         )
 

@@ -165,7 +165,7 @@ class Program:
             known = TensorFact(tuple(value.shape), value.dtype)
         if not isinstance(known, TensorFact):
             raise ExportError(
-                "what is computed here is no tensor of known shape",
+                "the value computed here is not a tensor of known shape",
                 node=node,
                 because="every array of a C program has its size when it is compiled",
                 remedy="export it with fxq.export_onnx",
@@ -249,7 +249,7 @@ class Program:
             raise ExportError(
                 "the model has operators in float, which are not written in C",
                 node=node,
-                because=f"{spec.because if spec is not None else 'this is no integer operator'}; the C program is of whole numbers alone",
+                because=f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only",
                 remedy="take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them",
             )
         return fx.node.map_aggregate(known, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)

@@ -220,7 +220,7 @@ class Depthwise:
         input = site.held(site.match.reads[0])
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
-            raise Refused("it is no depthwise convolution")
+            raise Refused("it is not a depthwise convolution")
         if site.result().dtype == torch.int32:
             raise Refused("its result is a sum")
         own = Requantization.of(site, layer)
@@ -301,7 +301,7 @@ class MaxPool:
         loaded, parts = loaded_library(), site.match.parts
         input, result = site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
-            raise Refused("its result is held otherwise than its operand")
+            raise Refused("its result and its operand have different memory layouts")
         made = _move(input, result)
         made.channels = input.pixel
         for name, key in (("kernel", "kernel"), ("stride", "stride"), ("padding", "begin"), ("dilation", "dilation")):
@@ -351,14 +351,14 @@ class Pointwise:
 class Join:
     """Concatenation of images along their channels."""
 
-    name = "joined bytes"
+    name = "concatenated bytes"
     reads_held = True
 
     def build(self, site: Site) -> Built:
         result = site.result()
         forms = [site.held(read) for read in site.match.reads]
         if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
-            raise Refused("its operands are held otherwise than its result")
+            raise Refused("its operands and its result have different memory layouts")
         return _Joined(forms, result)
 
 

@@ -144,7 +144,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
         return f"{SWITCH} is 0"
     compiler = next((found for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
     if compiler is None:
-        return "there is no C compiler"
+        return "a C compiler was not found"
     try:
         name = _name(compiler, source)
         loaded = load(name, cached(name, lambda: _compiled(compiler, source)))

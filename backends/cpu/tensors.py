@@ -185,7 +185,7 @@ class TensorPool:
     def build(self, site: Site) -> Built:
         parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
-            raise Refused("its result is held otherwise than its operand")
+            raise Refused("its result and its operand have different memory layouts")
         return _Pool({name: tuple(parts[name]) for name in ("kernel", "stride", "begin", "dilation")}, input, result)
 
 

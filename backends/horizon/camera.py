@@ -67,8 +67,8 @@ def nv12_of(image: Tensor) -> Tensor:
     chroma = planes[::HALF, ::HALF, 1:]
     if not torch.equal(chroma.repeat_interleave(HALF, 0).repeat_interleave(HALF, 1), planes[..., 1:]):
         raise ConfigurationError(
-            "a batch is no NV12 image",
-            because="its U and V differ among two by two pixels, and NV12 has one of each for four",
+            "a batch is not an NV12 image",
+            because="its U and V differ within two by two pixels, and NV12 has one of each for these four",
             remedy="pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12",
         )
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])

@@ -78,7 +78,7 @@ class SimulatedForm:
         _require(
             place is not None and place.node in self.reference.tensors,
             self.binary.path,
-            f"its input {feature.name} is no quantized tensor of this model",
+            f"its input {feature.name} is not a quantized tensor of this model",
         )
         assert place is not None
         return place

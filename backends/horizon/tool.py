@@ -16,7 +16,7 @@ from fxquant.errors import ConfigurationError
 VARIABLE = "FXQUANT_HORIZON"
 HOW_TO_GET = (
     "in a checkout of fxquant, `make vendor` installs it from PyPI for Python 3.10 on x86-64 Linux; "
-    f"elsewhere set {VARIABLE} to the folder of its virtual environment, or put its programs into PATH"
+    f"elsewhere set {VARIABLE} to the folder of its virtual environment, or add its programs to PATH"
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m|[\x08\r]")
 
@@ -84,7 +84,7 @@ class Tool:
         place = shutil.which(program, path=str(self.folder))
         if place is None:
             raise ConfigurationError(
-                f"{program} is missing", because=f"it is not beside the other programs in {self.folder}", remedy=HOW_TO_GET
+                f"{program} is missing", because=f"it is not next to the other programs in {self.folder}", remedy=HOW_TO_GET
             )
         environment = {**os.environ, "PATH": os.pathsep.join((str(self.folder), os.environ.get("PATH", "")))}
         process = subprocess.Popen(

@@ -56,7 +56,7 @@ class Connections:
         except Exception as error:
             raise ExportError(
                 f"{path} cannot be read",
-                because="the names of a program's tensors are in the quantized model that the compiler writes beside it",
+                because="the names of a program's tensors are in the quantized model that the compiler writes into the same folder",
                 remedy="keep the folder that fxq.compile_horizon fills together",
             ) from error
         self.values = values

@@ -167,7 +167,7 @@ def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.Val
     if dtype not in TYPES:
         raise ExportError(
             f"the value {name!r} cannot be written",
-            because=f"it is {str(dtype).removeprefix('torch.')}, for which there is no element type of ONNX that runtimes know",
+            because=f"it is {str(dtype).removeprefix('torch.')}, which has no element type in ONNX that runtimes support",
             remedy="convert it to another dtype in forward",
         )
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)

@@ -97,7 +97,7 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
     """Raise ConfigurationError or ExportError for unsupported arguments."""
     if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
-            f"{type(integer).__name__} is no integer model",
+            f"{type(integer).__name__} is not an integer model",
             because="only the result of fxq.convert can be exported",
             remedy="call fxq.convert(prepared) first",
         )

@@ -187,7 +187,7 @@ class FloatRegions:
             raise ExportError(
                 "an operator cannot be written in style 'qdq'",
                 node=node,
-                because=f"there is no ONNX form in its record, and of its float function PyTorch's ONNX exporter says: {_reason(error)}",
+                because=f"its record has no ONNX form, and PyTorch's ONNX exporter says of its float function: {_reason(error)}",
                 remedy="export with style='exact', or keep this operator in float",
             ) from error
         self._check_opset(model, node, "an operator")
@@ -203,7 +203,7 @@ class FloatRegions:
             raise ExportError(
                 "an operator that stays in float cannot be exported",
                 node=found or region.nodes[0],
-                because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
+                because=("" if found else "together with those after it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
                 remedy="call it on the model's inputs or outputs instead, outside of forward"
                 if found is not None and is_python(found)
                 else "replace the operator, or cut the model before it",
@@ -273,7 +273,7 @@ class FloatRegions:
             if older is not None and agrees(older, part, inputs):
                 return older
             if opset_of(model) == self.opset:
-                raise ValueError(f"what becomes of it in opset {self.opset} does not compute the same")
+                raise ValueError(f"its form in opset {self.opset} does not compute the same")
         return model
 
     def _program(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:

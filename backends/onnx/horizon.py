@@ -50,7 +50,7 @@ class HorizonCall(Call):
                 f"the weight scales of %{self.node.name} cannot be carried to the chip",
                 node=self.node,
                 because="a transposed convolution of groups has several scales for an index of its weight, which the file cannot say",
-                remedy="quantize its weight by statistics, which the compiler finds by itself: fxq.WeightConfig()",
+                remedy="quantize its weight by statistics, which the compiler computes again: fxq.WeightConfig()",
             )
         channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
         return pair(self.e, value, scale, integers.dtype, channels)

@@ -44,7 +44,7 @@ def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, sour
         name = given if given in inputs else called.get(given, given)
         if name not in inputs:
             raise ConfigurationError(
-                f"layouts names {name!r}, which is no input of the file",
+                f"layouts names {name!r}, which is not an input of the file",
                 because=f"its inputs are {', '.join(inputs)}",
                 remedy="use these names, or give others by input_names=",
             )

@@ -87,7 +87,7 @@ def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     except (Unusable, json.JSONDecodeError, RecursionError, OverflowError) as error:
         version = found.get("version", "")
         raise ExportError(
-            f"{path} says things about itself that cannot be used",
+            f"{path} has metadata that cannot be used",
             because=str(error) + (f"; it was written by fxquant {version}, and this is {__version__}" if version != __version__ else ""),
             remedy="export the model again with fxq.export_onnx",
         ) from None
@@ -119,7 +119,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     graph = model.graph
     typed = {info.name for info in (*graph.input, *graph.output, *graph.value_info)}
     computed = {name for node in graph.node for name in node.output} | {info.name for info in graph.input}
-    _require(isinstance(entries["tensors"], dict), "fxquant.tensors is no object")
+    _require(isinstance(entries["tensors"], dict), "fxquant.tensors is not an object")
     for name, entry in entries["tensors"].items():
         _check_tensor(name, entry)
         shown = entry["kind"] == "float" or (name in typed and name in computed)
@@ -127,7 +127,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     for what, infos in (("inputs", graph.input), ("outputs", graph.output)):
         described: Any = entries.get(what)
         _require(
-            isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is no list of objects"
+            isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is not a list of objects"
         )
         names = [entry.get("name") for entry in described]
         _require(names == [info.name for info in infos], f"fxquant.{what} names {names}, and the graph has {[info.name for info in infos]}")
@@ -141,16 +141,16 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
             )
     reasons = entries.get("float", {})
     _require(
-        isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is no object of texts"
+        isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is not an object of texts"
     )
     provenance = entries.get("provenance", {})
-    _require(isinstance(provenance, dict), "fxquant.provenance is no object")
+    _require(isinstance(provenance, dict), "fxquant.provenance is not an object")
     for name, entry in provenance.items():
         known: dict[str, Any] = entry if isinstance(entry, dict) else {"fused": None}
         names, exponents = known.get("fused", []), known.get("exponents", [])
         _require(
             isinstance(names, list) and all(isinstance(each, str) for each in names) and _are_exponents(exponents),
-            f"fxquant.provenance of {name!r} is no object of names and exponents",
+            f"fxquant.provenance of {name!r} is not an object of names and exponents",
         )
     for name in ("session_options", "session_options_without_vnni"):
         check_session_options(entries.get(name, {}), f"fxquant.{name}")
@@ -175,7 +175,7 @@ def _check_tensor(name: str, entry: object) -> None:
         several = isinstance(scale, list)
         scales = scale if isinstance(scale, list) else [scale]
         _require(
-            bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is no positive number"
+            bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is not a positive number"
         )
         _require(entry.get("dtype") in RANGES, f"the dtype of {name!r} is {entry.get('dtype')!r}, not one of {', '.join(RANGES)}")
         axis = entry.get("axis", -1 if several else None)
@@ -183,12 +183,12 @@ def _check_tensor(name: str, entry: object) -> None:
     if entry["kind"] == "quantized":
         storage, zero = entry.get("storage"), entry.get("zero_point")
         _require(storage in STORAGES, f"the storage of {name!r} is {storage!r}, not one of {', '.join(STORAGES)}")
-        _require(isinstance(zero, int) and not isinstance(zero, bool), f"the zero point of {name!r} is {zero!r}, no whole number")
+        _require(isinstance(zero, int) and not isinstance(zero, bool), f"the zero point of {name!r} is {zero!r}, not an integer")
 
 
 def check_session_options(options: object, what: str) -> None:
     """Raise Unusable for options that fxquant never writes: a file must not choose how onnxruntime behaves beyond what exactness needs."""
-    _require(isinstance(options, dict), f"{what} is no object")
+    _require(isinstance(options, dict), f"{what} is not an object")
     assert isinstance(options, dict)
     for name, value in options.items():
         _require(value in SESSION_OPTIONS.get(name, ()), f"{what} asks for {name!r} = {value!r}, which fxquant never writes")
@@ -201,7 +201,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     try:
         model = onnx.load(str(path), load_external_data=False)
-        _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is no text")
+        _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is not a text")
         return model
     except (OSError, DecodeError, Unusable) as error:
         raise ExportError(

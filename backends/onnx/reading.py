@@ -31,7 +31,7 @@ def _of_any_file(function: Callable[Concatenate[OnnxModel, P], R]) -> Callable[C
             raise ExportError(
                 f"{opened.path} cannot be read as ONNX",
                 because=str(error).strip().split("\n")[0] or type(error).__name__,
-                remedy="export it again with fxq.export_onnx, and keep a .data file beside it where there is one",
+                remedy="export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder",
             ) from error
 
     return call

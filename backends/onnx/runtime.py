@@ -230,7 +230,7 @@ class Runner:
         return ExportError(
             f"{self.name} cannot be run",
             because=f"{self.runtime} says: {reason}",
-            remedy="export it again with fxq.export_onnx, and keep a .data file beside it where there is one",
+            remedy="export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder",
         )
 
 

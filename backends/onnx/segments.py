@@ -67,7 +67,7 @@ def export_segments(
     parts = segments(integer, cut)
     constants = [node.name for node in returned(integer) if node.op == "get_attr"]
     if constants and not parts:
-        raise ExportError("there is nothing to write", because="the model only returns constants", remedy="keep them beside the model")
+        raise ExportError("there is nothing to write", because="the model only returns constants", remedy="keep them outside of the model")
     written, tensors, models = [], dict[str, Any](), dict[str, Any]()
     for index, ((_, nodes), part) in enumerate(zip(grouped(integer, cut), parts, strict=True)):
         outputs = [*part.outputs, *(constants if index == len(parts) - 1 else ())]
@@ -198,7 +198,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unusable_manifest(path: Path, because: str) -> ExportError:
-    return ExportError(f"{path} is no manifest that can be used", because=because, remedy="export the segments again: fxq.export_segments")
+    return ExportError(f"{path} is not a usable manifest", because=because, remedy="export the segments again: fxq.export_segments")
 
 
 def _unusable(manifest: dict[str, Any]) -> str | None:
@@ -208,16 +208,16 @@ def _unusable(manifest: dict[str, Any]) -> str | None:
     lists = [manifest["inputs"], manifest["outputs"], *(entry[each] for entry in entries for each in ("inputs", "outputs"))]
     lists += [entry["python"] for entry in entries if entry["file"] is None]
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
-        return "what should be a list of names is none"
+        return "a value is not a list of names"
     known = set(manifest["inputs"])
     for entry in entries:
         if not entry["outputs"]:
             return f"{entry['file']} gives nothing"
         if entry["file"] is not None and Path(entry["file"]).name != entry["file"]:
-            return f"{entry['file']!r} is no file beside it"
+            return f"{entry['file']!r} is not a file in its folder"
         missing = [name for name in entry["inputs"] if name not in known]
         if missing:
-            return f"{entry['file']} takes {missing[0]!r}, which nothing before it gives"
+            return f"{entry['file']} takes {missing[0]!r}, which no segment before it gives"
         known.update(entry["outputs"])
     missing = [name for name in manifest["outputs"] if name not in known]
     return f"no segment gives {missing[0]!r}" if missing else None

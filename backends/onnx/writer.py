@@ -132,7 +132,7 @@ class Writer:
         others = [user.name for user in node.users if user.target is not quantize]
         if others:
             raise ExportError(
-                f"io='integer' cannot be used: the input {node.name!r} is also read as a real number",
+                f"io='integer' cannot be used: the input {node.name!r} is also read in float",
                 node=node,
                 because=f"{', '.join('%' + other for other in others)} stays in float",
                 remedy="export with io='float'",
@@ -149,7 +149,7 @@ class Writer:
     def _declare_input(self, name: str, known: Any) -> None:
         if not isinstance(known, TensorFact):
             raise ExportError(
-                f"the input {name!r} is no tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensors as inputs"
+                f"the input {name!r} is not a tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensor inputs"
             )
         self.inputs.append(value_info(name, known.dtype, known.shape))
         self.emitter.types[name] = known.dtype
@@ -285,7 +285,7 @@ def _returned(integer: fx.GraphModule) -> list[fx.Node]:
         raise ExportError(
             "what the model returns cannot be written",
             because="it returns no tensor, and an ONNX file returns tensors alone",
-            remedy="return a tensor; numbers and None beside it are left out of the file",
+            remedy="return a tensor; numbers and None among the results are left out of the file",
         )
     return found
 
@@ -310,14 +310,14 @@ def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | No
         return None
     remedy = f"pass one name per {what}"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"{what}_names={names!r} is no list of names", because="each name is a string", remedy=remedy)
+        raise ConfigurationError(f"{what}_names={names!r} is not a list of names", because="each name is a string", remedy=remedy)
     if len(names) != count:
         raise ConfigurationError(f"{what}_names has {len(names)} names", because=f"the model has {count} {what}s", remedy=remedy)
     if "" in names:
         raise ConfigurationError(f"{what}_names has an empty name", because="ONNX takes it for no value at all", remedy=remedy)
     again = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if again is not None:
-        raise ConfigurationError(f"{what}_names has {again!r} more than once", because="each value has a name of its own", remedy=remedy)
+        raise ConfigurationError(f"{what}_names has {again!r} more than once", because="each value has a different name", remedy=remedy)
     return list(names)
 
 

@@ -136,11 +136,7 @@ def _meaning(operator: Operator) -> str:
     if isinstance(demanded, Fixed):
         return f"on a scale of {demanded.scale:g}"
     return (
-        "with a scale of its own"
-        if isinstance(demanded, Own)
-        else "depends on its arguments"
-        if callable(demanded)
-        else "no quantized tensor"
+        "with its own scale" if isinstance(demanded, Own) else "depends on its arguments" if callable(demanded) else "no quantized tensor"
     )
 
 

@@ -56,7 +56,7 @@ def told(model: fx.GraphModule, machine: bool) -> Iterator[str]:
     runner = runner_of(model)
     if runner is None:
         if machine:
-            yield "it runs the primitives as they stand"
+            yield "it runs the primitives without kernels"
         return
     if machine and not runner.choices():
         _run_once(model, runner)

@@ -145,7 +145,7 @@ def _constants(site: Site) -> list[Any]:
     return [sum(isinstance(value, fx.Node) and is_parameter(value) for value in values)]
 
 
-@measure("joined dimension")
+@measure("concatenated dimension")
 def _joined(site: Site) -> list[Any]:
     return [site.arguments["dim"] % len(site.result)]
 
@@ -216,7 +216,7 @@ def _resize_factor(site: Site) -> list[Any]:
     return [Fraction(a, b) for a, b in zip(known(site.result[2:]), known(site.shape()[2:]), strict=True)]
 
 
-@measure("resize factor that is no power of two")
+@measure("resize factor that is not a power of two")
 def _odd_factor(site: Site) -> list[Any]:
     return [factor for factor in _resize_factor(site) if not is_power_of_two(factor)]
 

@@ -139,7 +139,7 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
         return inside[-1]
     near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(module_path, working))], n=1)
     raise ConfigurationError(
-        f"there is no tensor {name!r} to cut behind",
+        f"the model has no tensor {name!r} to cut after",
         because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
         remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
     )

@@ -41,7 +41,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
 def told(parts: tuple[tuple[str, float], ...]) -> str:
     """Return a sentence about those that lose clearly; "" if none does."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
-    return f"one scale for all it holds, by which {' and '.join(lose)}: a rule that names it can give it more bits, or None" if lose else ""
+    return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""
 
 
 def _is_node(value: Any) -> bool:

@@ -70,7 +70,7 @@ class Wanted:
         for name in sorted(self.names - form.tensors.keys()):
             near = difflib.get_close_matches(name, [*KINDS, *form.tensors], n=1)
             raise ConfigurationError(
-                f"there is no tensor {name!r} to record",
+                f"the model has no tensor {name!r} to record",
                 because=f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes",
                 remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
             )

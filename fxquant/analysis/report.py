@@ -91,7 +91,7 @@ class Report:
             f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"
         ]
         if self.flips:
-            lines.append(f"{self.flips} elements flipped behind float operators, which every runtime rounds in its own way")
+            lines.append(f"{self.flips} elements flipped after float operators, which runtimes round differently")
         lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)
         if self.given:
             lines.append(f"given from the integer model, and computed by the processor: {', '.join('%' + name for name in self.given)}")

@@ -32,7 +32,7 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
     if opened.io != "float":
         raise ExportError(
             f"{opened.path} cannot be verified",
-            because=f"it was exported with io={opened.io!r}, and takes integers where the model takes real numbers",
+            because=f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors",
             remedy="export with io='float'; the inner nodes of both files are the same",
         )
     sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(returned(left.model)))

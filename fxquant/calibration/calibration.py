@@ -39,12 +39,12 @@ def require_prepared(model: nn.Module) -> None:
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
             raise ConfigurationError(
-                f"a {type(model).__name__} is no prepared model",
-                because="it is wrapped around one",
+                f"a {type(model).__name__} is not a prepared model",
+                because="it wraps one",
                 remedy="pass what it wraps, its attribute `module`",
             )
         raise ConfigurationError(
-            f"{type(model).__name__} is no prepared model",
+            f"{type(model).__name__} is not a prepared model",
             because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",
             remedy="call fxq.prepare(model, example_inputs, target=...) and pass its result",
         )
@@ -85,8 +85,8 @@ def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
     """Warn of tensors that were 0 in all of calibration, and say what becomes of their scales."""
     if quantizers:
         logger.warning(
-            "calibration saw nothing but zeros in %s: their scales say nothing of later values. In TRAIN they follow the batches, "
-            "learned and frozen ones too, until the model is calibrated again; without training all other values saturate",
+            "calibration saw only zeros in %s: their scales do not fit later values. In TRAIN they follow the batches, "
+            "also where they are learned or frozen, until the model is calibrated again; without training all other values saturate",
             ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in quantizers[:SHOWN])
             + (f" and {len(quantizers) - SHOWN} more" if len(quantizers) > SHOWN else ""),
         )
@@ -365,8 +365,8 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
                 raise ConfigurationError(
                     f"the scale of {name!r} cannot be set",
                     because=f"the result of %{operator.name} is "
-                    + ("real numbers" if operator.operator.dynamic else "truth values or whole numbers")
-                    + ", which have none",
+                    + ("float" if operator.operator.dynamic else "boolean or integer")
+                    + ", which has no scale",
                     remedy="leave it out",
                 )
             if operator.output.follows_sum:

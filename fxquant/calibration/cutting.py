@@ -57,8 +57,8 @@ def keep_statistics(prepared: nn.Module) -> None:
             cut.setdefault(operator.output, source)
     for source, names in found.items():
         logger.warning(
-            "batch norms keep their running statistics in training at %s: calibration cut off what a few loud items hold in %%%s, "
-            "and statistics of batches would miss it; tensors with another observer, such as 'minmax', cut off nothing",
+            "batch norms keep their running statistics in training at %s: calibration clipped a few outlier samples in %%%s, "
+            "which the statistics of a batch would include; tensors with another observer, such as 'minmax', are not clipped",
             ", ".join(f"%{name}" for name in names[:8]) + (", …" if len(names) > 8 else ""),
             source,
         )

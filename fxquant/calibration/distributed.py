@@ -80,9 +80,9 @@ def _merge(observer: Observer, states: list[dict[str, Tensor]]) -> None:
             observer.merge(states)
     except NotImplementedError:
         raise ConfigurationError(
-            f"what several {type(observer).__name__} have seen cannot be joined",
+            f"the statistics of several {type(observer).__name__} cannot be merged",
             because="it has no method `merge`, which calibration with torch.distributed needs",
-            remedy="give it one, use an observer of fxquant's, or calibrate with distributed=False",
+            remedy="define it, use an observer of fxquant, or calibrate with distributed=False",
         ) from None
 
 

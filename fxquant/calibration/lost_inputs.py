@@ -28,7 +28,7 @@ def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> N
         line = next((text for reader in readers if (text := source(reader))), "")
         logger.warning(
             "%.0f %% of the values of input %s that are not 0 become 0 at its scale of %.4g%s: its few large values set the scale; %s, or"
-            " give the model its logarithm or its root; fxq.compare says what is lost by it",
+            " give the model its logarithm or its root; fxq.compare shows what this costs",
             100 * share,
             argument_name(node.all_input_nodes[0]),
             float(operator.output.scale),

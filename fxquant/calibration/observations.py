@@ -239,10 +239,10 @@ def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> st
     for observer in quantizer.observers:
         way = gathering(observer)
         if way is None:
-            return f"its observer {type(observer).__qualname__} gathers in a way of its own, which nothing else can serve"
+            return f"its observer {type(observer).__qualname__} collects statistics that no other observer collects"
         if way not in known.gathered or {name for name, _ in observer.named_buffers()} != known.gathered[way].keys():
             settings = ", ".join(f"{name}={value}" for name, value in way[1])
-            return f"what {way[0]}({settings}) gathers was not gathered, since no observer had these settings"
+            return f"what {way[0]}({settings}) collects was not collected, since no observer had these settings"
     return None
 
 
@@ -260,7 +260,7 @@ def _why_elsewhere(places: Places, observed: Observations) -> str:
         if before.within != place.within:
             return f"it was observed {_within(before)}, and counts {_within(place)} now"
         if before.exponents != place.exponents:
-            return "it was observed with other factors for its channels, which what reads it now, or shares its scale, does not have"
+            return "it was observed with equalization factors that its present readers, or tensors on its scale, do not have"
     return "it shares its scale with other tensors than those it was observed with"
 
 

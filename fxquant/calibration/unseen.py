@@ -52,8 +52,8 @@ def follow_unseen(prepared: nn.Module) -> None:
             learned.forget()
     if found:
         logger.warning(
-            "in calibration %s %s below half a step of the sum that reads %s. In TRAIN the scales follow the batches, learned and frozen "
-            "ones too, until the model is calibrated again",
+            "in calibration %s %s below half a step of the sum that reads %s. In TRAIN all scales follow the batches, also learned and "
+            "frozen ones, until the model is calibrated again",
             ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in found[:SHOWN])
             + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""),
             "was" if len(found) == 1 else "were",

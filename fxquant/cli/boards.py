@@ -15,7 +15,7 @@ def add_conformance(commands: Any) -> None:
     conformance = command(
         commands,
         "conformance",
-        "check that a board computes fxquant's integers: write probe programs for it, and compare what it gives",
+        "check that a board computes fxquant's integers: write probe programs for it, and compare its results",
         "With --target, write a kit: a program for each operator, compiled by the vendor's tool. Copy KIT/board to the board, and run\n"
         "`python3 run.py` there. With --results, say per operator whether every integer is equal, or how many differ and which known\n"
         "variant of the arithmetic fits; conformance.json is written into DIR. The exit status is 0 if every operator that runs on the\n"
@@ -42,7 +42,7 @@ def _conformance(options: argparse.Namespace) -> int:
     asked = [name for name in ("target", "results", "simulate") if getattr(options, name) is not None]
     if len(asked) != 1:
         raise ConfigurationError(
-            "it is not clear what is to be done",
+            "the request is not clear",
             because="--target writes a kit, --results and --simulate compare results"
             + (f"; given are --{' and --'.join(asked)}" if asked else ""),
             remedy="give one of them",

@@ -19,11 +19,11 @@ def add_inspect(commands: Any) -> None:
     inspect = command(
         commands,
         "inspect",
-        "say what a file holds: stage, target, inputs, operators, dtypes, scales, sizes, and what is left in float and why",
+        "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why",
         "The table lists every quantized tensor in the order they are computed.",
     )
     inspect.add_argument("file", type=Path, metavar="FILE", help=FILE)
-    inspect.add_argument("--graph", action="store_true", help="print the graph as text, and nothing else")
+    inspect.add_argument("--graph", action="store_true", help="print only the graph, as text")
     inspect.set_defaults(run=_inspect)
 
 
@@ -98,12 +98,12 @@ def add_segments(commands: Any) -> None:
         commands,
         "segments",
         "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
-        "A manifest beside the files joins them: fxq.run_segments runs the folder, and gives the bits of the whole.",
+        "A manifest connects the files: fxq.run_segments runs the folder and returns the bits of the entire model.",
     )
     segments.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     segments.add_argument("folder", type=Path, metavar="FOLDER", help="where manifest.json and the files are written")
     segments.add_argument(
-        "--cut", action="append", default=[], metavar="NAME", help="cut behind this tensor or module as well; may be given several times"
+        "--cut", action="append", default=[], metavar="NAME", help="cut after this tensor or module as well; may be given several times"
     )
     segments.set_defaults(run=_segments)
 
@@ -130,9 +130,7 @@ def add_export(commands: Any) -> None:
     )
     export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     export.add_argument("--onnx", type=Path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
-    export.add_argument(
-        "--c", type=Path, metavar="PATH", help="a C99 program that needs nothing else: its source, with header and main beside (.c)"
-    )
+    export.add_argument("--c", type=Path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
     export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
     export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
     export.add_argument(

@@ -14,9 +14,15 @@ MODEL = "the model: a class, a function without arguments or a module in a Pytho
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the model and how it is quantized."""
     parser.add_argument("model", metavar="MODULE:FACTORY", help=MODEL)
-    parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help="march or chip to compile for (default: bayes-e)")
+    parser.add_argument(
+        "--target",
+        "--march",
+        default="bayes-e",
+        metavar="NAME",
+        help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)",
+    )
     parser.add_argument("--qconfig", type=Path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
-    parser.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
+    parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
 
 
 # ---- quantize -----------------------------------------------------------------------------------------------------------
@@ -90,9 +96,9 @@ def _check(options: argparse.Namespace) -> int:
 def add_demo(commands: Any) -> None:
     """Add the command `demo`."""
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
-    demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")
+    demo.add_argument("--target", default="bayes-e", help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)")
     demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
-    demo.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
+    demo.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
     demo.set_defaults(run=_demo)
 
 

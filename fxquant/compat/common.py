@@ -54,7 +54,7 @@ def run_program(called: str, install: Callable[[bool], None], arguments: Sequenc
     program = Path(arguments[0])
     if not program.is_file():
         print(
-            ConfigurationError(f"there is no program {program}", because="it is the path of a Python file", remedy="pass one"),
+            ConfigurationError(f"the program {program} was not found", because="it is the path of a Python file", remedy="pass one"),
             file=sys.stderr,
         )
         return 2

@@ -98,7 +98,7 @@ def conformance_kit(
             files.update(_written(place, made))
     if not programs:
         raise ConfigurationError(
-            f"there is no program for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
+            f"no program is left for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
         )
     files.update(_common(place, arrays))
     kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
@@ -114,7 +114,7 @@ def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, 
     """Return the requested operators. Raises ConfigurationError for unknown ones."""
     if march not in HB_MAPPER.marches:
         raise ConfigurationError(
-            f"there is no conformance kit for {march}",
+            f"a conformance kit cannot be written for {march}",
             because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}",
             remedy=f"choose {' or '.join(HB_MAPPER.marches)}",
         )

@@ -104,7 +104,7 @@ class Kit:
         except (OSError, KeyError) as error:
             because = f"it cannot be read: {error}"
         if because:
-            raise ExportError(f"{path} is damaged", because=because, remedy="copy the kit again, or write it anew")
+            raise ExportError(f"{path} is damaged", because=because, remedy="copy the kit again, or write it again")
         return path
 
     def arrays(self, name: str) -> dict[str, Array]:
@@ -165,5 +165,5 @@ def read_kit(folder: Path) -> Kit:
         if kit.identity != about["kit"]:
             raise ValueError("its list of files was changed")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(f"{path} is damaged", because=str(error) or type(error).__name__, remedy="write the kit anew") from error
+        raise ExportError(f"{path} is damaged", because=str(error) or type(error).__name__, remedy="write the kit again") from error
     return kit

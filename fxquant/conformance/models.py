@@ -30,7 +30,7 @@ def kit_images(kit: Kit) -> list[Tensor]:
     try:
         whole = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ExportError(f"{path} cannot be read", because=str(error), remedy="write the kit anew") from error
+        raise ExportError(f"{path} cannot be read", because=str(error), remedy="write the kit again") from error
     return [torch.from_numpy(image[None]) for image in whole]
 
 

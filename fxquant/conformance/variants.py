@@ -30,8 +30,8 @@ ROUNDINGS = {
 WIDTHS: tuple[tuple[str, Mapping[str, int]], ...] = (
     ("multipliers of 13 bits", {"multiplier_bits": 13}),
     ("multipliers of 14 bits", {"multiplier_bits": 14}),
-    ("32 bits behind the first shift", {"intermediate_bits": 32}),
-    ("32 bits behind the first shift, multipliers of 21 bits", {"intermediate_bits": 32, "multiplier_bits": 21}),
+    ("32 bits after the first shift", {"intermediate_bits": 32}),
+    ("32 bits after the first shift, multipliers of 21 bits", {"intermediate_bits": 32, "multiplier_bits": 21}),
     ("last shifts of at most 21 bits", {"largest_shift": 21, "layer_shift": 21}),
     ("last shifts of at most 22 bits", {"largest_shift": 22, "layer_shift": 22}),
     ("last shifts of at most 23 bits", {"largest_shift": 23, "layer_shift": 23}),

@@ -117,12 +117,12 @@ def _traced(
     hooked = with_backward_hooks(model)
     if hooked:
         logger.warning(
-            "backward hooks do nothing in what is made of this model: those of %s; call register_hook on a tensor in forward instead",
+            "backward hooks have no effect in the new model: those of %s; call register_hook on a tensor in forward instead",
             ", ".join(path or "the model itself" for path in hooked),
         )
     hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
     if hooked:
-        logger.warning("hooks on parameters are not copied; register them on those of what is made of this model: %s", ", ".join(hooked))
+        logger.warning("hooks on parameters are not copied; register them on those of the new model: %s", ", ".join(hooked))
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))

@@ -108,7 +108,7 @@ class Arguments:
         if hasattr(arg, "item") and getattr(arg, "shape", None) == ():
             return self.convert(arg.item())
         refuse(
-            f"an argument of type {type(arg).__name__} cannot stand in a graph",
+            f"an argument of type {type(arg).__name__} cannot be part of a graph",
             because="graphs hold tensors, numbers, strings, None, dtypes, devices, and tuples, lists, dicts and slices of them",
             remedy="pass such values to modules at construction, not to operators in forward",
         )

@@ -72,12 +72,12 @@ def _marks(path: str, value: Any, said: Any) -> list[_Varying | None]:
         return [None] * len(pytree.tree_leaves(value))
     children, _ = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if len(children) == 1 and children[0] is value:
-        _refuse(f"it says something of {path}, which is a {type(value).__name__} and has no dimensions")
+        _refuse(f"it has an entry for {path}, which is a {type(value).__name__} and has no dimensions")
     keys: list[Any] = list(value) if isinstance(value, Mapping) else list(range(len(children)))
     if isinstance(said, tuple | list) and len(said) == len(keys):
         said = dict(zip(keys, said, strict=True))
     if not isinstance(said, Mapping) or not set(said) <= set(keys):
-        _refuse(f"its entry for {path} is not of the form of that argument, a {type(value).__name__} of {len(keys)}")
+        _refuse(f"its entry for {path} does not have the structure of that argument, a {type(value).__name__} of {len(keys)}")
     return [mark for key, child in zip(keys, children, strict=True) for mark in _marks(f"{path}[{key!r}]", child, said.get(key))]
 
 
@@ -118,7 +118,7 @@ def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | Non
 def _say_bounds(entry: Any) -> None:
     smallest, largest = entry.min or 0, entry.max
     if smallest > 2 or isinstance(largest, int):  # torch.export gives its own names 0 and infinity
-        logger.info("dynamic_shapes: the bounds of %s are left out; the model takes every batch size that its operators allow", entry)
+        logger.info("dynamic_shapes: the bounds of %s are ignored; the model takes every batch size that its operators allow", entry)
 
 
 def _require_one(marks: list[_Varying]) -> None:
@@ -134,7 +134,7 @@ def _refuse_several(which: list[str]) -> NoReturn:
     raise ConfigurationError(
         f"dynamic_shapes lets more than one size vary: {', '.join(which)}",
         because="one size can vary, that of the batch, which all inputs that have it share",
-        remedy="mark the batch alone, with the same Dim in each input; a prepared model for each of the other sizes",
+        remedy="mark only the batch, with the same Dim in each input; a prepared model for each of the other sizes",
     )
 
 

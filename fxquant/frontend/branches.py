@@ -187,8 +187,8 @@ def _check(first: Recording, own: list[fx.Node], common: set[fx.Node]) -> None:
             raise TraceError(
                 "forward computes the same layers in another way in train mode",
                 node=node,
-                because=f"%{node.name} reads something else there, so that what is trained would not be what becomes integers",
-                remedy="leave decisions by self.training (a stochastic depth, a batch norm of your own) to what only the loss reads, or "
+                because=f"%{node.name} reads another tensor there, so training would not fit the integer model",
+                remedy="let self.training (a stochastic depth, a custom batch norm) change only what the loss reads, or "
                 "prepare the model without training_branch=True",
             )
     shared = {graph.module_path(node) or node.name for node in again.values() if any(_layer(node) & _layer(other) for other in common)}

@@ -170,6 +170,6 @@ def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape:
     raise TraceError(
         f"output {index} of the graph is not the model's output",
         because=f"on the example input of shape {tuple(shape)} the two differ{difference}; forward keeps state between calls, "
-        "draws random numbers, or does something that leaves no operation behind",
+        "draws random numbers, or has an effect that is not an operation of the graph",
         remedy="make forward a function of its inputs and parameters alone",
     )

@@ -69,8 +69,8 @@ def refuse_scripted(what: str, at: str | None = None) -> NoReturn:
     """Raise the error for a module whose Python is gone."""
     raise ConfigurationError(
         f"{what} is a torch.jit.ScriptModule",
-        because="scripting and torch.jit.trace replace a module's Python, which fxquant traces, by a program of their own",
-        remedy="pass the module it was made from, and script nothing of it",
+        because="scripting and torch.jit.trace replace a module's Python, which fxquant traces, by a TorchScript program",
+        remedy="pass the module it was made from, with no scripted part",
         at=at,
     )
 
@@ -91,21 +91,21 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
     stage = "INTEGER" if stage == "FUSED" else stage
     march = f" for {target.name}" if target is not None else ""
     going_on = {
-        "PREPARED": "; this one goes on with fxq.calibrate, fxq.set_state and fxq.convert",
+        "PREPARED": "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert",
         "INTEGER": "; this one is finished: call it, fxq.export_onnx or fxq.save it",
     }
     raise ConfigurationError(
-        f"{_at(path)} is no float model, but {kinds.get(stage, f'a graph that was stopped at stage {stage}')}",
-        because=f"it was compiled{march} already, and quantizing what is quantized would mix two arithmetics",
+        f"{_at(path)} is not a float model, but {kinds.get(stage, f'a graph that was stopped at stage {stage}')}",
+        because=f"it was compiled{march} already, and quantizing it twice would mix two arithmetics",
         remedy="pass the float nn.Module it was made from, also for another target" + going_on.get(stage, ""),
     )
 
 
 def _refuse_torch_quantized(path: str, kind: type) -> NoReturn:
     raise ConfigurationError(
-        "the model is no float model: torch.ao has prepared or converted it",
-        because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which observes or quantizes by itself",
-        remedy="pass the float nn.Module, as it was before; QuantStub, DeQuantStub and FloatFunctional may stay in it",
+        "the model is not a float model: torch.ao has prepared or converted it",
+        because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
+        remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
     )
 
 

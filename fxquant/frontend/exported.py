@@ -17,8 +17,8 @@ from fxquant.ir.graph import model_meta
 _READ = "fxquant.exported"  # in meta of a module that `module_of` made
 LOST_GRADIENTS = "lost_gradients"  # in `meta` of a model: sentences about gradients that TRAIN cannot have
 _LOST = (
-    "an exported program holds no hooks, no torch.inference_mode and no backward of a custom function: "
-    "TRAIN has the gradients of the operators that it holds; pass the nn.Module for those of your Python"
+    "an exported program holds no hooks, no torch.inference_mode and no custom backward: "
+    "TRAIN uses the gradients of its operators; pass the nn.Module to keep those of your code"
 )
 _FUNCTION = "_functorch/autograd_function.py"  # in the stack of what torch.export found in a custom function's forward
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')

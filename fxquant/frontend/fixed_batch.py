@@ -63,7 +63,7 @@ def _check(model: fx.GraphModule, batch_size: int) -> None:
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
         raise ConfigurationError(
             f"batch_size={batch_size} cannot be used",
-            because=f"the model cuts its batch at a fixed place, and holds from {limits.smallest} to {limits.largest or 'any'} rows",
+            because=f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows",
             remedy="pass a batch size between these",
         )
     shapes = [known.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)]

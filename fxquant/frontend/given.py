@@ -25,7 +25,7 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
             kind = "a nested" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')}"
             raise ConfigurationError(
                 f"the example input {name} is {kind} tensor",
-                because="the inputs of a graph are dense: every element has its place",
+                because="the inputs of a graph are dense: every element is stored",
                 remedy="pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()",
             )
         if value.is_meta and compared:

@@ -160,8 +160,8 @@ def _take_facts(made: fx.Node, node: fx.Node) -> None:
 # ---- hooks on tensors -----------------------------------------------------------------------------------------------
 
 _NOT_KEPT = {
-    "register_post_accumulate_grad_hook": "it waits for the gradient of a leaf, and a traced tensor is none",
-    "retain_grad": "a traced tensor keeps no gradient; the prepared model's are those of its parameters and inputs",
+    "register_post_accumulate_grad_hook": "it waits for the gradient of a leaf, and a traced tensor is not a leaf",
+    "retain_grad": "a traced tensor keeps no gradient; parameters and inputs of the prepared model do",
 }
 
 

@@ -77,7 +77,7 @@ class InputCheck:
             where = f"up to a batch of {self.batches.largest}"
         else:
             return
-        self._refuse(expected, f"its batch is {size}", f"the model cuts its batch off at a fixed place, and its shapes hold {where}")
+        self._refuse(expected, f"its batch is {size}", f"the model slices its batch at a fixed index, and its shapes are valid {where}")
 
     def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [expected.name for expected in self.inputs]
@@ -89,8 +89,8 @@ class InputCheck:
             if name not in names:
                 raise ConfigurationError(f"the model has no input {name}", because=taken, remedy=remedy)
             if name in names[: len(args)]:
-                because = "it is given by its place and by its name"
-                raise ConfigurationError(f"input {name} is given twice", because=because, remedy="give it once")
+                because = "it is passed by position and by name"
+                raise ConfigurationError(f"input {name} is given twice", because=because, remedy="pass it once")
         for expected in self.inputs[len(args) :]:
             if not expected.optional and expected.name not in kwargs:
                 raise ConfigurationError(f"the model is not given its input {expected.name}", because=taken, remedy=remedy)

@@ -175,7 +175,7 @@ def _say_padding(handler: Handler, module: nn.TransformerEncoder, path: str, arg
         return
     text = (
         f"positions of {path or 'the model'} that src_key_padding_mask masks hold what its layers compute there, as in training; "
-        "PyTorch's path for inference puts 0 there (enable_nested_tensor=False turns that off): no output should depend on them"
+        "PyTorch's path for inference writes 0 there (enable_nested_tensor=False turns that off): no output should depend on them"
     )
     handler.note(text)
     if handler.locate:

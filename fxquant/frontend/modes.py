@@ -37,7 +37,7 @@ def own_train_mode(model: nn.Module) -> TrainMode:
         shells.root.train(True)
         frozen = tuple(name for name, (parameter, before) in asked.items() if before and not parameter.requires_grad)
     except Exception as error:  # whatever the user's code raises
-        return TrainMode(note=f"{method} raised {type(error).__name__}: {error}; what it does in train mode is not done")
+        return TrainMode(note=f"{method} raised {type(error).__name__}: {error}; its effect in train mode is left out")
     finally:
         for parameter, before in asked.values():
             parameter.requires_grad_(before)

@@ -48,7 +48,7 @@ def wrap(function: Callable[..., Any], *, fake: Callable[..., Any] | None = None
 def wrap(function: str, *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
 @overload
 def wrap(function: None = None, *, fake: Callable[..., Any] | None = None) -> Callable[..., Callable[..., Any]]: ...
-@checked(function=FUNCTION.or_none("fxq.wrap returns a decorator"), fake=CALLABLE.or_none("the function itself tells"))
+@checked(function=FUNCTION.or_none("fxq.wrap returns a decorator"), fake=CALLABLE.or_none("the function itself is called"))
 def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any:
     """Keep a function of the user's out of the graph: each call of it on tensors of a traced model is one call, in float, run as Python.
 
@@ -71,9 +71,9 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
         found = space.get(function, getattr(builtins, function, None))
         if not callable(found):
             raise ConfigurationError(
-                f"there is no function {function!r} to wrap",
+                f"the function {function!r} to wrap was not found",
                 because=f"the module {space.get('__name__')} has no global of that name yet",
-                remedy="call fxq.wrap behind the function's definition or import, at the top level of the module",
+                remedy="call fxq.wrap after the function's definition or import, at the top level of the module",
             )
         wrapped = space[function] = found if isinstance(found, Wrapped) else Wrapped(found, fake, f"{space.get('__name__')}:{function}")
         return wrapped
@@ -190,9 +190,9 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
             error = raised
     if len(found) < 2:
         refuse(
-            f"what {name} returns cannot be learned",
+            f"the result of {name} cannot be determined",
             because=f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}",
-            remedy="say what it returns by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
+            remedy="describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
         )
     return functools.reduce(_agreed, found)
 

@@ -131,7 +131,7 @@ def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
         if not parents and last in own_names():
             raise ConfigurationError(
                 f"preserve={name!r} cannot be kept",
-                because="a GraphModule has an attribute of that name itself",
+                because="a GraphModule already has an attribute of that name",
                 remedy="give yours another name",
             )
     return preserve

@@ -140,7 +140,7 @@ def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, A
         raise ConfigurationError(
             "the arguments do not fit the model's forward",
             because=f"{error}; it was traced as forward({written})",
-            remedy="call it like the float model; what had the value of its default may be left out",
+            remedy="call it like the float model; arguments that had their default value may be left out",
         ) from None
     for name, kind, optional, form in signature:
         if name in given:
@@ -158,9 +158,9 @@ def _take(path: str, form: Form, value: Any, inputs: dict[str, Any]) -> None:
         inputs[form[1]] = value
     elif kind == "value":
         if type(value) not in _ATOMS or isinstance(value, bool) != isinstance(form[1], bool) or value != form[1]:
-            _refuse(path, f"it is {_said(value)}", f"it was {form[1]!r} in the trace, and what is no tensor is fixed in a graph")
+            _refuse(path, f"it is {_said(value)}", f"it was {form[1]!r} in the trace, and values other than tensors are fixed in a graph")
     elif kind == "object":
-        _refuse(path, f"it is {_said(value)}", f"it was a {form[1]} in the trace; what that held is fixed in the graph, so leave it out")
+        _refuse(path, f"it is {_said(value)}", f"it was a {form[1]} in the trace; its content is fixed in the graph, so leave it out")
     elif kind == "keys":
         if not isinstance(value, Mapping) or value.keys() != {key for key, _ in form[1]}:
             _refuse(path, f"it is {_said(value)}", f"it was {_said(dict(form[1]))} in the trace")
@@ -169,7 +169,7 @@ def _take(path: str, form: Form, value: Any, inputs: dict[str, Any]) -> None:
     else:
         items = pytree.tree_leaves(value) if kind == "leaves" else list(value) if isinstance(value, (tuple, list)) else None
         if items is None or len(items) != len(form[1]):
-            _refuse(path, f"it is {_said(value)}", f"it held {len(form[1])} items in the trace, and a graph takes so many")
+            _refuse(path, f"it is {_said(value)}", f"it held {len(form[1])} items in the trace, and a graph takes as many")
         for index, (inner, item) in enumerate(zip(form[1], items, strict=True)):
             _take(f"{path}[{index}]", inner, item, inputs)
 

@@ -50,7 +50,7 @@ class MovedState:
 
     def notes(self) -> list[str]:
         """Sentences for `explain`, but for what is moved."""
-        found = [f"attribute {name} is changed by forward in train mode: here it is what it was in the trace" for name in self.numbers]
+        found = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
         return [*found, f"whether forward moves buffers in train mode is not known: {self.failed}"] if self.failed else found
 
 

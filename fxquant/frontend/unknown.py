@@ -41,9 +41,9 @@ class Unknown:
 
 def _refuse_unknown(what: str) -> NoReturn:
     refuse(
-        f"what a function kept as Python returns is {what}",
-        because="its sizes depend on content, or it is no tensor, so nothing is known of it before the graph runs",
-        remedy="do that inside of the function, or of another one behind fxq.wrap, or say by fxq.wrap(…, fake=…) what it returns",
+        f"the result of a function that is kept as Python is {what}",
+        because="its sizes depend on content, or it is not a tensor, so nothing is known of it before the graph runs",
+        remedy="do that inside the function, or in another function under fxq.wrap, or describe its result by fxq.wrap(…, fake=…)",
     )
 
 

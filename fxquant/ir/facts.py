@@ -31,7 +31,7 @@ class BatchDim:
         """Return the size at this batch size; raises ValueError where it is not an integer."""
         value = self.coefficient * batch + self.offset
         if value.denominator != 1:
-            raise ValueError(f"{self} is not a whole number at batch size {batch}")
+            raise ValueError(f"{self} is not an integer at batch size {batch}")
         return int(value)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_nested:
         return "nested", "pad it to one size with .to_padded_tensor(0.0)"
     if getattr(tensor, "is_quantized", False):  # PyTorch is removing them
-        return "quantized", "pass the real numbers it stands for: .dequantize()"
+        return "quantized", "convert it with .dequantize()"
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch."), "convert it with .to_dense()"
     if tensor.is_meta:

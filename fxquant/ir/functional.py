@@ -55,7 +55,7 @@ def view_of(tensor: torch.Tensor, way: Any) -> Any:
         elif name in VIEWS and name != "getattr":
             view = getattr(view, name)(*args, **kwargs) if isinstance(view, torch.Tensor) else view[args[0]]
         else:
-            raise ValueError(f"{name} makes no view")
+            raise ValueError(f"{name} does not make a view")
     return view
 
 

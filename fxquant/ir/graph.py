@@ -175,7 +175,7 @@ def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
     node.meta["refusal"], node.meta["python"] = because, python
 
 
-WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as leaf= says"
+WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, by leaf="
 
 
 def is_python(node: fx.Node) -> bool:

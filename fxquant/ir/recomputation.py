@@ -80,9 +80,9 @@ def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
         if started is None and any(not torch.equal(registry[name], value) for registry, name, value in before if not value.isnan().any()):
             raise ConfigurationError(
                 "the prepared model is called inside of backward, on inputs that it was not called on before",
-                because="a pass that is computed again has to start from the scales and statistics of the first one, which are not known;"
+                because="recomputation starts from the scales and statistics of the first pass, which are not known;"
                 f" those of the last {MOST} passes under activation checkpointing are",
-                remedy="checkpoint the call of the prepared model alone, on tensors that stay as they are until backward,"
+                remedy="checkpoint only the call of the prepared model, on tensors that do not change until backward,"
                 " or call fxq.freeze(prepared) first",
             )
         return result
@@ -103,7 +103,7 @@ def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
                 value.copy_(held)
         raise ConfigurationError(
             "torch.func cannot transform this pass of the prepared model",
-            because="in train mode, scales and statistics move in place, and numbers are read from what is batched or differentiated; "
+            because="in train mode, scales and statistics change in place, and numbers are read from batched or differentiated tensors; "
             f"PyTorch says: {str(error).splitlines()[0]}",
             remedy="call fxq.freeze(prepared), and the model once, before the transform; take vmap over inputs, not over parameters",
         ) from error

@@ -73,7 +73,7 @@ def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
         if within:
             inside.add(node)
         elif computes_tensor(node) and read and node.target is not dequant_stub:
-            found[node] = "it stands outside of QuantStub and DeQuantStub"
+            found[node] = "it lies outside of QuantStub and DeQuantStub"
     return found
 
 

@@ -205,7 +205,7 @@ class Lowering:
     def not_finite(self) -> NotFinite:
         """Return the error for integers that cannot be computed since a parameter, or a value computed from some, is NaN or infinite."""
         found = first_not_finite({**self.parameters, **self.weight.trained()})
-        together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
+        together = "its weight, bias and batch norm are finite, but their product is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
 
     # -- what operators are made of ----------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class SegmentLUT(nn.Module):
         if not known and not called.isidentifier():
             raise ConfigurationError(
                 "the table of a function without a name cannot be declared",
-                because=f"{called or type(function).__name__} is no name, and a file says by its name which function a table is of",
-                remedy='name it: SegmentLUT(function, name="…"), a name of its own for each function',
+                because=f"{called or type(function).__name__} is not a name, and a file identifies the function of a table by its name",
+                remedy='name it: SegmentLUT(function, name="…"), a different name for each function',
             )
         if not known:
             _DECLARED[function] = custom.unary(called, function)

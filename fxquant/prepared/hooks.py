@@ -84,7 +84,7 @@ class Uncallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ConfigurationError(
-            f"{self.path} cannot be called by itself",
+            f"{self.path} cannot be called directly",
             at=calling_line(),
             because="in a prepared model it holds parameters; what it computes is part of one graph, which is quantized as a whole",
             remedy="call the prepared model, and read this tensor in a forward hook; or prepare a module whose forward returns it",
@@ -237,7 +237,7 @@ def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[st
             f"a forward hook on {path}",
             unknown or (f"its output {inside}" if returns else ""),
             remedy,
-            f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook is given None in place of it"
+            f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook receives None instead"
             if reads or any(map(any, missing))
             else "",
         ),

@@ -66,7 +66,7 @@ def annotated(gm: fx.GraphModule) -> Iterator[Violation]:
     """Require that every operator is annotated with whether it becomes integer."""
     for node in gm.graph.nodes:
         if operator_of(node) is not None and annotation(node) is None:
-            yield Violation(node, "nothing says whether it becomes integer or stays in float")
+            yield Violation(node, "it is not annotated as integer or float")
 
 
 def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
@@ -167,9 +167,9 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
         for name in covers:
             covered = nodes.get(name)
             if covered is None or covered.target not in PRIMITIVES:
-                yield Violation(node, f"its kernel covers %{name}, which is no primitive of this graph")
+                yield Violation(node, f"its kernel covers %{name}, which is not a primitive of this graph")
             elif covered is not node and any(user.name not in covers for user in covered.users):
-                yield Violation(node, f"its kernel covers %{name}, which others read")
+                yield Violation(node, f"its kernel covers %{name}, which other nodes read")
 
 
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
@@ -183,7 +183,7 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
             others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
             if others or not node.all_input_nodes:
                 yield Violation(
-                    node, "it is said to be computed from parameters alone but " + (f"reads %{others[0]}" if others else "reads none")
+                    node, "it is annotated as computed from parameters only but " + (f"reads %{others[0]}" if others else "reads none")
                 )
         if node.op in ("call_module", "get_attr"):
             try:
@@ -192,7 +192,7 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
                 yield Violation(node, f"{node.target!r} does not exist")
             else:
                 if node.op == "call_module" and not isinstance(found, nn.Module):
-                    yield Violation(node, f"{node.target!r} is no module")
+                    yield Violation(node, f"{node.target!r} is not a module")
         seen.add(node)
 
 
@@ -219,7 +219,7 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
         lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
         more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
         raise StageViolation(
-            f"the graph is no {stage.name.lower()} graph after {made_by}",
+            f"the graph is not a valid {stage.name.lower()} graph after {made_by}",
             node=found[0].node,
             because=lines + more,
             remedy=f"this is a defect of {made_by}; run with dump='dir' and compare the graphs before and after it",

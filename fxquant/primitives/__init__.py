@@ -63,7 +63,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
     if name not in BY_NAME:
-        raise AttributeError(f"there is no primitive called {name!r}")
+        raise AttributeError(f"no primitive is named {name!r}")
     return BY_NAME[name].function
 
 

@@ -123,7 +123,7 @@ def _onnx_convolution(
 def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
     """Raise Unproved unless every sum of parts stays below 2^24 and the parts hold all bits of the operand and the weight."""
     chosen = Split(*cut)
-    need(min(chosen) >= 1 and max(chosen) <= 64, f"it cuts its operands into {list(chosen)} parts and bits")
+    need(min(chosen) >= 1 and max(chosen) <= 64, f"it splits its operands into {list(chosen)} parts and bits")
     part = 2 ** (chosen.bits - 1)
     need(x.largest <= part * 2 ** (chosen.bits * (chosen.parts - 1)), "the parts of its operand hold fewer bits than it has")
     held = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)

@@ -97,7 +97,7 @@ def exact_below(wide: bool) -> int:
 def constant_of(value: Value | None, what: str) -> Tensor:
     """Return a constant's tensor; raise Unproved if the value is not a constant."""
     if value is None or value.constant is None:
-        refuse(f"its {what} is no constant")
+        refuse(f"its {what} is not a constant")
     return value.constant
 
 

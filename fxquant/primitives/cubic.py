@@ -51,7 +51,7 @@ def _onnx_sample_cubic(
 def _bounds_sample_cubic(
     input: Value, coordinates: Value, weights: Value, sizes: list[int], bits: int, padding: str, corners: bool, wide: bool
 ) -> Range:
-    need(list(input.fact.shape[2:]) == list(sizes) and len(sizes) == 2, "its image has another size than is said")
+    need(list(input.fact.shape[2:]) == list(sizes) and len(sizes) == 2, "its image and its annotation differ in size")
     need(coordinates.fact.shape[-1] == 2 and len(coordinates.fact.shape) == 4, "it has not one coordinate per dimension")
     need(1 <= bits <= 8 and padding in ("zeros", "border", "reflection"), "its settings are unknown")
     need(coordinates.largest + (max(sizes) + 4) * 2**bits < 2**23, f"its coordinates can reach {coordinates.largest}")

@@ -79,7 +79,7 @@ def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | N
 
 def _bounds_dynamic_linear(input: Value | None, weight: Value, scale: Value, bias: Value | None) -> Range:
     """Return the range of the int32 sum."""
-    need(input is None or input.fact.dtype == torch.float32, "it reads integers, where real numbers belong")
+    need(input is None or input.fact.dtype == torch.float32, "it reads integers, and its operand must be float")
     integers, steps = constant_of(weight, "weight"), constant_of(scale, "scale")
     need(integers.dtype == torch.int8 and integers.dim() == 2, f"its weight is {integers.dtype} of shape {tuple(integers.shape)}")
     channels = ((), (len(integers),))

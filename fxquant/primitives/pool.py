@@ -38,7 +38,7 @@ def _onnx_max_pool(
 
 def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Range:
     for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows lies wholly in the padding")
+        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
     return Range(input.low, input.high)
 
 

@@ -55,14 +55,14 @@ def _bounds_pool_indices(
     wide: bool,
     places: Value | None = None,
 ) -> Range:
-    need(list(input.fact.shape[2:]) == list(sizes), "its operand has another size than is said")
-    need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit one number")
+    need(list(input.fact.shape[2:]) == list(sizes), "its operand and its annotation differ in size")
+    need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit in one number")
     for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows lies wholly in the padding")
+        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
     if places is None:
         return Range(0.0, float(math.prod(sizes) - 1))
     known = constant_of(places, "places")
-    need(list(known.shape) == [math.prod(sizes)], "it does not say of every element where it lies")
+    need(list(known.shape) == [math.prod(sizes)], "it does not give a position for each element")
     return Range(float(known.min()), float(known.max()))
 
 
@@ -105,7 +105,7 @@ def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside
 
 
 def _bounds_unpool(input: Value, indices: Value, sizes: list[int], outside: int) -> Range:
-    need(indices.low.min() >= 0 and indices.high.max() < math.prod(sizes), "it puts elements where there is no place")
+    need(indices.low.min() >= 0 and indices.high.max() < math.prod(sizes), "it writes elements outside of the plane")
     return Range(input.low.min().clamp_max(outside), input.high.max().clamp_min(outside))
 
 

@@ -96,7 +96,7 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
             if node.op == "get_attr":
                 value = _constant(gm, node)
             elif node.op == "call_function" and node.target in PRIMITIVES:
-                need(shapes.infer(node) == fact(node), f"its result is {shapes.infer(node)}, and said to be {fact(node)}")
+                need(shapes.infer(node) == fact(node), f"its result is {shapes.infer(node)}, and declared as {fact(node)}")
                 value = _proved(node, values, arithmetic)
             else:
                 continue
@@ -111,7 +111,7 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
     for node in gm.graph.nodes:
         said = noted(node, "accumulator_bits")
         if said is not None and said < bits.get(node.name, 0):
-            yield node, f"its accumulator has {bits[node.name]} bits, and is said to have {said}"
+            yield node, f"its accumulator has {bits[node.name]} bits, and is declared with {said}"
 
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
@@ -119,7 +119,7 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
     if not isinstance(tensor, Tensor) or not isinstance(known, TensorFact):
         return None
     found = TensorFact(tuple(tensor.shape), tensor.dtype)
-    need(found == known, f"it is {found}, and said to be {known}")
+    need(found == known, f"it is {found}, and declared as {known}")
     if tensor.is_complex() or tensor.numel() == 0:
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         return Value(zero, zero, known, constant=tensor.detach())
@@ -136,7 +136,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         _check_dequantize(node, values)
         return None
     if record.bounds is None:
-        refuse(f"nothing is known of the range of {record.name}")
+        refuse(f"the range is not known of {record.name}")
 
     def value_of(operand: fx.Node) -> Any:
         return values.get(operand, _given(operand))
@@ -145,7 +145,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
     real = node.target is boundary.quantize or record.kind == "dynamic"
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
-        refuse("it reads something that is no integer of this graph")
+        refuse("it reads a value that is not an integer tensor of this graph")
     found = record.bounds(**arguments)
     if record.kind == "dynamic":
         return None  # a float tensor, computed from a sum that fits
@@ -189,7 +189,7 @@ def _check_range(value: Value, kind: str, described: QParams | None) -> None:
     dtype = ACTIVATION_TYPES.get(described.dtype)
     scales = described.scale if isinstance(described.scale, tuple) else (described.scale,)
     if dtype is None or dtype.storage != value.fact.dtype:
-        refuse(f"it is {value.fact.dtype}, and said to be {described.dtype}")
+        refuse(f"it is {value.fact.dtype}, and declared as {described.dtype}")
     need(dtype.low <= low and high <= dtype.high, f"its values lie in {low:.0f}…{high:.0f}, beyond {described.dtype}")
     need(all(0 < scale < math.inf for scale in scales), f"its scale is {described.scale}")
     zero = described.zero_point
@@ -204,7 +204,7 @@ def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
         return
     used = record.signature.bind(*node.args, **node.kwargs).arguments.get("zero_point", 0)
     said = described.zero_point if rounds and described is not None else zero_point(node.args[0])  # type: ignore[arg-type]
-    need(said == used, f"its zero point is {used!r}, and said to be {said}")
+    need(said == used, f"its zero point is {used!r}, and declared as {said}")
 
 
 def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
@@ -213,10 +213,10 @@ def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
     _check_zero_points(node, None)
     assert isinstance(operand, fx.Node)
     assert isinstance(scale, fx.Node)
-    need(operand in values, "it reads something that is no integer of this graph")
+    need(operand in values, "it reads a value that is not an integer tensor of this graph")
     tensor = constant_of(values.get(scale), "scale")
     need(torch.isfinite(tensor).all() and (tensor > 0).all(), f"its scale is {tensor.tolist()}")
     described = qparams(operand)
     if described is not None:
         said = described.scale if isinstance(described.scale, tuple) else (described.scale,)
-        need(list(said) == tensor.flatten().tolist(), "its scale is not that of what it reads")
+        need(list(said) == tensor.flatten().tolist(), "its scale is not the scale of its operand")

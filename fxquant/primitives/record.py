@@ -56,12 +56,12 @@ class Role(Enum):
     MATRIX_PRODUCT = "Sums of products of two activations: (input, other, …)."
     CHANNEL_SCALING = "A factor and a bias for each channel: (input, weight, bias, trailing)."
     RESIDUAL = "An accumulator and an activation times a factor: (accumulator, residual, multiplier, …)."
-    ALIGNMENT = "Element by element, an operand brought to a common scale."
-    ADDITION = "Element by element, a sum with signs: f(2x, 2y) = 2 f(x, y)."
-    MULTIPLICATION = "Element by element, a product of two activations."
-    REQUANTIZATION = "Element by element, an accumulator rounded into a grid: (accumulator, constants, …)."
-    POINTWISE = "Element by element, any other function of one tensor or two, by numbers that are the same everywhere."
-    MOVEMENT = "Returns elements of activations, in whatever place, and no others; its ONNX form takes floats as well."
+    ALIGNMENT = "Elementwise: an operand brought to a common scale."
+    ADDITION = "Elementwise: a sum with signs: f(2x, 2y) = 2 f(x, y)."
+    MULTIPLICATION = "Elementwise: a product of two activations."
+    REQUANTIZATION = "Elementwise: an accumulator rounded into a grid: (accumulator, constants, …)."
+    POINTWISE = "Elementwise: any other function of one tensor or two, by constants that all elements share."
+    MOVEMENT = "Returns elements of activations, in any order, and no others; its ONNX form takes floats as well."
 
 
 POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.REQUANTIZATION, Role.POINTWISE})
@@ -70,7 +70,7 @@ POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.
 class ZeroPoint(Enum):
     """How a primitive f treats integers as they are stored, q + z, in place of centred ones, q."""
 
-    CENTRED = "It reads centred integers alone."
+    CENTRED = "It reads centred integers only."
     EQUIVARIANT = "f(q + z) = f(q) + z."
     INVARIANT = "f(q + z) = f(q)."
 

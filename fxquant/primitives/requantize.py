@@ -188,7 +188,7 @@ def _bounds_requantize_fixed(
     dtype: torch.dtype,
 ) -> Range:
     for name, value in (("shift", shift), ("multiplier", multiplier), ("right shift", right_shift)):
-        need(constant_of(value, name).dtype == torch.int32, f"its {name} is no int32")
+        need(constant_of(value, name).dtype == torch.int32, f"its {name} is not int32")
     return Range(float(low), float(high))
 
 
@@ -309,7 +309,7 @@ def _onnx_clamp_accumulator(e: Emitter, input: str, low: Tensor, high: Tensor) -
 
 
 def _bounds_clamp_accumulator(input: Value, low: Value, high: Value) -> Range:
-    need((constant_of(low, "limit") <= constant_of(high, "limit")).all(), "its limits are the wrong way round")
+    need((constant_of(low, "limit") <= constant_of(high, "limit")).all(), "its lower limit exceeds its upper limit")
     return within(torch.maximum(low.magnitude, high.magnitude), FLOAT64_EXACT)
 
 

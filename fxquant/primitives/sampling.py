@@ -114,7 +114,7 @@ def _bounds_sample(
     input: Value, coordinates: Value, sizes: list[int], bits: int, mode: str, padding: str, corners: bool, outside: int, wide: bool
 ) -> Range:
     rank = len(sizes)
-    need(list(input.fact.shape[2:]) == list(sizes) and rank in (2, 3), "its image has another size than is said")
+    need(list(input.fact.shape[2:]) == list(sizes) and rank in (2, 3), "its image and its annotation differ in size")
     need(coordinates.fact.shape[-1] == rank and len(coordinates.fact.shape) == rank + 2, "it has not one coordinate per dimension")
     need(1 <= bits <= 8 and mode in ("bilinear", "nearest") and padding in ("zeros", "border", "reflection"), "its settings are unknown")
     need(coordinates.largest + (max(sizes) + 2) * 2**bits < 2**23, f"its coordinates can reach {coordinates.largest}")

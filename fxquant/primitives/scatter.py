@@ -61,7 +61,7 @@ def _onnx_extremum_along(
 
 
 def _bounds_extremum_along(input: Value, source: Value, dim: int, index: Value | None, terms: int, largest: bool) -> Range:
-    need(source.size(dim) == terms, "its source has another size than is said")
+    need(source.size(dim) == terms, "its source and its annotation differ in size")
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 

@@ -97,7 +97,7 @@ def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: 
 
 
 def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:
-    need(not number or not source.fact.shape, "what it puts everywhere is no number")
+    need(not number or not source.fact.shape, "the value it scatters is not a number")
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 

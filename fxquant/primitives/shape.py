@@ -94,7 +94,7 @@ def _onnx_select(e: Emitter, input: str, dim: int, indices: Tensor) -> str:
 
 def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
     chosen = constant_of(indices, "indices")
-    need((chosen >= 0).all() and (chosen < input.size(dim)).all(), "it picks elements that do not exist")
+    need((chosen >= 0).all() and (chosen < input.size(dim)).all(), "it indexes elements that do not exist")
     return Range(input.low.min(), input.high.max())
 
 

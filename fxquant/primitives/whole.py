@@ -132,7 +132,7 @@ def _onnx_truncated(e: Emitter, input: str, scale: Tensor, margin: Tensor) -> st
 
 def _bounds_truncated(input: Value, scale: Value, margin: Value) -> Range:
     for name, value in (("scale", scale), ("margin", margin)):
-        need(value.constant is not None and value.constant.dtype == torch.float32, f"its {name} is no constant")
+        need(value.constant is not None and value.constant.dtype == torch.float32, f"its {name} is not a constant")
     return ANY
 
 

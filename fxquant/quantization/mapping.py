@@ -245,7 +245,7 @@ def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
     if not foreign:
         return found
     kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
-    logger.warning("the qconfig of %d modules is ignored, since it is no fxquant.QConfig but a %s", len(foreign), kinds)
+    logger.warning("the qconfig of %d modules is ignored, since it is not an fxquant.QConfig but a %s", len(foreign), kinds)
     return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
 
 
@@ -255,7 +255,7 @@ def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
         return qconfig
     if qconfig is not None and not isinstance(qconfig, QConfig):
         raise ConfigurationError(
-            f"a {type(qconfig).__name__} is no qconfig",
+            f"a {type(qconfig).__name__} is not a qconfig",
             because="a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default",
             remedy="pass one of these",
         )

@@ -40,7 +40,7 @@ def _observer(value: Any) -> Any:
     except Exception as error:
         raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
     if type(made) is Observer or not isinstance(made, Observer):
-        raise ValueError(f"{shown(made)} is none")
+        raise ValueError(f"{shown(made)} is not an observer")
     return _unused(value) if isinstance(value, Observer) else value
 
 
@@ -109,13 +109,13 @@ class ActivationConfig:
         if self.scale is not None and self.threshold is not None:
             raise ConfigurationError(
                 f"scale={self.scale:g} and threshold={self.threshold:g} are both given",
-                because="a threshold is a way to give the scale: the real number that the largest integer stands for",
+                because="a threshold also defines the scale: it is the float value of the largest integer",
                 remedy="pass one of them",
             )
         if self.dtype == "int32" and (self.scale, self.threshold) != (None, None):
             raise ConfigurationError(
                 "an int32 output has no scale to give",
-                because="it is the sum as it stands, with the scale of its weight times that of its input",
+                because="it is the accumulator itself, on the scale of its weight times that of its input",
                 remedy="leave scale and threshold out, or ask for int8 or int16",
             )
         self._check_zero_point()
@@ -144,7 +144,7 @@ class ActivationConfig:
             return
         if self.dtype is None or not self.type.affine:
             raise ConfigurationError(
-                f"zero_point={self.zero_point} is given for {self.dtype or 'a dtype that is left to the target'}",
+                f"zero_point={self.zero_point} is given for {self.dtype or 'the default dtype of the target'}",
                 because="only integers of uint8 have a zero point; those of other dtypes are symmetric",
                 remedy='pass dtype="uint8" with it, or leave it out',
             )
@@ -251,7 +251,7 @@ class WeightConfig:
 def _check(dtype: str, known: Any, what: str) -> None:
     if dtype not in known:
         raise ConfigurationError(
-            f"{dtype!r} is no {what} dtype", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
+            f"{dtype!r} is not a dtype of {what}s", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
         )
 
 
@@ -295,13 +295,13 @@ class QConfig:
         if self.output != ActivationConfig() or self.input is not None:
             raise ConfigurationError(
                 f"a dynamic QConfig is given {'an input' if self.input is not None else 'an output'}",
-                because="its layers find the grid of their input at run time, and their outputs are real numbers",
+                because="its layers find the grid of their input at run time, and their outputs are float",
                 remedy="leave it out, or leave out dynamic=True",
             )
         if self.weight.type.bits > 8:
             raise ConfigurationError(
                 f"a dynamic QConfig has {self.weight.dtype} weights",
-                because="its sums are of products of bytes",
+                because="its products are of 8-bit integers",
                 remedy="pass a WeightConfig of int8 or int4",
             )
 

@@ -27,6 +27,6 @@ class State(enum.Enum):
         found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
         if found is None:
             raise ConfigurationError(
-                f"{value!r} is no state", because=f"the states are {', '.join(cls.__members__)}", remedy="pass a fxq.State, or its name"
+                f"{value!r} is not a state", because=f"the states are {', '.join(cls.__members__)}", remedy="pass a fxq.State, or its name"
             )
         return found

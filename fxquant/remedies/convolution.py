@@ -177,7 +177,7 @@ def padded_before(b: Rewriting) -> fx.Node | None:
     )
 
 
-@remedy("with its residual added behind it", f"{PLAIN} {REVERSED}", "stride with a residual added")
+@remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")
 def residual_behind(b: Rewriting) -> fx.Node | None:
     """Add the residual in a separate operator."""
     fused = {"batch_norm": b.arguments.get("batch_norm"), "dtype": b.partial}
@@ -186,7 +186,7 @@ def residual_behind(b: Rewriting) -> fx.Node | None:
     return total
 
 
-@remedy("with its limits behind it", "*", "bounds")
+@remedy("with its limits after it", "*", "bounds")
 def limits_behind(b: Rewriting) -> fx.Node | None:
     """Move the fused clamp into a separate operator, which can then run elsewhere."""
     limits = b.arguments.get("clamp")

@@ -112,7 +112,7 @@ def _divisor(size: int, most: int, needed: bool) -> int:
     return max((d for d in range(1, most + 1) if size % d == 0), default=1) if needed else 1
 
 
-@remedy("divided behind it", "avg_pool2d", "divisor_override")
+@remedy("divided after it", "avg_pool2d", "divisor_override")
 def divided_behind(b: Rewriting) -> fx.Node | None:
     """Return the mean over the window's size, times a factor."""
     arguments = b.arguments
@@ -125,7 +125,7 @@ def divided_behind(b: Rewriting) -> fx.Node | None:
     return made
 
 
-@remedy("counted behind it", "avg_pool2d", "count_include_pad")
+@remedy("counted after it", "avg_pool2d", "count_include_pad")
 def counted_behind(b: Rewriting) -> fx.Node | None:
     """Return the mean over whole windows, times a factor for each position."""
     arguments = b.arguments

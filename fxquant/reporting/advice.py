@@ -151,7 +151,7 @@ def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
         count = tensor.statistics.not_a_number
         if count:
             cause = f"{count} of its {tensor.statistics.elements} values are NaN, in the reference itself"
-            cure = "look at what this layer divides by, takes the logarithm or the root of, or reads: fxq.record(model, batches, [name])"
+            cure = "inspect the operands of this layer (of its division, logarithm or root): fxq.record(model, batches, [name])"
             yield Advice(tensor.name, "no_numbers", cause, cure, math.inf, math.inf, tensor.facts.source)
             return
 

@@ -125,7 +125,7 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
         for layer in layers(prepared)
         if (because := unfused(nodes[layer.name])) is not None
     ]
-    return Rows("not fused", tuple(found), "every batch norm, addition and limit behind a layer is part of it")
+    return Rows("not fused", tuple(found), "every batch norm, addition and limit after a layer is part of it")
 
 
 @checked(model=instance("an nn.Module", nn.Module))
@@ -157,7 +157,7 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
         joins = (operator := BY_NAME.get(layer.operator)) is not None and (operator.adds or operator.function is cat)
         if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
-            because = f"it joins ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
+            because = f"it concatenates ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             found.append(
                 Setting(layer.name, "ranges", because, "fxq.equalize, or int16 for this layer and the operand of the larger range")
             )
@@ -286,7 +286,7 @@ def value_ranges(
             count += 1
     except KeyboardInterrupt:
         so_far = _ranges(side, seen, spread)
-        raise Interrupted(f"value_ranges was interrupted behind {count} batches", so_far) from None
+        raise Interrupted(f"value_ranges was interrupted after {count} batches", so_far) from None
     if side is None:
         raise no_batches(num_batches)
     return _ranges(side, seen, spread)

@@ -236,7 +236,7 @@ def compare(
         return result
     except KeyboardInterrupt:
         so_far = _compared(pairing, None, count)
-        raise Interrupted(f"compare was interrupted behind {count} batches", so_far) from None
+        raise Interrupted(f"compare was interrupted after {count} batches", so_far) from None
 
 
 def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:

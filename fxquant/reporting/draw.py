@@ -44,7 +44,7 @@ def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     if file.suffix.lower() not in FORMATS:
         raise ConfigurationError(
-            f"{file} is no picture that can be drawn", because=f"its name ends in none of {', '.join(FORMATS)}", remedy="name it so"
+            f"{file} is not a known picture format", because=f"its name ends in none of {', '.join(FORMATS)}", remedy="name it so"
         )
     try:
         from matplotlib import rc_context

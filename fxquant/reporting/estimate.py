@@ -195,14 +195,14 @@ def estimate(
     if not is_deployed(integer):
         raise ConfigurationError(
             "the cost of this model is not known yet",
-            because="it is no integer model: dtypes and weights are settled by fxq.convert",
+            because="it is not an integer model: fxq.convert determines dtypes and weights",
             remedy="pass fxq.convert(prepared)",
         )
     chosen: Target = integer.meta["target"] if target is None else backends.get(target)
     rates = roofline or chosen.roofline
     if rates is None:
         raise ConfigurationError(
-            f"there are no peak rates of {chosen.name}",
+            f"the peak rates are not known of {chosen.name}",
             because="they are those of the machine that the model runs on",
             remedy="pass roofline=fxq.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
         )

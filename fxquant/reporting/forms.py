@@ -103,7 +103,7 @@ def _verify(
         for _ in progress(steps, total, "verifying", show):
             done += 1
     except KeyboardInterrupt:
-        raise Interrupted(f"verify was interrupted behind {done} of {total} comparisons", report) from None
+        raise Interrupted(f"verify was interrupted after {done} of {total} comparisons", report) from None
 
 
 def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:
@@ -114,7 +114,7 @@ def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progr
         for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
             measure(left, OnnxForm(opened, runtime, []), inputs, report)
     except KeyboardInterrupt:
-        raise Interrupted(f"verify was interrupted behind {len(report.outputs)} of {len(MEASURED_RUNTIMES)} runtimes", report) from None
+        raise Interrupted(f"verify was interrupted after {len(report.outputs)} of {len(MEASURED_RUNTIMES)} runtimes", report) from None
     return report
 
 

@@ -92,9 +92,7 @@ def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
     """Return the model in a file that `save` wrote. Raises ExportError if it holds none."""
     loaded = load_file(path, backends.get)
     if not isinstance(loaded, fx.GraphModule):
-        raise ExportError(
-            f"{path} holds no model", because="it holds observations, which are no graph", remedy="pass a file with a saved model"
-        )
+        raise ExportError(f"{path} holds no model", because="it holds observations, not a graph", remedy="pass a file with a saved model")
     return loaded
 
 
@@ -256,7 +254,7 @@ def difference(a: Contents, b: Contents) -> str:
         raise ConfigurationError(
             f"{a.path} and {b.path} cannot be compared as text",
             because=f"one is a {a.kind}, the other a {b.kind}",
-            remedy="compare what they compute: fxquant verify",
+            remedy="compare their outputs: fxquant verify",
         )
     lines = [
         f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y

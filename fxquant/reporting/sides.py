@@ -136,7 +136,7 @@ def side_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
         if opened.io != "float":
             raise ConfigurationError(
                 f"{opened.path} cannot be compared",
-                because=f"it was exported with io={opened.io!r}, and takes integers where other forms take real numbers",
+                because=f"it was exported with io={opened.io!r}, and takes integers where other forms take float tensors",
                 remedy="export with io='float'",
             )
         return Side(OnnxForm(opened, RUNTIME_NAMES[0]))

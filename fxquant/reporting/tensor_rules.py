@@ -120,7 +120,7 @@ def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
         f"{100 * seen.zeroed / seen.nonzero:.0f} % of the values of input {tensor.reference} that are not 0 become 0: its largest values, "
         f"up to {max(abs(seen.low), abs(seen.high)):.4g}, set its scale, {seen.steps.scale:.4g}"
     )
-    cure = f"{cures.wider(tensor.name, tensor.reference)}; or give the model its logarithm or its root, in front of it or in training"
+    cure = f"{cures.wider(tensor.name, tensor.reference)}; or give the model its logarithm or its root, before it or in training"
     return Found(cause, cure, 2.0**-16 if cures.has_wide else 1.0 / 16)
 
 
@@ -138,8 +138,8 @@ def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
     left = float((own.square() / 12).mean()) * seen.elements
     many = int((seen.channels >= OUTLIER * median).sum())
     cause = (
-        f"channel {int(where)} reaches {float(largest):.4g}, {float(largest / median):.0f} times as far as the median channel "
-        f"({many} of {len(seen.channels)} are {OUTLIER:.0f} times as far or more), and sets one scale for all"
+        f"channel {int(where)} reaches {float(largest):.4g}, {float(largest / median):.0f} times as far as the median channel, "
+        f"and sets one scale for all; {many} of {len(seen.channels)} channels reach {OUTLIER:.0f} times as far or more"
     )
     cure = (
         "fxq.equalize(prepared, batches), where calibrate was called with equalize=False; otherwise "
@@ -210,8 +210,8 @@ def coarse(tensor: Judged, cures: Cures) -> Found | None:
 def mask_cure(reaches: float) -> str:
     """Return the cure for a mask whose other values reach so far."""
     return (
-        f"mask with a number of the size of the other values (about {-4 * reaches:.3g}), or with truth values: torch.where or masked_fill "
-        "behind this layer, or right in front of a softmax, which takes masks out of the scale"
+        f"mask with a number as large as the other values (about {-4 * reaches:.3g}), or a boolean mask: torch.where or masked_fill "
+        "after this layer, or directly before a softmax, which keeps masks out of the scale"
     )
 
 

@@ -133,7 +133,7 @@ def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effec
     }
     share = min(ratio(effects.of_grids(grids), total), 1.0)
     made = f"the noise is spread over {len(grids)} tensors: rounding activations makes about {100 * share:.0f} % of it"
-    rest = f"weights, biases and what is inside of operators {100 * (1 - share):.0f} %"
+    rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
     return _Share(f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS)
 
 
@@ -164,7 +164,7 @@ def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[s
     own = sum(ratio(each.statistics.truncation + each.statistics.rounding, each.statistics.signal) for each in inside)
     local = sum(ratio(float(errors[each.reference].square().mean()), _power(each)) for each in inside)
     if own < local / 2:
-        return "by weights and biases, or tensors inside of operators", OF_WEIGHTS
+        return "by weights and biases, or tensors inside operators", OF_WEIGHTS
     if sum(each.statistics.truncation for each in inside) > sum(each.statistics.rounding for each in inside):
         return "by values that are clipped", OF_ACTIVATIONS
     far, usual = _median([_crest(each) for each in inside]), _median([_crest(each) for each in others])

@@ -57,7 +57,7 @@ class Budget:
         if self.latency is None and self.speed is not None:
             raise ConfigurationError(
                 "a speed is given without a latency",
-                because="it is there to estimate seconds, of which nothing is said",
+                because="it estimates seconds, and the budget has no latency",
                 remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither",
             )
 

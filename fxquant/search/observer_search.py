@@ -150,9 +150,7 @@ def search(
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
     if not tensors:
         raise ConfigurationError(
-            "there is no observer to choose",
-            because="every scale of this model is given, or demanded",
-            remedy="leave scales to calibration",
+            "no observer can be chosen", because="every scale of this model is given, or demanded", remedy="leave scales to calibration"
         )
     named = {label(observer): observer for observer in observers}
     served = {

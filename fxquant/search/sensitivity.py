@@ -196,7 +196,7 @@ def as_prepared(
     is_prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
     if is_prepared and float_only:
         raise ConfigurationError(
-            "a prepared model cannot be prepared anew",
+            "a prepared model cannot be prepared again",
             because="its dtypes are to change, and they are those that it was prepared with",
             remedy="pass the float model, and the qconfig",
         )

@@ -44,7 +44,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         graph, packed = (archive.read(entry) for entry in entries)
     document = json.loads(graph.decode("ascii"), parse_constant=_refuse_constant)
     if not isinstance(document, dict):
-        raise Malformed(f"{GRAPH} is no object")
+        raise Malformed(f"{GRAPH} is not an object")
     return document, {name: tensor.clone() for name, tensor in safetensors.torch.load(packed).items()}
 
 
@@ -66,4 +66,4 @@ def _line(value: Any) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise Malformed(f"{name} is no JSON number")
+    raise Malformed(f"{name} is not a JSON number")

@@ -62,7 +62,7 @@ _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated co
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
-        cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
+        cannot_save(f"a {type(model).__name__}", "it is not a model of fxquant", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
         cannot_save(
             "a model with a training branch",
@@ -145,7 +145,7 @@ def _kept(node: fx.Node, name: str) -> Any:
 def _identifier(name: str) -> str:
     # Names become part of generated code.
     if not name.isidentifier() or keyword.iskeyword(name):
-        cannot_save(f"the name {name[:80]!r}", "it is no Python identifier", "rename it")
+        cannot_save(f"the name {name[:80]!r}", "it is not a Python identifier", "rename it")
     return name
 
 
@@ -189,7 +189,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     Raises Malformed, FxQuantError, or what making modules and nodes raises, if it describes none.
     """
     if list(document) != _SECTIONS or document["format"] != FORMAT:
-        raise Malformed("it is no model that fxquant saved")
+        raise Malformed("it is not a model that fxquant saved")
     if document["version"] == 1:
         document = _upgraded(document, target_of)
     if document["version"] != VERSION:
@@ -198,7 +198,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     if PRESERVED in meta:
         preserved = expect(meta.pop(PRESERVED), dict)
         if not all(type(name) is str and all(map(str.isidentifier, name.split("."))) for name in preserved):
-            raise Malformed("what is preserved of the float model has no names")
+            raise Malformed("the preserved attributes of the float model have no names")
         meta[CARRIED] = Carried(None, {}, preserved)
     if "target" in meta:
         meta["target"] = target_of(meta["target"])
@@ -242,7 +242,7 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
     again, _ = write_model(model, target_of)
     if as_text(again) != as_text(document):
         part = next(name for name in _SECTIONS if again[name] != document[name] or str(again[name]) != str(document[name]))
-        raise Malformed(f"its {part} hold something that fxquant does not write")
+        raise Malformed(f"its {part} hold a value that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
         raise Malformed("it does not say how its inputs are given")
     if not are_calls(model.meta.get(CALLS, ()), model.graph if model.meta.get("stage") == Stage.PREPARED.name else None):
@@ -268,14 +268,14 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
             tensor = resolve(model, str(node.target))
             held = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
             if held != known:
-                yield node, f"it is {held}, and said to be {known}"
+                yield node, f"it is {held}, and declared as {known}"
         module = resolve(model, str(node.target)) if node.op == "call_module" else None
         if type(module) in MODULES:
             MODULES[type(module)][1](module)  # raises for settings that such a module cannot have
         if stage is not Stage.PREPARED or not isinstance(module, QuantizedOperator) or not isinstance(known, TensorFact):
             continue
         if (found := _computed(model, node, module)) != known:
-            yield node, f"its result is {found}, and said to be {known}"
+            yield node, f"its result is {found}, and declared as {known}"
 
 
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
@@ -306,7 +306,7 @@ def _model_meta(content: dict[str, Any]) -> dict[str, Any]:
         raise Malformed("it is at no stage that fxquant has")
     lists = [value for value in meta.values() if isinstance(value, list)]
     if not all(type(item) is str for items in lists for item in items):
-        raise Malformed("a list about the model holds something else than sentences")
+        raise Malformed("a list of notes holds values other than sentences")
     return meta
 
 
@@ -315,13 +315,13 @@ def _graph(entries: list[Any]) -> fx.Graph:
     nodes: dict[str, fx.Node] = {}
     for entry in entries:
         if list(expect(entry, dict)) != ["op", "name", "target", "args", "kwargs", "meta"]:
-            raise Malformed("a node has not the parts of a node")
+            raise Malformed("a node does not have the fields of a node")
         name, op = expect(entry["name"], str), expect(entry["op"], str)
         args = tuple(decode(argument, nodes) for argument in expect(entry["args"], list))
         kwargs = {key: decode(argument, nodes) for key, argument in expect(entry["kwargs"], dict).items()}
         node = graph.create_node(op, _resolved(op, expect(entry["target"], str)), args, kwargs, name=name)
         if node.name != name:
-            raise Malformed(f"the name {name[:80]!r} cannot be given to a node, or is given twice")
+            raise Malformed(f"the name {name[:80]!r} cannot be the name of a node, or is used twice")
         nodes[name] = node
         node.meta.update(_node_meta(expect(entry["meta"], dict)))
     _check_ends(list(graph.nodes))
@@ -336,10 +336,10 @@ def _check_operation(node: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
         return
     constants = list(known.constants.values())
     if not all(isinstance(constant, Constant) for constant in constants):
-        raise Malformed(f"what %{node.name} is the result of has constants that are none")
+        raise Malformed(f"the primitives of %{node.name} name values that are not constants")
     named = [value.node for value in pytree.tree_leaves(known.arguments) if isinstance(value, Reference)]
     if not all(type(name) is str and name in nodes for name in (*named, *(constant.node for constant in constants))):
-        raise Malformed(f"what %{node.name} is the result of reads a node that there is not")
+        raise Malformed(f"the primitives of %{node.name} read a node that does not exist")
 
 
 def _check_ends(nodes: list[fx.Node]) -> None:
@@ -358,7 +358,7 @@ def _resolved(op: str, target: str) -> Any:
             f"it calls {target[8:88]}, which nothing in this process has wrapped: import the module that does, and load it again"
         )
     if function is None:
-        raise Malformed(f"there is no function called {target[:80]!r}")
+        raise Malformed(f"no function is named {target[:80]!r}")
     return function
 
 
@@ -366,16 +366,16 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     meta = {}
     for name, value in content.items():
         if name not in _META:
-            raise Malformed(f"nothing about a node is called {name[:80]!r}")
+            raise Malformed(f"a node has no field named {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
     node_facts.restore_flags(meta)
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
-            raise Malformed("qconfig holds something else than paths with a QConfig each")
+            raise Malformed("qconfig holds values other than paths with a QConfig each")
     for name in ("spelling", "fused", "ties"):
         if not all(type(item) is str for item in meta.get(name, ())):
-            raise Malformed(f"{name} holds something else than names")
+            raise Malformed(f"{name} holds values other than names")
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
-        raise Malformed("notes hold something else than numbers and sentences")
+        raise Malformed("notes hold values other than numbers and sentences")
     return meta

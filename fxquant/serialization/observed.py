@@ -47,7 +47,7 @@ def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> Observed:
     if list(entry) != ["places", "gathered"]:
-        raise Malformed("an observation has not the parts of one")
+        raise Malformed("an observation does not have the fields of one")
     gathered: dict[Gathering, dict[str, Tensor]] = {}
     for number, part in enumerate(expect(entry["gathered"], list)):
         observer = _observer(part)
@@ -88,8 +88,8 @@ def _place(parts: list[Any]) -> Place:
     low, high = (expect(bound, float) for bound in expect(within, tuple))
     names = tuple(expect(other, str) for other in expect(fused, tuple))
     if not low <= high:
-        raise Malformed("the values that were observed are none")
+        raise Malformed("the observed values are not an observation")
     powers = tuple(expect(power, int) for power in expect(exponents, tuple))
     if any(abs(power) > LARGEST_EXPONENT for power in powers):
-        raise Malformed("the factors of the channels that were observed are none")
+        raise Malformed("the observed factors of channels are not factors")
     return Place(expect(name, str), names, expect(shape, str), (low, high), powers)

@@ -90,7 +90,7 @@ def read(text: str, path: Any) -> QConfigMapping:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"it is no JSON that can be read: {error}") from None
+        raise _unreadable(path, f"it cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise _unreadable(path, f'it does not say "format": "{FORMAT}"')
     if document.get("version") != VERSION:
@@ -107,7 +107,7 @@ def read(text: str, path: Any) -> QConfigMapping:
 
 
 def _unreadable(path: Any, because: str) -> ExportError:
-    return ExportError(f"{path} is no qconfig", because=because, remedy="mend the file, or write one with fxq.save_qconfig")
+    return ExportError(f"{path} is not a qconfig", because=because, remedy="mend the file, or write one with fxq.save_qconfig")
 
 
 # ---- to a document -------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _type_name(kind: Any) -> str:
 
 def _section(document: Any, section: str) -> dict[Any, Chosen]:
     if not isinstance(document, dict):
-        raise ValueError(f"its {section} are no object of rules")
+        raise ValueError(f"its {section} are not an object of rules")
     if section == "patterns":
         for pattern in document:
             _check_pattern(pattern)
@@ -179,11 +179,11 @@ def _section(document: Any, section: str) -> dict[Any, Chosen]:
 
 def _calls(document: Any) -> dict[Call, Chosen]:
     if not isinstance(document, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in document):
-        raise ValueError("its calls are no list of lists of four: a module's path, a type, how many run before it, what is chosen")
+        raise ValueError("its calls are not a list of lists of four: a module's path, a type, how many run before it, and a QConfig")
     found = {}
     for module, kind, index, chosen in document:
         if not isinstance(module, str) or not isinstance(kind, str) or not isinstance(index, int) or isinstance(index, bool):
-            raise ValueError(f"{[module, kind, index]!r} is no call: a module's path, a type, and a whole number")
+            raise ValueError(f"{[module, kind, index]!r} is not a call: a module's path, a type, and an integer")
         call = Call(module, _type(kind), index)
         found[call] = _read(chosen, str(call))
     return found
@@ -193,7 +193,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
 
 def _type(name: str) -> Any:
@@ -204,7 +204,7 @@ def _type(name: str) -> Any:
         return kind
     function: Callable[..., Any] | None = function_named(name)
     if function is None:
-        raise ValueError(f"{name!r} is no class of torch.nn, no function that fxquant knows, and no 'method:…'")
+        raise ValueError(f"{name!r} is not a class of torch.nn, a function that fxquant knows, or 'method:…'")
     return function
 
 
@@ -212,7 +212,7 @@ def _read(document: Any, rule: str) -> Chosen:
     if document is None:
         return None
     if not isinstance(document, dict):
-        raise ValueError(f"{rule}: what it chooses is neither an object nor null")
+        raise ValueError(f"{rule}: its value is neither an object nor null")
     parts: dict[str, Any] = {}
     for name, part in document.items():
         if name == "dynamic" and isinstance(part, bool):
@@ -227,7 +227,7 @@ def _read(document: Any, rule: str) -> Chosen:
 def _read_part(kind: type, document: Any, where: str) -> Any:
     known = [field.name for field in fields(kind) if field.default is not MISSING or field.default_factory is not MISSING]
     if not isinstance(document, dict):
-        raise ValueError(f"{where}: it is no object")
+        raise ValueError(f"{where}: it is not an object")
     values = {}
     for name, value in document.items():
         if name not in known:
@@ -246,5 +246,5 @@ def _made(value: Any, name: str, where: str) -> Any:
     table: Mapping[str, Any] = OBSERVERS if name == "observer" else ROUNDINGS
     called, given = value if isinstance(value, list) and len(value) == 2 else (value, None)
     if not isinstance(called, str) or called not in table or not (given is None or isinstance(given, dict)):
-        raise ValueError(f"{where}: {value!r} is no {name}; known are {', '.join(table)}")
+        raise ValueError(f"{where}: {value!r} is not a known {name}: the names are {', '.join(table)}")
     return table[called] if given is None else table[called](**given)

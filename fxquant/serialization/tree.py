@@ -108,7 +108,7 @@ class TreeWriter:
 
     def _quantizer(self, module: Quantizer, path: str) -> dict[str, Any]:
         if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
-            cannot_save(f"the quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
+            cannot_save(f"the quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
         plain = {name: expect(getattr(module, name), *kinds) for name, kinds in _QUANTIZER.items()}
         return {
             "dtype": module.dtype.name,
@@ -119,7 +119,7 @@ class TreeWriter:
 
     def _weight_quantizer(self, module: WeightQuantizer, path: str) -> dict[str, Any]:
         if WEIGHT_TYPES.get(module.dtype.name) != module.dtype:
-            cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
+            cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
         return {
             "dtype": module.dtype.name,
             "per_channel": expect(module.per_channel, bool),
@@ -212,7 +212,7 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
                 f"the module {path}",
                 f"its {name} is of shape {list(shapes[name])}, and of {list(size)} in a {type(module).__name__}"
                 " made with the same arguments",
-                "make the module anew with arguments of its present sizes",
+                "make the module again with arguments of its present sizes",
             )
 
 
@@ -227,7 +227,7 @@ def _interval(content: Any) -> Interval:
         return EVERYTHING
     low, high = (expect(decode(bound), float) for bound in expect(content, list))
     if not low <= high:
-        raise Malformed("the values that are observed are none")
+        raise Malformed("the observed values are not a table of modules")
     return low, high
 
 
@@ -297,13 +297,13 @@ class TreeReader:
         form = _form(module)
         self.fill(module, entry)
         if isinstance(module, Quantizer) and not _observes_beside(module):
-            raise Malformed("what gathers in a Quantizer beside its observer are no observers")
+            raise Malformed("the additional observers of a Quantizer are not observers")
         if isinstance(module, _OWN) and _form(module) != form:
             raise Malformed(f"the buffers of a {name} are not what they should be")
         shapes = {tensor: size for tensor, size, _ in _form(module)}
         for tensor, size, _ in form:
             if shapes.get(tensor, size) != size:  # one that is gone was folded away
-                raise Malformed(f"the {tensor} of a {name} has not the shape that its arguments give it")
+                raise Malformed(f"the {tensor} of a {name} does not have the shape that its arguments give it")
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
         return module
@@ -320,12 +320,12 @@ class TreeReader:
     def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _QUANTIZER.items()}
         if plain["mode"] not in MODES:
-            raise Malformed("a Quantizer does what no quantizer does in training")
+            raise Malformed("a Quantizer has an unknown training mode")
         observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
         if not isinstance(range, MinMaxObserver if observer is not None else NoneType):
-            raise Malformed("the range of a Quantizer is none")
+            raise Malformed("the range of a Quantizer is not a range")
         if not isinstance(observer, Observer | None):
-            raise Malformed("the observer of a Quantizer is no observer")
+            raise Malformed("the observer of a Quantizer is not an observer")
         quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
         for name, value in plain.items():
             setattr(quantizer, name, value)
@@ -335,11 +335,11 @@ class TreeReader:
         learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
         correction, coverage = (self._module(arguments.get(name)) for name in ("correction", "coverage"))
         if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
-            raise Malformed("the scale or the rounding of a WeightQuantizer is none")
+            raise Malformed("the scale or the rounding of a WeightQuantizer has a wrong type")
         if not isinstance(correction, BiasCorrection | None):
-            raise Malformed("the correction of a WeightQuantizer is none")
+            raise Malformed("the correction of a WeightQuantizer has a wrong type")
         if not isinstance(coverage, Coverage | None):
-            raise Malformed("the coverage of a WeightQuantizer is none")
+            raise Malformed("the coverage of a WeightQuantizer has a wrong type")
         return WeightQuantizer(
             look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
             per_channel=expect(arguments["per_channel"], bool),
@@ -376,9 +376,9 @@ class TreeReader:
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         if not isinstance(weight_quantizer, WeightQuantizer):
-            raise Malformed(f"a {type(weight_quantizer).__name__} stands where a WeightQuantizer belongs")
+            raise Malformed(f"a {type(weight_quantizer).__name__} is in the place of a WeightQuantizer")
         if not isinstance(factors, ChannelFactors | None):
-            raise Malformed(f"a {type(factors).__name__} stands where ChannelFactors belong")
+            raise Malformed(f"a {type(factors).__name__} is in the place of ChannelFactors")
         module = QuantizedOperator(
             plain["name"],
             operator,
@@ -403,14 +403,14 @@ class TreeReader:
     def _as_quantizer(self, place: Any) -> Quantizer | None:
         module = self._module(place)
         if not isinstance(module, Quantizer | None):
-            raise Malformed(f"a {type(module).__name__} stands where a Quantizer belongs")
+            raise Malformed(f"a {type(module).__name__} is in the place of a Quantizer")
         return module
 
     def _module(self, place: int | None) -> nn.Module | None:
         if place is None:
             return None
         if not 0 <= expect(place, int) < len(self._modules):
-            raise Malformed(f"module {place} does not stand before the one that refers to it")
+            raise Malformed(f"module {place} does not precede the one that refers to it")
         return self._modules[place]
 
     def _tensor(self, name: Any) -> Tensor | None:

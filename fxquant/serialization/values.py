@@ -85,7 +85,7 @@ def cannot_save(what: str, because: str, remedy: str, node: Located | None = Non
 def expect(value: Any, *kinds: type) -> Any:
     """Return the value, if it is exactly of one of these types. Raises Malformed otherwise."""
     if type(value) not in kinds:
-        raise Malformed(f"a {type(value).__name__} stands where a {' or '.join(kind.__name__ for kind in kinds)} belongs")
+        raise Malformed(f"a {type(value).__name__} is in the place of a {' or '.join(kind.__name__ for kind in kinds)} belongs")
     return value
 
 
@@ -151,7 +151,7 @@ def _encode_other(value: Any) -> Any:
 def _encode_numbers(value: torch.Tensor) -> Any:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in DTYPES or value.is_complex() or value.layout is not torch.strided or value.is_meta:
-        cannot_save("a tensor beside the graph", f"it is {dtype}, {value.layout} and on {value.device}", "keep plain tensors of numbers")
+        cannot_save("a tensor in node.meta", f"it is {dtype}, {value.layout} and on {value.device}", "keep plain tensors of numbers")
     return {"numbers": [dtype, list(value.shape), [encode(number) for number in value.detach().flatten().tolist()]]}
 
 
@@ -205,9 +205,9 @@ def _decode_tagged(value: dict[str, Any], nodes: Mapping[str, fx.Node], depth: i
     if kind in ("tuple", "dict", "slice", *_NAMED_TUPLES):
         return _decode_group(kind, [decode(item, nodes, depth) for item in expect(content, list)])
     if kind == "node":
-        return look_up(nodes, content, "node that stands before its use")
+        return look_up(nodes, content, "node that precedes its use")
     if kind not in _SIMPLE:
-        raise Malformed(f"there is no kind of value called {kind[:80]!r}")
+        raise Malformed(f"no kind of value is named {kind[:80]!r}")
     return _SIMPLE[kind](content)
 
 
@@ -283,7 +283,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
 def look_up(table: Mapping[str, Any], name: Any, what: str) -> Any:
     """Return the entry of a table. Raises Malformed if there is none."""
     if expect(name, str) not in table:
-        raise Malformed(f"there is no {what} called {name[:80]!r}")
+        raise Malformed(f"no {what} is named {name[:80]!r}")
     return table[name]
 
 

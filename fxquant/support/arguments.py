@@ -95,7 +95,7 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
         raise ConfigurationError(
             f"{name}={shown(value)} is not usable",
             because=f"{called} takes {kind.right}" + (f"; {error}" if str(error) else ""),
-            remedy=f"pass that instead of this {type(value).__name__}",
+            remedy=f"pass it instead of this {type(value).__name__}",
         ) from error.__cause__
 
 
@@ -263,8 +263,8 @@ def _text(value: Any) -> str:
 
 TEXT = Kind("a text that is not empty", _text)
 FLAG = Kind("True or False", _flag)
-COUNT = such("a whole number from 0 on", _whole, lambda value: value >= 0)
-POSITIVE = such("a positive whole number", _whole, lambda value: value > 0)
+COUNT = such("an integer of 0 or more", _whole, lambda value: value >= 0)
+POSITIVE = such("a positive integer", _whole, lambda value: value > 0)
 NUMBER = such("a positive, finite number", _number, lambda value: value > 0)
 PATH = Kind("the path of a file: a str or a pathlib.Path that is not empty", _path)
 FILE = Kind("the path of a file, a str or a pathlib.Path, in a folder that is there or can be made", _file)
@@ -280,10 +280,10 @@ KINDS: dict[str, Kind] = {
     "bins": such("an even number of at least 2", _whole, lambda value: value >= 2 and value % 2 == 0),
     "check": FLAG,
     "cut": Kind("a list of names of tensors, or of lists of such names", _cuts),
-    "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("as FXQUANT_DEBUG says"),
+    "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("the value of FXQUANT_DEBUG"),
     "distributed": FLAG,
     "deviations": NUMBER,
-    "dump": FOLDER.or_none("as FXQUANT_DUMP says"),
+    "dump": FOLDER.or_none("the value of FXQUANT_DUMP"),
     "equalize": FLAG,
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
@@ -295,7 +295,7 @@ KINDS: dict[str, Kind] = {
         lambda value: [_text(value)] if isinstance(value, str) else _names(value),
     ),
     "leaf": Kind("a class of modules, the path of one, several of these, or a function of a module and its path", _leaf).or_none(
-        "PyTorch's own modules stay whole"
+        "PyTorch's own modules are not traced into"
     ),
     "machine": FLAG,
     "lowest": Kind("a finite number", _number),
@@ -306,7 +306,7 @@ KINDS: dict[str, Kind] = {
     "num_batches": COUNT.or_none("all there are"),
     "only_missing": FLAG,
     "out_dir": FOLDER.or_none("nothing is written"),
-    "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
+    "opset": Kind("an integer", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
     "p": such("a number from 1 to 16", _number, lambda value: 1 <= value <= 16),
     "passes": Kind("a dict from names of passes to functions of a graph and its context, or lists of such functions", _passes).or_none(

@@ -103,6 +103,6 @@ def _explained(path: Path) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ExportError(
             f"{path} cannot be written",
-            because=f"{reason}; what was there is unchanged",
+            because=f"{reason}; the previous file is kept",
             remedy="free space, or choose a folder on another file system" if full else "choose a file in a folder that can be written to",
         ) from error

@@ -14,7 +14,7 @@ from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.resumption import no_checkpoint
 from fxquant.tuning.tensor_file import read_tensors, write_tensors
 
-CHECKPOINT = FILE.or_none("nothing is kept, and a call begins anew")
+CHECKPOINT = FILE.or_none("nothing is kept, and each call starts from the beginning")
 _OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
 
 

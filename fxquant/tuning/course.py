@@ -73,7 +73,7 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
         assert operator is not None
         rounding = operator.weight_quantizer.rounding
         if type(rounding) not in (Nearest, AdaptiveRounding):
-            found[node.name] = f"it has a rounding of its own, {type(rounding).__name__}"
+            found[node.name] = f"it has a different rounding, {type(rounding).__name__}"
         elif node in shared:
             found[node.name] = "other operators read its weight, too, and would round it otherwise"
     return found

@@ -77,7 +77,7 @@ def equalize(
     if _begun(prepared):
         raise ConfigurationError(
             "the channels of this model cannot be equalized any more",
-            because="scales were observed, and they are those of the channels as they are",
+            because="scales were observed, and they fit the channels without equalization",
             remedy="call fxq.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
         )
     taken = first_batches(as_batches(batches), num_batches)

@@ -78,7 +78,7 @@ class TuningResult:
                 f"{_decibels(layer.signal, layer.before):.2f} dB",
                 f"{_decibels(layer.signal, layer.after):.2f} dB",
                 f"{layer.gain:+.2f} dB",
-                "kept" if layer.kept else "left as it was",
+                "kept" if layer.kept else "unchanged",
             )
         for name, because in self.skipped:
             table.add_row(name, "", "", "", "", because)

@@ -16,9 +16,9 @@ from fxquant.errors import ConfigurationError
 def no_checkpoint(path: str, error: Exception) -> ConfigurationError:
     """Return the error for a file that cannot be read."""
     return ConfigurationError(
-        f"checkpoint={path!r} is no checkpoint",
+        f"checkpoint={path!r} is not a checkpoint",
         because=f"reading it raises {type(error).__name__}: {error}",
-        remedy="pass a path where there is no file yet, or the one of an earlier call of this function",
+        remedy="pass a path that does not exist yet, or the one of an earlier call of this function",
     )
 
 

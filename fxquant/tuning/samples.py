@@ -41,8 +41,8 @@ class Reference:
             self.outputs = [simulation.outputs(inputs) for inputs in samples]
         if not self.outputs[0]:
             raise ConfigurationError(
-                "the model returns no real tensor to measure an error of",
-                because="the noise of outputs is that of tensors of real numbers",
+                "the model returns no float tensor to measure an error of",
+                because="noise is measured in float outputs",
                 remedy="pass a metric, or a model that returns its scores as well",
             )
         squares = [sum(float(output.double().square().sum()) for output in each) for each in zip(*self.outputs, strict=True)]

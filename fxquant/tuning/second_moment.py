@@ -160,7 +160,7 @@ def _round(
         layer = _Layer.of(node, operator, values)
         moments = None if layer is None else layer.moments(samples)
         if layer is None or moments is None:
-            skipped.append((node.name, "what one output is a sum of cannot be told"))
+            skipped.append((node.name, "the terms of an output are not known"))
             continue
         integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)

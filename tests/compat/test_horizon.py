@@ -96,7 +96,7 @@ def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> N
     moving.train()(BATCHES[0])  # what training follows was taken over with the scale: one batch among four
     assert all(0.9 < scale / fxq.qparams(calib)[name] < 1.1 for name, scale in fxq.qparams(moving).items())
     wide = prepared_as(horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be taken over"):
+    with pytest.raises(fxq.ConfigurationError, match="cannot be copied"):
         horizon.load_observer_params(calib, wide)
 
 
@@ -274,7 +274,7 @@ MEANINGS = {
     "lsq": (lambda: horizon.get_default_qconfig("lsq", "lsq"), Q(A("int8", MOVING, training="learned"), W(training="learned"))),
     "pact": (lambda: horizon.default_qat_8bit_pact_quant_qconfig, Q(A("int8", training="pact"))),
     "pact by its name": (lambda: horizon.get_default_qconfig("pact", "lsq"), Q(A("int8", MOVING, training="pact"), W(training="learned"))),
-    "no fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
+    "not a fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
     "percentile": (
         lambda: horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99.9, "dtype": "qint16"}),
         Q(A("int16", fxq.PercentileObserver(99.9))),
@@ -498,7 +498,7 @@ CALLS = {
     "no fake quantize of a weight": lambda: horizon.get_default_qconfig(weight_fake_quant=None),
     "an observer of a weight": lambda: horizon.get_default_qconfig(weight_observer="mse"),
     "an axis": lambda: horizon.get_default_qconfig(weight_qkwargs={"ch_axis": 1}),
-    "no fake quantize": lambda: horizon.QConfig(activation=5),
+    "not a fake quantize": lambda: horizon.QConfig(activation=5),
     "what is sensitive": lambda: with_template(horizon.SensitivityTemplate(["a"], 1, "x")),
     "a template's key": lambda: with_template(horizon.ModuleNameTemplate({"": {"outputs": "qint8"}})),
     "two dtypes of a product": lambda: horizon.prepare(

@@ -99,14 +99,14 @@ def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: P
     with caplog.at_level("INFO", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here") as refused:
         horizon.compile_model(integer, [BATCHES[0]], hbm=tmp_path / "model.hbm", opt="O3")
     assert "hb_compile" in refused.value.remedy
-    assert any("O2 is taken for O3" in record.getMessage() for record in caplog.records)
+    assert any("O2 is replaced by O3" in record.getMessage() for record in caplog.records)
     assert "optimize_level: 'O2'" in (tmp_path / "model" / "model.yaml").read_text()
     assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
     made = compiler.convert(calibrated(), "nash-e")
     made[0].remove_io_op()
     with caplog.at_level("WARNING", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here"):
         compiler.compile(made, tmp_path / "other.hbm", "nash-e")
-    assert any("real numbers" in record.getMessage() for record in caplog.records)
+    assert any("float tensors" in record.getMessage() for record in caplog.records)
 
 
 def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:

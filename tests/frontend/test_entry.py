@@ -43,21 +43,21 @@ def test_a_model_that_is_prepared_already(entry, compiled):
     with pytest.raises(ConfigurationError) as caught:
         ENTRIES[entry](compiled.prepared)
     assert str(caught.value) == (
-        "the model is no float model, but a prepared model\n"
-        "  because  it was compiled for nash-e already, and quantizing what is quantized would mix two arithmetics\n"
-        "  remedy   pass the float nn.Module it was made from, also for another target; this one goes on with fxq.calibrate, "
+        "the model is not a float model, but a prepared model\n"
+        "  because  it was compiled for nash-e already, and quantizing it twice would mix two arithmetics\n"
+        "  remedy   pass the float nn.Module it was made from, also for another target; continue this one with fxq.calibrate, "
         "fxq.set_state and fxq.convert"
     )
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_a_model_that_is_integer_already(entry, compiled):
-    with pytest.raises(ConfigurationError, match="the model is no float model, but an integer model"):
+    with pytest.raises(ConfigurationError, match="the model is not a float model, but an integer model"):
         entry(compiled.integer)
 
 
 def test_such_models_inside_of_others_in_copies_in_files_and_stopped_half_way(compiled, tmp_path):
-    with pytest.raises(ConfigurationError, match="the submodule 0 is no float model, but a prepared model"):
+    with pytest.raises(ConfigurationError, match="the submodule 0 is not a float model, but a prepared model"):
         fxq.prepare(nn.Sequential(compiled.prepared, nn.ReLU()), X)
     with pytest.raises(ConfigurationError, match="but a prepared model"):
         fxq.prepare(copy.deepcopy(compiled.prepared), X)
@@ -114,7 +114,7 @@ def test_a_model_that_torch_ao_has_changed(ao, kind, entry, monkeypatch):
             made = ao.quantization.convert(made.eval())
     with pytest.raises(ConfigurationError, match="has prepared or converted it") as caught:
         entry(made)
-    assert "pass the float nn.Module, as it was before" in str(caught.value)
+    assert "pass the original float nn.Module" in str(caught.value)
 
 
 def test_a_model_that_is_only_written_for_torch_ao(ao):

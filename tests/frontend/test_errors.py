@@ -119,7 +119,7 @@ def test_state_that_the_graph_does_not_keep():
     assert str(caught.value) == (
         "output 0 of the graph is not the model's output\n"
         "  because  on the example input of shape (2, 3) the two differ by up to 1; forward keeps state between calls, "
-        "draws random numbers, or does something that leaves no operation behind\n"
+        "draws random numbers, or has an effect that is not an operation of the graph\n"
         "  remedy   make forward a function of its inputs and parameters alone"
     )
 

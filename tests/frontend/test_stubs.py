@@ -56,7 +56,7 @@ def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
     known = {layer.name: layer for layer in fxq.layers(prepared)}
     floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
     assert floats == {"relu", "mean", *(["before"] if kind != "none" else [])}
-    assert {known[name].reason for name in floats} == {"it stands outside of QuantStub and DeQuantStub"}
+    assert {known[name].reason for name in floats} == {"it lies outside of QuantStub and DeQuantStub"}
     assert not any("stub" in name for name in known) or kind == "horizon"
     if kind == "horizon":
         assert known["quant_stub"].grid.scale == 1 / 128

@@ -168,7 +168,7 @@ def test_what_write_follows_is_a_closed_list():
     assert torch.equal(write(tensor, torch.ones(2), (("t", (), {}), ("__getitem__", (1,), {})))[:, 1], torch.ones(2))
     assert torch.equal(tensor, torch.zeros(2, 4))
     for step in (("zero_", (), {}), ("getattr", ("data",), {}), ("__class__", (), {})):
-        with pytest.raises(ValueError, match="makes no view"):
+        with pytest.raises(ValueError, match="does not make a view"):
             write(tensor, torch.ones(2), (step,))
 
 

@@ -21,7 +21,7 @@ PREPARING = [
 ]  # fmt: skip
 FLOW = [
     *serve("flow", "FakeQuantState set_fake_quantize", native="`fxq.set_state(prepared, state, \"module.path\")`"),
-    *serve("flow", "convert convert_fx", native="`fxq.convert`", note="what was prepared may go on; fast_mode has no effect"),
+    *serve("flow", "convert convert_fx", native="`fxq.convert`", note="the prepared model stays usable; fast_mode has no effect"),
     *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
     *serve("flow", "load_observer_params", native="`fxq.observations`"),
     *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`", note="keeps what lowers a layer's error on samples held out"),
@@ -124,7 +124,7 @@ DEBUG = [
     *refuse("profile_module_constraints", "limits are checked on the whole graph", "call check_model, or fxq.check"),
     *refuse("script_profile compare_script_models", NO_SCRIPT, "compare two forms bit for bit with fxq.verify"),
     *refuse("set_preserve_qat_mode", "an integer graph is integer", "keep an operator in float with None in the qconfig_dict"),
-    *refuse("show_cuda_memory_consumption", "it is no part of quantization", "use torch.cuda.memory"),
+    *refuse("show_cuda_memory_consumption", "it is not part of quantization", "use torch.cuda.memory"),
     *refuse("ModelProfiler HbirModelProfiler ConsistencyAnalyzer QatBcEditor HbmServerSession ModelProfilerv2",
             "files of the vendor's compiler are not read", "call fxq.compare(reference, model, batches), or fxq.verify", "2.0"),
 ]  # fmt: skip
@@ -135,7 +135,7 @@ ONNX = serve(
     note="*qdq* for a prepared model; *exact*, which runs, for an integer one",
 )
 JIT = [
-    *serve("jit", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is kept beside the program"),
+    *serve("jit", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
     *serve("jit", "to_device", note="refused with the remedy"),
 ]
 COLOURS = serve(
@@ -181,7 +181,7 @@ NN = [
 ]  # fmt: skip
 WRAP = [
     *serve("wrapping", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
-           note="what is wrapped is traced; with skip_compile=True it stays whole, in float, on the host"),
+           note="wrapped functions are traced; with skip_compile=True they stay one call, in float, on the host"),
     *serve("wrapping", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
     *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),
 ]  # fmt: skip
@@ -206,7 +206,7 @@ HBDK4_COMPILER = [
         "leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"
     ),
 ]
-QTENSOR = refuse("QTensor", "integers of a graph are tensors of their own dtypes", "read them with fxq.record(model, batches)")
+QTENSOR = refuse("QTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
 VERSION = [Row("__version__", "version:__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
 

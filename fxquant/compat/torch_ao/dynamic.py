@@ -29,7 +29,7 @@ def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfig
     for where, qconfig in _rules(model, specification).items():
         if not isinstance(where, str) and not (isinstance(where, type) and issubclass(where, nn.Module)):
             raise ConfigurationError(
-                f"{where!r} is no place of a model",
+                f"{where!r} is not a module or type of a model",
                 because="qconfig_spec names modules by their path or by their class",
                 remedy="pass a set like {nn.Linear, 'encoder.lstm'}, or a dict from these to QConfigs",
             )

@@ -48,39 +48,39 @@ __all__ = [
     "update_bn_stats",
 ]
 
-_NEW = "a new model is returned, and the caller's is left as it is"
+_NEW = "a new model is returned, and the caller's model does not change"
 ARGUMENTS = {
-    "_equalization_config": Refusal("equalization is a step of its own", "leave it out"),
+    "_equalization_config": Refusal("equalization is a separate step", "leave it out"),
     "additional_fuser_method_mapping": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
-    "allow_list": Refusal("what is quantized is said by the qconfig", "set qconfig = None on the modules that stay in float"),
-    "backend_config": Refusal("what a backend computes with is its target", "pass target='x86' or 'qnnpack', or the name of another"),
-    "convert_custom_config": Refusal("quantized modules of one's own have no integer graph", "leave it out"),
+    "allow_list": Refusal("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float"),
+    "backend_config": Refusal("the target determines the arithmetic", "pass target='x86' or 'qnnpack', or the name of another"),
+    "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out"),
     "float_to_observed_custom_module_class": Refusal("modules are traced, not replaced", "leave it out"),
     "float_to_observed_mapping": Refusal("modules are traced, not replaced", "leave it out"),
     "fuse_custom_config": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
     "fuser_func": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
     "inplace": Refusal(_NEW, "use what is returned"),
     "input_quantized_indexes": Refusal(
-        "inputs of graphs are real numbers; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
+        "inputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
     ),
-    "is_reference": Refusal(
-        "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    ),
+    "is_reference": Refusal("the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"),
     "keep_original_weights": Refusal("an integer graph holds integers", "keep the prepared model, which has the float weights"),
     "mapping": Refusal("modules are traced, not replaced", "leave it out"),
     "observer_non_leaf_module_list": Refusal("every operator of the graph is observed", "leave it out"),
     "output_quantized_indexes": Refusal(
-        "outputs of graphs are real numbers; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
+        "outputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
     ),
     "prepare_custom_config_dict": Refusal("it belongs to modules that are replaced; here modules are traced", "use prepare_fx"),
-    "qconfig_mapping": Refusal("how operators are quantized was said when the model was prepared", "prepare it again with this mapping"),
+    "qconfig_mapping": Refusal(
+        "how operators are quantized was determined when the model was prepared", "prepare it again with this mapping"
+    ),
     "standalone_module_classes": Refusal(
         "one graph is made of the whole model", "leave it out: the module's operators are quantized with the others"
     ),
     "standalone_module_names": Refusal(
         "one graph is made of the whole model", "leave it out: the module's operators are quantized with the others"
     ),
-    "use_precomputed_fake_quant": Refusal("weights are quantized from what they are", "leave it out"),
+    "use_precomputed_fake_quant": Refusal("weights are quantized from their present values", "leave it out"),
 }
 
 

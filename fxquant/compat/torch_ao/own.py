@@ -38,9 +38,9 @@ def find(path: str, name: str) -> Any:
         )
     except ImportError as error:
         raise ConfigurationError(
-            f"{name} is not here",
+            f"{name} is not supported",
             because=f"it is PyTorch's own, and this PyTorch has no {HOME}: {error}",
-            remedy="say the same with fxq.QConfig and fxq.QConfigMapping, which prepare_fx takes as well",
+            remedy="write the same rules with fxq.QConfig and fxq.QConfigMapping, which prepare_fx takes as well",
         ) from None
     if module is not None and hasattr(module, name):
         return getattr(module, name)

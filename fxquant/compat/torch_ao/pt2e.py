@@ -17,7 +17,7 @@ from fxquant.support.arguments import FLAG, checked
 PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run
 ARGUMENTS = {
     "use_reference_representation": Refusal(
-        "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
+        "the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
     ),
     "is_dynamic": Refusal("layers that find scales at run time are chosen by a mapping", "pass fxq.QConfig(dynamic=True) to prepare_fx"),
 }
@@ -122,7 +122,7 @@ def _prepared(called: str, model: Any, quantizer: Any) -> fx.GraphModule:
     if not isinstance(quantizer, Quantizer):
         raise ConfigurationError(
             f"the quantizer {type(quantizer).__name__} cannot be read",
-            because="a quantizer of PyTorch's writes on its own graph; here it is rules",
+            because="a quantizer of PyTorch's annotates its own graph; here rules take its place",
             remedy="pass X86InductorQuantizer, XNNPACKQuantizer, or rules of a fxq.QConfigMapping to prepare_fx",
         )
     args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})

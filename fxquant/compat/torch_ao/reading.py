@@ -55,7 +55,7 @@ NOT_READ = {
         "what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind"
     ),
     "PlaceholderObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
-    "ReuseInputObserver": Refusal("what only moves values has the scale of what it reads, without a rule", "leave the rule out"),
+    "ReuseInputObserver": Refusal("operators that only move values have the scale of their operand, without a rule", "leave the rule out"),
     "NoopObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
     "PerChannelMinMaxObserver": Refusal("an activation has one scale for all its channels", "name MinMaxObserver"),
     "affine weight": Refusal(
@@ -203,7 +203,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
         return qconfig
     if not is_foreign(qconfig):
         raise ConfigurationError(
-            f"a {type(qconfig).__name__} is no qconfig",
+            f"a {type(qconfig).__name__} is not a qconfig",
             because="a qconfig is a QConfig of torch.ao.quantization, a fxq.QConfig, or None: it stays in float",
             remedy="pass one of these",
         )

@@ -79,13 +79,13 @@ def _parts(given: Any) -> dict[str, list[Any]]:
         if not unknown:
             return {key: _pairs(given.get(key, ())) for key in ATTRIBUTES}
         raise ConfigurationError(
-            f"{unknown[0]!r} is no kind of rule",
+            f"{unknown[0]!r} is not a kind of rule",
             because=f"a dict of QConfigs has the keys '', {', '.join(map(repr, ATTRIBUTES))}",
             remedy="name rules by one of these",
         )
     if not all(hasattr(given, name) for name in ("global_qconfig", *ATTRIBUTES.values())):
         raise ConfigurationError(
-            f"a {type(given).__name__} is no qconfig mapping",
+            f"a {type(given).__name__} is not a qconfig mapping",
             because="it is a QConfigMapping of torch.ao.quantization, a dict of QConfigs, a QConfig, or a fxq.QConfigMapping",
             remedy="pass get_default_qconfig_mapping('x86'), or one of these",
         )

@@ -16,7 +16,7 @@ SWITCHES = serve(
     native="`fxq.set_state`, `fxq.freeze`",
 )
 REFUSED = [
-    *refuse("convert_to_reference_fx", "the integer graph is the one form there is",
+    *refuse("convert_to_reference_fx", "the integer graph is the only form",
             "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"),
     *refuse("quantize", "it hides what is calibrated", "call fxq.quantize(model, batches, target='x86')"),
     *refuse("quantize_qat", "it hides what is trained", "call prepare_qat, train, and call convert"),
@@ -29,7 +29,7 @@ X86 = serve("pt2e", "X86InductorQuantizer get_default_x86_inductor_quantization_
 XNNPACK = serve("pt2e", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
 QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer EmbeddingQuantizer ArmInductorQuantizer",
                     "a quantizer of PyTorch's writes on its own graph",
-                    "say it with rules: fxq.QConfigMapping", "2.1")  # fmt: skip
+                    "write rules: fxq.QConfigMapping", "2.1")  # fmt: skip
 
 OWN = ("qconfig", "qconfig_mapping", "observer", "stubs", "utils", "fx", "fx.custom_config", "backend_config", "quantization_mappings")
 MODULES: dict[str, list[Row]] = {

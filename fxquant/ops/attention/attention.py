@@ -185,7 +185,7 @@ def _attention_arguments(
     enable_gqa: bool = False,
 ) -> dict[str, Any] | str:
     if dropout_p != 0:
-        return "it drops elements at random, outside of training, too"
+        return "it drops elements at random in eval mode as well"
     taken = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     return {**taken, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
 
@@ -193,12 +193,12 @@ def _attention_arguments(
 def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     facts = [fact(arguments[name]) for name in ("query", "key", "value")]
     if not all(isinstance(known, TensorFact) and len(known.shape) >= 2 for known in facts):
-        return "one of its operands is no tensor of positions"
+        return "one of its operands is not a tensor of two or more dimensions"
     if not isinstance(facts[0].shape[-1], int) or not isinstance(facts[1].shape[-2], int):
         return "it sums over the batch, whose size is not fixed"
     scale = arguments["scale"]
     if scale is not None and not (isinstance(scale, int | float) and scale > 0):
-        return "its scale is no positive number"
+        return "its scale is not a positive number"
     return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
 
 
@@ -371,7 +371,7 @@ def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     if given["training"] and given["dropout_p"]:
         return "it drops elements at random"
     if given["static_k"] is not None or given["static_v"] is not None:
-        return "keys or values that are projected already (static_k, static_v) have no integer form: call F.scaled_dot_product_attention"
+        return "static_k and static_v, which are projected already, have no integer form: call F.scaled_dot_product_attention"
     parameters = [given[name] for name in HELD]
     if given["use_separate_proj_weight"]:
         parameters[0] = None
@@ -385,7 +385,7 @@ def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
 def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     facts = [fact(arguments[name]) for name in ("query", "key", "value")]
     if not all(isinstance(known, TensorFact) and len(known.shape) in (2, 3) for known in facts):
-        return "one of its operands is no sequence"
+        return "one of its operands is not a tensor of two or three dimensions"
     position = 1 if arguments["batch_first"] and len(facts[0].shape) == 3 else 0
     if not all(isinstance(known.shape[position], int) for known in facts):
         return "its positions depend on the batch size"

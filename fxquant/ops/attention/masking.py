@@ -136,11 +136,7 @@ def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
 
 
 HOST = tuple(
-    register(
-        Operator(
-            name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is read in real numbers, beside the integers"
-        )
-    )
+    register(Operator(name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is computed in float, not in integers"))
     for name, function in (("kept", kept), ("added", added))
 )
 

@@ -40,7 +40,7 @@ def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantize
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if arguments["dtype"] != torch.bfloat16 or all(user.target in (in_dtype, "float", "to", "type") for user in node.users):
         return None
-    return "bfloat16 numbers are the host's: no runtime of ONNX returns them"
+    return "bfloat16 is computed on the host: no ONNX runtime returns it"
 
 
 IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), carries=("input",), refuses=_refuses))
@@ -79,7 +79,7 @@ def _lower_to_real(lowering: Lowering, input: Any) -> Any:
 
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
-    return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
+    return None if dtype in primitives.DTYPES else f"it converts integers to {str(dtype).removeprefix('torch.')}"
 
 
 register(

@@ -18,8 +18,8 @@ from fxquant.ops.elementwise.unary import spelled
 from fxquant.ops.elementwise.unary import unary as declare
 from fxquant.support.arguments import CALLABLE, NAMES, checked, instance, such
 
-MEANING = CALLABLE.or_none("the other one says what it is")
-NAME = such("a name as a variable of Python may have", instance("", str).take, str.isidentifier)
+MEANING = CALLABLE.or_none("the other argument then defines the operator")
+NAME = such("a valid Python identifier", instance("", str).take, str.isidentifier)
 
 
 @checked(name=NAME, function=CALLABLE, number=CALLABLE.or_none("the function in float64"))
@@ -86,9 +86,9 @@ def operator(
         )
     if (expand is None) == (lower is None):
         raise ConfigurationError(
-            f"the operator {name!r} has {'no meaning' if expand is None else 'two meanings'} in integers",
-            because="it is made either of other operators, by expand=, or of primitives, by lower=",
-            remedy="pass one of the two; for a function of one tensor, element by element, fxq.unary needs neither",
+            f"the operator {name!r} has {'no integer form' if expand is None else 'two integer forms'}",
+            because="it is defined either by other operators (expand=) or by primitives (lower=)",
+            remedy="pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.unary",
         )
 
     @functools.wraps(function)
@@ -119,6 +119,6 @@ def _require_free(name: str) -> None:
     if known or spelled(name):
         raise ConfigurationError(
             f"the function {name!r} cannot be declared",
-            because="an operator of that name is in the table already" if known else "PyTorch has a function of that name",
+            because="an operator of that name is registered already" if known else "PyTorch has a function of that name",
             remedy="give it another name, and declare it once, where its module is imported",
         )

@@ -39,7 +39,7 @@ def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
     """Return the canonical arguments of an equation: an ellipsis as letters, and the result, where it is not given, in their order."""
     facts = [known for operand in operands if isinstance(operand, fx.Node) and isinstance(known := fact(operand), TensorFact)]
     if len(facts) < len(operands):
-        return "one of its operands is no tensor"
+        return "one of its operands is not a tensor"
     left, arrow, result = equation.replace(" ", "").partition("->")
     letters = left.split(",")
     free = [letter for letter in string.ascii_letters if letter not in equation]

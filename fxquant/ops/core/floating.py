@@ -38,10 +38,10 @@ ADDING = ("add", "sub", "maximum", "minimum")  # operators that bring in a mask
 _DEPENDS = "the size of its result depends on the data"
 _DRAWS = "it draws random numbers"
 _SPECTRUM = "a Fourier transform has no integer form"
-_SOLVES = "it solves equations, for which float arithmetic is needed"
-_ORDER = "it adds up by indices of the data, any number of them into one element"
-_DOUBLE = "its result is float64; .float() behind it makes it a power as any other"
-_MADE = "it makes numbers anew, and nothing of an activation is in them"
+_SOLVES = "it is linear algebra that needs float arithmetic"
+_ORDER = "it sums elements by indices of the data, and any number of them may meet in one element"
+_DOUBLE = "its result is float64; call .float() on it, and it is quantized like any other power"
+_MADE = "it creates a tensor that does not depend on an activation"
 _COMPLEX = "complex numbers have no integer form"
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -73,11 +73,11 @@ REASONS: Mapping[str, str] = {
         ("inverse", "inv", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES
     ),
     "float_power": _DOUBLE,
-    "mode": "which number is the most frequent depends on how each of them is rounded: torch.median has an integer form",
-    "logcumsumexp": "its running sums have a larger range than a grid; exp, cumsum and log have an integer form where theirs is small",
+    "mode": "the most frequent value depends on rounding; torch.median has an integer form",
+    "logcumsumexp": "its running sums exceed the range of a grid; where they are small, write exp, cumsum and log",
     **dict.fromkeys(("zeros", "ones", "full", "empty", "eye", "arange", "linspace"), _MADE),
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
-    **dict.fromkeys(("grouped_mm", "_grouped_mm"), "which rows each of its matrices multiplies depends on the data"),
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), "which rows each matrix multiplies depends on the data"),
     **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }
@@ -103,9 +103,9 @@ def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Nod
         **_ranked_in_float(gm, leading, masked),
         **dict.fromkeys(leading, ""),
         **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
-        **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which is read in real numbers"),
-        **dict.fromkeys(_computing_whole_numbers(gm), "it computes whole numbers from whole ones: a grid would round before they are cut"),
-        **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
+        **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which stays in float"),
+        **dict.fromkeys(_computing_whole_numbers(gm), "a grid would round its integers before they are truncated"),
+        **dict.fromkeys(divisors(gm), "its result is read by a divisor or a logarithm in float and must not be rounded to 0"),
         **({} if "int16" in offered else _around_poles(gm)),
     }
 
@@ -150,7 +150,7 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
     """Return why an operand cannot be quantized; None if it can."""
     known = fact(operand)
     if not isinstance(known, TensorFact):
-        return f"its operand %{operand.name} is no tensor"
+        return f"its operand %{operand.name} is not a tensor"
     if known.dtype == torch.float32 or operator_of(operand) is IN_DTYPE:
         return None
     remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
@@ -229,9 +229,9 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
     for node in gm.graph.nodes:
         after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
         if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
-            found[node] = "it leads to a divisor or a logarithm, and must not be rounded to 0: the target has no 16 bits"
+            found[node] = "its result is read by a divisor or a logarithm and must not be rounded to 0: the target has no 16-bit dtype"
         elif after is not None and _is_pole(node):
-            found[node] = f"near its pole it needs more of %{after.name} than 8 bits, and the target has no more"
+            found[node] = f"near its pole it needs %{after.name} in more than 8 bits, and the target has no 16-bit dtype"
     return found
 
 

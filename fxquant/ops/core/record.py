@@ -266,7 +266,7 @@ def register(operator: Operator) -> Operator:
 
 def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
     if key in table:
-        raise ValueError(f"{key!r} already spells an operator")
+        raise ValueError(f"{key!r} is already a call form of an operator")
     table[key] = value
 
 

@@ -296,7 +296,7 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
             break
     if n == 0:
         return input, input.grid.magnitude
-    lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
+    lowering.note("narrowed", f"its operand is narrowed by {n} of its {bits} bits, so that the sum fits the accumulator")
     value = lowering.call(elementwise.shift_right, input.value, n)
     return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
 
@@ -399,7 +399,7 @@ def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, larg
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
     if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
-        return "its target adds 16 bits apart"
+        return "its target adds 16-bit tensors in a separate step"
     if not shifts and int(factor.min()) < smallest:
         return f"its multiplier falls to {int(factor.min())}, below {smallest}"
     return f"the accumulator could reach {largest:.0f}" if largest > layer.limit else None

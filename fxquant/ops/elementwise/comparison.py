@@ -139,7 +139,7 @@ def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
         known = fact(value) if isinstance(value, fx.Node) else None
         if not isinstance(known, TensorFact) or known.dtype != torch.bool:
-            return f"its {name!r} is no tensor of truth values"
+            return f"its {name!r} is not a boolean tensor"
     return None
 
 
@@ -224,9 +224,9 @@ def _lower_truth(every: bool) -> Callable[..., Any]:
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact) or known.dtype != torch.bool:
-        return "its operand is no tensor of truth values"
+        return "its operand is not a boolean tensor"
     if not known.shape:
-        return "its operand is one truth value, without dimensions"
+        return "its operand is a single boolean without dimensions"
     dim = arguments["dim"]
     reduced = range(len(known.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
     return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"

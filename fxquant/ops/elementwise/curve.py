@@ -52,7 +52,7 @@ def _value(steps: Steps, input: Tensor) -> Any:
         return {key: _value(value, input) for key, value in arguments[0]}
     record = BY_NAME.get(name) if isinstance(name, str) and is_pointwise(name) else None
     if record is None:
-        raise ValueError(f"{name!r} is no function of one tensor, element by element")
+        raise ValueError(f"{name!r} is not an elementwise function of one tensor")
     values = [_value(argument, input) for argument in arguments]
     if name == "shifted":
         values[1] = arguments[1]  # the name of a function

@@ -39,7 +39,7 @@ def _expand(build: Builder, input: fx.Node, dim: int) -> Any:
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, dim = fact(arguments["input"]), arguments["dim"]
     halves = isinstance(known, TensorFact) and isinstance(dim, int) and isinstance(known.shape[dim], int)
-    return None if halves else "it halves the batch, whose size is not fixed"
+    return None if halves else "it splits the batch, whose size is not fixed"
 
 
 register(

@@ -191,7 +191,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return f"its reduction {reduction!r} runs over the batch, whose size is not fixed"
     target = fact(arguments["target"])
     if isinstance(target, TensorFact) and target.dtype != torch.float32 and not is_parameter(arguments["target"]):
-        return "its target is no tensor of real numbers"
+        return "its target is not a float32 tensor"
     if (
         reduction == "mean"
         and arguments.get("weight") is not None

@@ -36,9 +36,9 @@ def _expand(build: Builder, input: fx.Node, other: fx.Node, rtol: float, atol: f
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = [fact(arguments[name]) for name in ("input", "other")]
     if not all(isinstance(one, TensorFact) and one.dtype == torch.float32 for one in known):
-        return "its operands are no real numbers: compare whole ones by =="
+        return "its operands are not float32 tensors: compare integers by =="
     given = [arguments[name] for name in ("rtol", "atol")]
-    return None if all(isinstance(one, int | float) and math.isfinite(one) for one in given) else "how close is computed"
+    return None if all(isinstance(one, int | float) and math.isfinite(one) for one in given) else "rtol or atol is computed"
 
 
 def _spelled(input: Any, other: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_nan: bool = False) -> dict[str, Any]:

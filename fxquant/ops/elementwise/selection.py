@@ -36,7 +36,7 @@ def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branc
 def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     condition = fact(arguments["condition"]) if isinstance(arguments["condition"], fx.Node) else None
     if not isinstance(condition, TensorFact) or condition.dtype != torch.bool:
-        return "its condition is no tensor of truth values"
+        return "its condition is not a boolean tensor"
     for name in ("input", "other"):
         value = arguments[name]
         if isinstance(value, fx.Node):

@@ -252,7 +252,7 @@ def _power(steps: Steps, input: Value, exponent: int) -> Any:
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     none = arguments["min"] is None and arguments["max"] is None
-    return "it limits nothing" if none else needs_numbers("min", "max")(node, arguments)
+    return "neither min nor max is given" if none else needs_numbers("min", "max")(node, arguments)
 
 
 def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -280,7 +280,7 @@ def whole_rshift(input: Tensor, other: int) -> Tensor:
 
 def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     other = arguments["other"]
-    return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is no number from 0 to 62"
+    return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
 
 
 def _shifts(function: Callable[..., Any], step: str, side: str) -> None:
@@ -310,7 +310,7 @@ def _comparison(relation: str) -> None:
         return result
 
     compared.__name__ = compared.__qualname__ = f"whole_{relation}"
-    compared.__doc__ = f"torch.{relation} of whole numbers."
+    compared.__doc__ = f"torch.{relation} of integers."
     COMPARISONS[relation] = compared
     _register(compared, lambda steps, input, other: steps.compare(input, other, relation), demand=TRUTH_VALUES)
 

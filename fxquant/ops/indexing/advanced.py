@@ -59,9 +59,9 @@ def _expand_index(build: Builder, input: fx.Node, lists: list[Any]) -> Any:
 def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact):
-        return "its operand is no tensor"
+        return "its operand is not a tensor"
     if any(entry is not None and not isinstance(size, int) for entry, size in zip(arguments["lists"], known.shape, strict=True)):
-        return "it picks from the batch by a list"
+        return "it indexes the batch by a list"
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
@@ -82,7 +82,7 @@ def _refuses_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for entry in arguments["index"]:
         size = None if entry is None else next(left)
         if not isinstance(entry, int) and next(lists) is not None and not isinstance(size, int):
-            return "it picks from the batch by a list"
+            return "it indexes the batch by a list"
     return None
 
 
@@ -100,7 +100,7 @@ def _expand_index_put(build: Builder, input: fx.Node, lists: list[Any], value: A
 def _refuses_put(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     value = arguments["value"]
     if isinstance(value, fx.Node) and (not isinstance(fact(value), TensorFact) or fact(value).shape):
-        return "it assigns elements of their own to several lists of places"
+        return "it assigns a different element to each of several lists of indices"
     if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
         return f"it assigns {value!r}"
     return _refuses_lists(node, arguments)
@@ -126,9 +126,9 @@ def _expand_pick_each(build: Builder, input: fx.Node, dim: int, places: fx.Node)
 def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, places = fact(arguments["input"]), fact(arguments["places"])
     if not isinstance(known, TensorFact) or not isinstance(places, TensorFact) or places.dtype != torch.int64:
-        return "its index is no tensor of whole numbers"
+        return "its index is not an integer tensor"
     if known.shape[0] != places.shape[0] or not all(isinstance(size, int) for size in (*known.shape[1:], *places.shape[1:])):
-        return "it picks from the batch"
+        return "it indexes the batch"
     return None
 
 
@@ -153,11 +153,11 @@ def _expand_pick_parts(build: Builder, input: fx.Node, index: list[Any], dim: in
 def _refuses_pick_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact) or fact(arguments["places"]).dtype != torch.int64:
-        return "its index is no tensor of whole numbers"
+        return "its index is not an integer tensor"
     sizes = iter(known.shape)
     left = [None if entry is None else next(sizes) for entry in arguments["index"]]
     kept = [size for entry, size in zip(arguments["index"], left, strict=True) if not isinstance(entry, int)]
-    return None if isinstance(kept[arguments["dim"]], int) else "it picks from the batch"
+    return None if isinstance(kept[arguments["dim"]], int) else "it indexes the batch"
 
 
 register(
@@ -205,7 +205,7 @@ def _refuses_take(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     fixed = not known.shape or isinstance(known.shape[0], int)
     places = _tensor(arguments["index"])
     inside = bool((places >= 0).all() and (places < count).all())
-    return None if fixed or inside else "it takes from other items of the batch than the first"
+    return None if fixed or inside else "it reads samples of the batch other than the first"
 
 
 register(
@@ -246,7 +246,7 @@ def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not isinstance(known, TensorFact) or not all(isinstance(known.shape[arguments[name]], int) for name in ("dim1", "dim2")):
         return "the size of its matrices is not fixed"
     if 0 in fact(node).shape:
-        return "nothing is left of it"
+        return "its result is empty"
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 

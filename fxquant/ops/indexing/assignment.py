@@ -98,7 +98,7 @@ def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
 def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, value = fact(arguments["input"]), arguments["value"]
     if not isinstance(known, TensorFact) or known.dtype != fact(node).dtype:
-        return "it assigns to something that is no tensor"
+        return "it assigns to a value that is not a tensor"
     if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
         return f"it assigns {value!r}"
     if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
@@ -122,17 +122,17 @@ def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Instead:
     known = fact(tensor)
     if not isinstance(known, TensorFact):
-        return "it assigns to something that is no tensor"
+        return "it assigns to a value that is not a tensor"
     mask = fact(index) if isinstance(index, fx.Node) else None
     if isinstance(mask, TensorFact) and mask.dtype == torch.bool:
         if mask.shape != known.shape:
             return "its mask is not of the shape of what it assigns to"
         if isinstance(value, fx.Node) and shape_of(value):
-            return "where it assigns what depends on the data"
+            return "how many elements it assigns depends on the data"
         return Instead(where, {"condition": index, "input": value, "other": tensor})
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(entry is None for entry in entries):
-        return "its index makes dimensions"
+        return "its index adds dimensions"
     missing = len(known.shape) - sum(map(dimensions, entries))
     if missing < 0:
         return "its index has too many entries"
@@ -148,7 +148,7 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
 def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> dict[str, Any] | str | Instead:
     """index_put: its indices are of the first dimensions."""
     if accumulate:
-        return "it adds up what it assigns to one place"
+        return "it accumulates values at one index (accumulate=True)"
     return _assigned(input, tuple(WHOLE if entry is None else entry for entry in indices), values)
 
 

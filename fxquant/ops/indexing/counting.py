@@ -35,7 +35,7 @@ def _lower_one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
 def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, count = fact(arguments["input"]), arguments["num_classes"]
     if not isinstance(known, TensorFact) or known.dtype != torch.int64:
-        return "its operand is no tensor of whole numbers"
+        return "its operand is not an integer tensor"
     return None if isinstance(count, int) and count > 0 else "the size of its result depends on the data"
 
 
@@ -126,7 +126,7 @@ def _onnx_bucketize(c: Call) -> str:
 def _refuses_bucketize(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     boundaries = arguments["boundaries"]
     if not isinstance(boundaries, fx.Node) or not is_parameter(boundaries) or len(shape_of(boundaries)) != 1:
-        return "its boundaries are no constant row of numbers"
+        return "its boundaries are not a constant one-dimensional tensor"
     if fact(node).dtype != torch.int64:
         return "its result is int32"
     return MANY_SIZES if sum(not isinstance(size, int) for size in shape_of(arguments["input"])) > 1 else None
@@ -140,7 +140,7 @@ def _searched(
     sorted_sequence: Any, input: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> dict[str, Any] | str:
     if sorter is not None:
-        return "its boundaries are in no order"
+        return "its boundaries are not sorted (sorter is given)"
     return {"input": input, "boundaries": sorted_sequence, "right": right or side == "right"}
 
 
@@ -180,15 +180,15 @@ def _onnx_isin(c: Call) -> str:
 
 
 def _is_in(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> dict[str, Any] | str:
-    return "it asks for those that are not" if invert else {"input": elements, "elements": test_elements}
+    return "invert=True has no integer form" if invert else {"input": elements, "elements": test_elements}
 
 
 def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, elements = fact(arguments["input"]), arguments["elements"]
     if not isinstance(known, TensorFact) or known.dtype != torch.int64:
-        return "its operand is no tensor of whole numbers"
+        return "its operand is not an integer tensor"
     if not isinstance(elements, fx.Node) or not is_parameter(elements) or fact(elements).dtype != torch.int64:
-        return "what it looks for is no constant of whole numbers"
+        return "its test elements are not a constant integer tensor"
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 

@@ -60,7 +60,7 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     table = fact(weight)
     if isinstance(table, TensorFact) and table.dtype != torch.float32:
         return f"its table is {str(table.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
-    return None if isinstance(known, TensorFact) and not known.dtype.is_floating_point else "its indices are no whole numbers"
+    return None if isinstance(known, TensorFact) and not known.dtype.is_floating_point else "its indices are not an integer tensor"
 
 
 def _onnx_embedding(c: Call) -> str:

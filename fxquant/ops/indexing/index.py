@@ -104,10 +104,10 @@ def _onnx_pick(c: Call) -> str:
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
-        return "its index is no tensor of whole numbers"
+        return "its index is not an integer tensor"
     if is_parameter(arguments["input"]) and known.dtype != torch.float32:
-        return "it picks from a constant that is no float32 tensor"
-    return None if isinstance(known.shape[arguments["dim"]], int) else "it picks from the batch"
+        return "it indexes a constant that is not a float32 tensor"
+    return None if isinstance(known.shape[arguments["dim"]], int) else "it indexes the batch"
 
 
 def _computed(entry: Any) -> bool:
@@ -136,7 +136,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     if isinstance(known, list | tuple):
         return _piece(input, index)
     if not isinstance(known, TensorFact):
-        return "it indexes something that is no tensor"
+        return "it indexes a value that is not a tensor"
     entries = list(index) if isinstance(index, tuple) else [index]
     missing = len(known.shape) - sum(dimensions(entry) for entry in entries)
     if missing < 0:
@@ -244,10 +244,10 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
         if not is_parameter(entry) or not isinstance(known, TensorFact):
             return f"its index is computed by %{entry.name}"
         if len(known.shape) != 1 or known.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            return "its index is a constant that is no list of whole numbers"
+            return "its index is a constant that is not a list of integers"
     elif not isinstance(entry, list | tuple) or not all(type(number) is int for number in entry):
-        return "its index is no list of whole numbers"
-    return None if isinstance(size, int) else "it picks from the batch by a list"
+        return "its index is not a list of integers"
+    return None if isinstance(size, int) else "it indexes the batch by a list"
 
 
 def _along(input: Any, dim: int, entry: Any) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
-        return f"it picks from the results of %{pieces.name}, which is in float"
+        return f"it selects a result of %{pieces.name}, which is computed in float"
     dim = pieces.kwargs.get("dim", pieces.args[position] if len(pieces.args) > position else 0)
     if pieces.target in _SPLITS_ALONG:
         dim = _SPLITS_ALONG[pieces.target](rank_of(source))
@@ -325,7 +325,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     if not all(isinstance(size, int) for size in sizes):
         found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
         if found is None:
-            return "it is a piece of the batch, whose size is not fixed"
+            return "it splits the batch, whose size is not fixed"
         return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
     start = sum(sizes[:number])
     return _along(source, dim, builtins.slice(start, start + sizes[number]))

@@ -113,8 +113,8 @@ def _refuses_running(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return because
     picked = [reader.args[1] if getattr(reader.target, "__name__", "") == "getitem" else 1 for reader in node.users]
     if any(pick != 0 for pick in picked):
-        return "where its elements lie is read as well"
-    return None if fact(arguments["input"]).shape[arguments["dim"]] != 1 else "it has one element to look at"
+        return "its indices are read as well"
+    return None if fact(arguments["input"]).shape[arguments["dim"]] != 1 else "its dimension has one element"
 
 
 for _function, _extremum in ((cummax, maximum), (cummin, minimum)):

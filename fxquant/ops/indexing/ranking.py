@@ -110,11 +110,11 @@ def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     index = arguments["index"]
     known = fact(index) if isinstance(index, fx.Node) else None
     if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
-        return "its index is no tensor of whole numbers"
+        return "its index is not an integer tensor"
     operand = fact(arguments["input"])
     if not isinstance(operand, TensorFact) or not operand.shape:
         return "its operand has no dimensions"
-    return None if isinstance(operand.shape[arguments["dim"]], int) else "it picks from the batch"
+    return None if isinstance(operand.shape[arguments["dim"]], int) else "it indexes the batch"
 
 
 def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
@@ -124,7 +124,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
 
 def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
     if dim is None:
-        return "it takes from the flattened tensor"
+        return "it indexes the flattened tensor"
     mine, other = list(shape_of(input)), list(shape_of(indices))
     del mine[dim], other[dim]
     if mine == other:
@@ -145,7 +145,7 @@ def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if any(size != 1 for _, size in repeated):
         return "its operand is broadcast to its indices"
     if not all(isinstance(own, int) for own, _ in repeated):
-        return "its indices are repeated as often as the batch is large"
+        return "its indices are repeated for each sample of the batch"
     return refuses_index(node, {**arguments, "index": arguments["indices"]})
 
 

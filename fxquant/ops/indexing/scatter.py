@@ -67,7 +67,7 @@ def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any
     if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
         return arguments
     if len(known.shape) != len(index.shape):
-        return "its source has not the dimensions of its index"
+        return "its source and its index differ in their number of dimensions"
     if not known.shape:  # a number, as a tensor
         return arguments
     entries = [WHOLE if own == size else slice(0, size) for own, size in zip(known.shape, index.shape, strict=True)]
@@ -228,21 +228,21 @@ def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     src, dim = arguments["src"], arguments["dim"]
     known, wanted = fact(src) if isinstance(src, fx.Node) else None, list(fact(arguments["input"]).shape)
     if not isinstance(known, TensorFact) or is_parameter(src):
-        return "what it adds is no activation"
+        return "its source is not an activation"
     if not isinstance(known.shape[dim], int):
         return "it adds up the batch, whose size is not fixed"
     wanted[dim] = known.shape[dim]
-    return None if list(known.shape) == wanted else "it adds to a part of the tensor alone"
+    return None if list(known.shape) == wanted else "its source and its input differ in a size that is not indexed"
 
 
 def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not isinstance(arguments["index"], fx.Node) or not is_parameter(arguments["index"]):
-        return "its places are computed"
+        return "its index is computed"
     if not isinstance(fact(arguments["input"]).shape[arguments["dim"]], int):
         return "it adds to a part of the batch"
     source = arguments["source"]
     if not isinstance(source, fx.Node) or not isinstance(arguments["alpha"], int | float):
-        return "what it adds is no activation"
+        return "its source is not an activation"
     return None
 
 

@@ -135,7 +135,7 @@ def _scatter_reduced(
     if reduce in ("sum", "add"):
         return Instead(scatter_sum, scatter_added(input, dim, index, src))
     if reduce not in _REDUCTIONS:
-        return f"a {reduce} of any number of elements has more bits than any accumulator: add logarithms in its place"
+        return f"a {reduce} of any number of elements exceeds every accumulator: add logarithms instead"
     return {**scatter_added(input, dim, index, src), "largest": _REDUCTIONS[reduce], "include_self": include_self}
 
 

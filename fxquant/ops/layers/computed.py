@@ -112,15 +112,15 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
             return "its input has no batch dimension"
         by_item = isinstance(number, BatchDim)
         if by_item and (known.shape[0] != 1 or number.offset != 0 or number.coefficient.denominator != 1):
-            return "its groups depend on the batch size, and its input is not one item"
+            return "its groups depend on the batch size, and its input is not one sample"
         fixed = [*known.shape[2:], *weight.shape[1:], *(() if by_item else (known.shape[1], weight.shape[0], number))]
         if not all(isinstance(size, int) for size in fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
-            return "a size of it depends on the batch in a way that is no item's"
+            return "one of its sizes depends on the batch and is not the size of one sample"
         apart, taps = sizes(arguments["dilation"], rank), weight.shape[2:]
         if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):  # type: ignore[operator]
-            return "its weight is computed, and padding='same' is one more behind than before: give numbers"
+            return "its weight is computed, and padding='same' pads one more element after than before: pass padding as numbers"
         bias = arguments["bias"]
-        return "its bias is no parameter of its size" if by_item and bias is not None and is_parameter(bias) else None
+        return "its bias is a parameter, not computed per sample" if by_item and bias is not None and is_parameter(bias) else None
 
     return refuses
 
@@ -150,7 +150,7 @@ def _expand_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any) -
 
 def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     weight = fact(arguments["weight"])
-    return None if isinstance(weight, TensorFact) and len(weight.shape) == 2 else "its weight is computed, and no matrix"
+    return None if isinstance(weight, TensorFact) and len(weight.shape) == 2 else "its weight is computed and is not a matrix"
 
 
 register(

@@ -165,7 +165,7 @@ def _outer_product(input: Any, vec2: Any) -> dict[str, Any] | str:
 def _inner(input: Any, other: Any) -> dict[str, Any] | str:
     first, second = (fact(operand) for operand in (input, other))
     if not isinstance(first, TensorFact) or not isinstance(second, TensorFact) or not first.shape or not second.shape:
-        return "one of its operands is no tensor with dimensions"
+        return "one of its operands is not a tensor of one or more dimensions"
     letters = string.ascii_lowercase
     one, two = letters[: len(first.shape) - 1], letters[len(first.shape) - 1 :][: len(second.shape) - 1]
     return spelled(f"{one}z,{two}z->{one}{two}", input, other)
@@ -176,7 +176,7 @@ def _chained(*matrices: Any, **_: Any) -> dict[str, Any] | str:
     letters = string.ascii_lowercase
     pairs = [letters[number : number + 2] for number in range(len(chain))]
     if any(len(fact(matrix).shape) != 2 for matrix in chain):
-        return "one of its operands is no matrix"
+        return "one of its operands is not a matrix"
     return spelled(f"{','.join(pairs)}->{letters[0]}{letters[len(chain)]}", *chain)
 
 
@@ -266,7 +266,7 @@ def _named(adapt: Any, *names: str) -> Any:
 def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operands = [arguments["one"], arguments["other"]]
     if not all(isinstance(operand, fx.Node) and isinstance(fact(operand), TensorFact) for operand in operands):
-        return "one of its operands is no tensor"
+        return "one of its operands is not a tensor"
     return _refuses(node, {"equation": arguments["equation"], "operands": operands})
 
 

@@ -141,7 +141,7 @@ def _onnx_taps(c: Call) -> str:
 def _refuses_taps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["offset"])
     if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
-        return "its offsets have no size that is known"
+        return "the size of its offsets is not known"
     return refuses_image(arguments["input"], "bilinear", "zeros")
 
 
@@ -201,10 +201,10 @@ def _expand(
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if shape_of(arguments["weight"]) is None:
-        return "its weight is no tensor of known shape"
+        return "its weight is not a tensor of known shape"
     mask = fact(arguments["mask"]) if isinstance(arguments["mask"], fx.Node) else None
     if isinstance(mask, TensorFact) and not all(isinstance(size, int) for size in mask.shape[1:]):
-        return "its mask has no size that is known"
+        return "the size of its mask is not known"
     return _refuses_taps(node, arguments)
 
 

@@ -24,7 +24,7 @@ from fxquant.primitives import dynamic
 
 MOST_INPUTS = INT32_MAX // (dynamic.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
-NOT_DYNAMIC = "the qconfig is dynamic, which is about linear and recurrent layers alone"
+NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
 COMPOSITES = (
     "lstm",
     "gru",
@@ -81,14 +81,14 @@ def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | 
     """Return why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
     for name, value in (("matrix", weight), ("bias", bias)):
         if isinstance(value, fx.Node) and not is_parameter(value):
-            return f"dynamic quantization makes constants of the matrix and the bias, and its {name}, %{value.name}, is computed"
+            return f"dynamic quantization needs a constant matrix and bias, and its {name}, %{value.name}, is computed"
     known, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
     if not isinstance(known, TensorFact) or is_parameter(input):
-        return "what it multiplies is no activation"
+        return "its operand is not an activation"
     if known.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
-        return f"it is computed in {str(known.dtype).removeprefix('torch.')}, and dynamic quantization is of float32"
+        return f"it is computed in {str(known.dtype).removeprefix('torch.')}, and dynamic quantization needs float32"
     if sizes is None or len(sizes) != 2 or len(known.shape) < 2:
-        return "dynamic quantization is of a matrix, and of rows that it multiplies"
+        return "dynamic quantization needs a weight of two dimensions and an input of two or more"
     inputs = known.shape[-1]
     if not isinstance(inputs, int) or inputs > MOST_INPUTS:
         return f"its sum of {inputs} products may exceed 32 bits: at most {MOST_INPUTS} fit"

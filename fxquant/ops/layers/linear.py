@@ -141,7 +141,7 @@ def _lower_matmul(
 def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     left, right = shape_of(arguments["input"]), shape_of(arguments["other"])
     if left is None or right is None:
-        return "one of its operands is no tensor"
+        return "one of its operands is not a tensor"
     if min(len(left), len(right)) < 2:
         return "one of its operands is a vector"
     terms, weighted = left[-1], is_parameter(arguments["other"]) and len(right) == 2
@@ -153,7 +153,7 @@ def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if bias is None:
         return None
     if not weighted or shape_of(bias) != (right[-1],):
-        return "what is added to it is no bias of its columns"
+        return "the tensor added to it is not a bias of one number per column"
     return refuses_weighted(node, {"weight": None, "bias": bias})
 
 

@@ -50,7 +50,7 @@ def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
 
 def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = sizes_of(arguments["input"])
-    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it turns the batch"
+    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it rotates the batch"
 
 
 register(
@@ -102,7 +102,7 @@ def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     fixed = all(isinstance(size, int) for tensor in arguments["tensors"] for size in sizes_of(tensor))
-    return None if fixed else "one of its lines is the batch, whose size is not fixed"
+    return None if fixed else "one of its dimensions is the batch, whose size is not fixed"
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
@@ -191,10 +191,10 @@ def _expand_as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, s
 def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     input, steps = arguments["input"], [*arguments["size"], *arguments["stride"], arguments["storage_offset"] or 0]
     if input.op != "placeholder":
-        return "it reads the memory of its operand, whose order is known of inputs alone"
+        return "it reads the memory of its operand, and only the strides of model inputs are known"
     sizes = sizes_of(input)
     if not sizes or not all(isinstance(step, int) for step in steps) or not all(isinstance(size, int) for size in sizes[1:]):
-        return "it reads memory by numbers that are computed"
+        return "its sizes, strides or offset are computed, or the shape of its input is not fixed"
     count = math.prod(size for size in sizes if isinstance(size, int))
     places = _places(arguments)
     return None if places.numel() and int(places.max()) < count else "it reads more than the first sample's memory"
@@ -254,7 +254,7 @@ def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] |
     """torch.cross: along the first dimension of three where none is named, and the sizes are fixed."""
     sizes = sizes_of(input)
     if dim is None and not all(isinstance(size, int) for size in sizes):
-        return "it takes the first dimension of three, which may be the batch; say dim=…"
+        return "it takes the first dimension of size three, which may be the batch; pass dim=…"
     return {"input": input, "other": other, "dim": sizes.index(3) if dim is None else dim}
 
 
@@ -280,7 +280,7 @@ def _expand_matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
 def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     n = arguments["n"]
     if not isinstance(n, int) or not 1 <= n <= MOST_MATRICES:
-        return f"its power is {n}, and from 1 to {MOST_MATRICES} are computed in integers"
+        return f"its exponent is {n}, and only 1 to {MOST_MATRICES} have an integer form"
     return None if all(isinstance(size, int) for size in sizes_of(arguments["input"])[-2:]) else "its matrices are as large as the batch"
 
 

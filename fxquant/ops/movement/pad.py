@@ -126,7 +126,7 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not all(isinstance(size, int) for size in padding):
         return "its sizes are computed"
     if mode == "constant":
-        return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
+        return None if isinstance(value, int | float) and not math.isnan(value) else "its padding value is not a number"
     if mode not in OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])

@@ -119,7 +119,7 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
     source, known = input, fact(input)
     if not isinstance(known, TensorFact):
-        return "its operand is no tensor"
+        return "its operand is not a tensor"
     if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
         source = source.args[0]
     if wanted == {torch.float32} and is_power(source):
@@ -229,7 +229,7 @@ def _moved(input: Any, source: Any, destination: Any) -> dict[str, Any]:
 
 def _property(input: Any, name: str) -> dict[str, Any] | str:
     if not isinstance(fact(input), TensorFact) or name not in ("T", "H", "mT", "mH"):
-        return f"the attribute {name} is no operator"
+        return f"the attribute {name} is not an operator"
     return _reversed(input) if name == "T" else _swapped(input, -1, -2)
 
 
@@ -323,7 +323,7 @@ def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
     present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
     plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
-    return "it is repeated as often as the batch is large" if None in plain else {"input": input, "sizes": plain}
+    return "it is repeated for each sample of the batch" if None in plain else {"input": input, "sizes": plain}
 
 
 def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
@@ -409,7 +409,7 @@ def _onnx_repeat(c: Call) -> str:
 def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     repeats = arguments["repeats"]
     if not all(isinstance(count, fx.Node) or count > 0 for count in repeats):
-        return "nothing is left of it"
+        return "its result is empty"
     if _refuses_parameter(node, arguments) is not None:
         return _refuses_parameter(node, arguments)
     known = fact(arguments["input"])
@@ -451,5 +451,5 @@ def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -
     for sizes in shapes:
         present = [*[1] * (len(common) - len(sizes)), *sizes]
         if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
-            return "it is repeated as often as the batch is large"
+            return "it is repeated for each sample of the batch"
     return None

@@ -95,7 +95,7 @@ def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return None
     one = len(sizes) == places.dim() and all(isinstance(size, int) for size in sizes[1:])
     fits = one and tuple(sizes[1:]) == tuple(places.shape[1:]) and (sizes[0] in (places.shape[0], shape[0]))
-    return None if fits else "what it assigns has another shape than where"
+    return None if fits else "the assigned value and the indexed region differ in shape"
 
 
 def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
@@ -120,13 +120,13 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     fx.map_arg(arguments["way"], nodes.append)
     known = fact(arguments["value"]) if isinstance(arguments["value"], fx.Node) else None
     if nodes or not isinstance(known, TensorFact):
-        return "where it writes is computed"
+        return "the region it writes is computed"
     shape = shape_of(arguments["input"])
     places = _places(shape, arguments["way"])
     if places is None or places.numel() == 0:
         return "it writes to a part of the batch"
     fixed = all(isinstance(size, int) for size in shape)
-    return None if tuple(known.shape[not fixed :]) == tuple(places.shape[not fixed :]) else "what it writes has another shape than where"
+    return None if tuple(known.shape[not fixed :]) == tuple(places.shape[not fixed :]) else "the value and the region differ in shape"
 
 
 def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> dict[str, Any]:

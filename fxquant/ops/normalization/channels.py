@@ -64,7 +64,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
         return "its input has no channels of a fixed number"
     computed = [value.name for value in taken if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(taken, tuple) else []
-    return f"its statistics are computed by %{computed[0]}, not stored or computed from what is" if computed else None
+    return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
 
 
 def _rescaled_batch_norm(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | Non
             spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
         )
         if any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows):
-            return "one of its windows lies wholly in the padding"
+            return "one of its windows covers padding only"
         return None
 
     return refuses

@@ -188,16 +188,16 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
         if isinstance(known, TensorFact) and len(known.shape) != rank + 2:
             return "its input has no batch dimension"
         if not arguments["disjoint"]:
-            return "its windows overlap, so that two elements may have one place"
+            return "its windows overlap, so that two elements may share an index"
         given = arguments["indices"]
         if not isinstance(given, fx.Node) or INDICES[rank] is not given.target:
-            return "where its elements belong is not known from a maximum pooling"
+            return "its indices are not those of a maximum pooling"
         kernel, steps, _, _, spread = window_padding([0] * rank, given.args[1], given.args[2], 0, given.args[4], False)
         if any(step < apart * (taps - 1) + 1 for taps, step, apart in zip(kernel, steps, spread, strict=True)):
-            return "its windows overlap, so that two elements may have one place"
+            return "its windows overlap, so that two elements may share an index"
         planes = shape_of(given.args[0])[2:]  # type: ignore[arg-type]
         if math.prod(planes) > math.prod(arguments["size"]):  # type: ignore[arg-type]
-            return "its result is smaller than what was pooled"
+            return "its result is smaller than the input of the pooling"
         return None
 
     function.__name__ = function.__qualname__ = f"max_unpool{rank}d"

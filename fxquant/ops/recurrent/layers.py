@@ -212,7 +212,7 @@ def _expand_rnn_cell(build: Builder, input: fx.Node, hx: Any, nonlinearity: str,
 
 # ---- spellings ------------------------------------------------------------------------------------------------------
 
-PACKED = "its input is a packed sequence, whose number of steps is known only when it runs: pad it, and mask what is behind its end"
+PACKED = "its input is a packed sequence, whose number of steps is known at run time only: pad it and mask the padded steps"
 
 
 def _weights(module: Any) -> list[Parameter]:
@@ -268,7 +268,7 @@ def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     operands = [arguments["input"], *_listed(arguments["hx"])]
     known = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
     if not all(isinstance(entry, TensorFact) for entry in known):
-        return PACKED if len(operands) == 1 else "its state is no tensor"
+        return PACKED if len(operands) == 1 else "its state is not a tensor"
     if any(is_parameter(operand) for operand in operands[1:]):
         return "its initial state is a parameter or a constant"
     weights = arguments.get("parameters") or [arguments.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
@@ -286,7 +286,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = Builder.fact(arguments["input"]).shape
     steps = sizes[1 if arguments["batch_first"] and len(sizes) == 3 else 0]
     if not isinstance(steps, int):
-        return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 unless dynamic_shapes says otherwise"
+        return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 unless dynamic_shapes differs"
     return None if steps else "it has no steps"
 
 

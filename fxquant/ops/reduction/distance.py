@@ -236,7 +236,7 @@ def _expand_cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int
 
 
 def _refuses_distance(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if arguments["p"] in (1, 2) else f"its norm is the {arguments['p']}-norm, and 1 and 2 are computed in integers"
+    return None if arguments["p"] in (1, 2) else f"it computes the {arguments['p']}-norm, and only p=1 and p=2 have an integer form"
 
 
 register(

@@ -85,7 +85,7 @@ def minimum(input: Tensor, other: Tensor) -> Tensor:
 
 def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = all(isinstance(arguments[name], fx.Node) and isinstance(fact(arguments[name]), TensorFact) for name in ("input", "other"))
-    return None if known else "one of its operands is no tensor"
+    return None if known else "one of its operands is not a tensor"
 
 
 def largest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
@@ -168,7 +168,7 @@ def _lower_amax(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool) -
 def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand = fact(arguments["input"])
     if not isinstance(operand, TensorFact):
-        return "its operand is no tensor"
+        return "its operand is not a tensor"
     if not operand.shape:
         return "its operand has no dimensions"
     reduced = _reduced(len(operand.shape), arguments["dim"])

@@ -101,7 +101,7 @@ def reduced(input: Any, dim: Any) -> list[int] | str:
     """Return the dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
     known = fact(input) if isinstance(input, fx.Node) else None
     if not isinstance(known, TensorFact):
-        return "its operand is no tensor"
+        return "its operand is not a tensor"
     chosen = [dim] if isinstance(dim, int) else list(dim or range(len(known.shape)))
     if not all(isinstance(d, int) for d in chosen):
         return "its dimensions are computed"
@@ -113,14 +113,14 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if because is not None:
         return because
     free = math.prod(_sizes(arguments["input"], arguments["dim"])) - arguments["correction"]
-    return None if free > 0 else "no element of its sum is free"
+    return None if free > 0 else "its correction is not less than its number of elements"
 
 
 def refuses_reduction(input: Any, dims: list[int]) -> str | None:
     """Return why a sum over these dimensions cannot be computed on integers; None if it can."""
     known = fact(input)
     if not isinstance(known, TensorFact):
-        return "its operand is no tensor"
+        return "its operand is not a tensor"
     if not known.shape:
         return "its operand has no dimensions"
     return None if all(isinstance(known.shape[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"

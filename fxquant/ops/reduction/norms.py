@@ -108,7 +108,7 @@ def _matrix_norm(
     return (
         _norm(input, "fro", dim, keepdim, None, dtype)
         if ord == "fro"
-        else f"the matrix norm {ord!r} has no integer form: it is one of singular values"
+        else f"the matrix norm {ord!r} has no integer form: it needs singular values"
     )
 
 

@@ -99,7 +99,7 @@ def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         if because is not None:
             return because
         size = length_of(arguments["input"], arguments["dim"])
-    return None if 0 < size <= MOST_FACTORS else f"it multiplies {size} elements, and from 1 to {MOST_FACTORS} have a product in integers"
+    return None if 0 < size <= MOST_FACTORS else f"it multiplies {size} elements, and {MOST_FACTORS} at most have an integer form"
 
 
 def _multiplied(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
@@ -179,7 +179,7 @@ def _refuses_integral(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _integral(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> dict[str, Any] | str:
     if x is not None:
-        return "its trapezoids have widths of their own"
+        return "x is given, so each trapezoid has a different width"
     return {"input": y, "dx": 1.0 if dx is None else dx, "dim": dim}
 
 

@@ -80,8 +80,8 @@ def _place(operation: str) -> Callable[..., Any]:
 def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, dim = fact(arguments["input"]), arguments["dim"]
     if not isinstance(known, TensorFact) or not known.shape or dim is None:
-        return "it looks through all elements" if dim is None else "its operand has no dimensions"
-    return None if isinstance(known.shape[dim], int) else "it looks through the batch, whose size is not fixed"
+        return "it reduces all elements" if dim is None else "its operand has no dimensions"
+    return None if isinstance(known.shape[dim], int) else "it reduces the batch, whose size is not fixed"
 
 
 register(

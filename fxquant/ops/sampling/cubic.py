@@ -75,7 +75,7 @@ def _onnx(c: Call) -> str:
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if len(shape_of(arguments["input"])) != 4:
-        return "bicubic interpolation is of images"
+        return "bicubic interpolation needs an input of four dimensions"
     return refuses_image(arguments["input"], "bilinear", arguments["padding_mode"])
 
 

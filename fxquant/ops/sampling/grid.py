@@ -105,7 +105,7 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
     if not isinstance(known, TensorFact):
         return None
     if len(known.shape) not in (4, 5) or any(not isinstance(size, int) or size == 0 for size in known.shape[2:]):
-        return "its image has no size that is known"
+        return "the size of its image is not known"
     largest = max(size for size in known.shape[2:] if isinstance(size, int))
     return None if largest <= LARGEST_IMAGE else f"its image is larger than {LARGEST_IMAGE}"
 
@@ -225,7 +225,7 @@ def _onnx_warp(c: Call) -> str:
 def _refuses_warp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     flow = fact(arguments["flow"])
     if isinstance(flow, TensorFact) and not all(isinstance(size, int) for size in flow.shape[1:]):
-        return "its flow has no size that is known"
+        return "the size of its flow is not known"
     return refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"])
 
 

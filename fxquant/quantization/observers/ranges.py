@@ -227,7 +227,7 @@ class FixedScaleObserver(Observer):
         if (scale is None) == (threshold is None):
             raise ConfigurationError(
                 f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}",
-                because="a threshold is a way to give the scale: the real number that the largest integer stands for",
+                because="a threshold also defines the scale: it is the float value of the largest integer",
                 remedy="pass one of them",
             )
         self.given_scale, self.given_threshold = scale, threshold

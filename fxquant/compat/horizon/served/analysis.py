@@ -74,7 +74,7 @@ class QuantAnalysis:
             if largest > worst:
                 worst, found, self.case = largest, index, batch
         if found < 0:
-            raise ConfigurationError("there is no bad case", because="the dataloader yielded no batch", remedy="pass one with a batch")
+            raise ConfigurationError("a bad case was not found", because="the dataloader yielded no batch", remedy="pass one with a batch")
         return found
 
     def set_bad_case(self, data: Any) -> None:
@@ -94,7 +94,7 @@ class QuantAnalysis:
     def _case(self) -> Any:
         if self.case is None:
             raise ConfigurationError(
-                "there is no bad case yet",
+                "a bad case was not set yet",
                 because="what is compared is one batch",
                 remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
             )
@@ -121,7 +121,7 @@ class QuantAnalysis:
         _left_out(".sensitivity", options)
         if is_deployed(self.analysis):
             raise ConfigurationError(
-                "sensitivities of an integer model cannot be had",
+                "sensitivities of an integer model cannot be measured",
                 because="its scales are constants",
                 remedy="pass the prepared model it was made of",
             )

@@ -53,7 +53,7 @@ def _level(level: str, target: str, called: str) -> str:
     if format is None or level in format.levels:
         return level
     highest = format.levels[-1]
-    logger.info("%s: %s is taken for %s, the highest level of %s", called, highest, level, format.compiler)
+    logger.info("%s: %s is replaced by %s, the highest level of %s", called, highest, level, format.compiler)
     return highest
 
 
@@ -64,7 +64,7 @@ def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any)
         logger.warning(
             "%s: the compiled model reads float32 inputs from memory, in PyTorch's order, and writes outputs so:"
             " not source %s, layouts %s, %s."
-            " For a camera, put fxq.nn.Nv12ToYuv444 in front of the model",
+            " For a camera, insert fxq.nn.Nv12ToYuv444 before the model",
             called, ", ".join(sorted(sources)), input_layout, output_layout,
         )  # fmt: skip
 

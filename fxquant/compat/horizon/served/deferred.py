@@ -109,7 +109,7 @@ class Deferred(nn.Module):
 
     def _unknown(self, what: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{what} of a model that is not prepared yet cannot be had",
+            f"{what} of a model that is not prepared yet does not exist",
             because=f"{self._called} was given no example_inputs, so that the model is prepared by its first batch",
             remedy=f"pass {self._called}(…, example_inputs=(x,)), run one batch first, or load the state_dict of a calibrated model",
         )

@@ -49,7 +49,9 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     """
     if not isinstance(fake_quant_state, FakeQuantState):
         raise ConfigurationError(
-            f"{fake_quant_state!r} is no FakeQuantState", because="it is QAT, CALIBRATION or VALIDATION", remedy="pass FakeQuantState.QAT"
+            f"{fake_quant_state!r} is not a FakeQuantState",
+            because="it is QAT, CALIBRATION or VALIDATION",
+            remedy="pass FakeQuantState.QAT",
         )
     if isinstance(model, Deferred):
         model.later(lambda prepared: set_fake_quantize(prepared, fake_quant_state))
@@ -67,8 +69,8 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
         if isinstance(model, fx.GraphModule):
             require_prepared(model)
         raise ConfigurationError(
-            f"a {type(model).__name__} is no part of a prepared model that is known here",
-            because="a part does not say which model it belongs to, and a copy of a model is another",
+            f"a {type(model).__name__} is not part of a known prepared model",
+            because="a part does not refer to its model, and a copy of a model is a different model",
             remedy="name it: fxq.set_state(prepared, 'float', 'path.of.the.module')",
         )
     path = next(name for name, module in whole.named_modules() if module is model)
@@ -133,7 +135,7 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
     raise ConfigurationError(
         f"{called} cannot find the integer graph of this {type(model).__name__}",
         because="a TorchScript program holds none; one that torch.jit.trace has made of a model of convert_fx shares its tensors with it",
-        remedy="pass the model that convert_fx returned, or save the trace with horizon.jit.save, which keeps the graph beside it",
+        remedy="pass the model that convert_fx returned, or save the trace with horizon.jit.save, which saves the graph with it",
     )
 
 
@@ -186,7 +188,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
     chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
     if not chosen:
         raise ConfigurationError(
-            "no scale was taken over",
+            "no scale was copied",
             because="no operator of the two has one name, or none of these has a scale in the first model",
             remedy="calibrate the first model, and prepare both from one float model",
         )
@@ -195,7 +197,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
         if verbose:
             print(f"{mine.name}: scale {float(mine.scale):.6g}")
     if left:
-        logger.warning("scales taken over: %d; without one in the first model: %s", len(chosen), ", ".join(left))
+        logger.warning("scales copied: %d; without one in the first model: %s", len(chosen), ", ".join(left))
 
 
 def _matching(
@@ -217,7 +219,7 @@ def _matching(
                 continue
             if mine.dtype != theirs.dtype:
                 raise ConfigurationError(
-                    f"the scale of %{name} cannot be taken over",
+                    f"the scale of %{name} cannot be copied",
                     because=f"it is that of {theirs.dtype} there, and of {mine.dtype} here",
                     remedy="calibrate this model itself, or prepare it with fxq.prepare(…, observations=fxq.observations(from_model))",
                 )

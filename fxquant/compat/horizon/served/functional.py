@@ -75,9 +75,9 @@ def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False, swing: str = "f
 def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tensor:
     if input.dtype is torch.int8:
         raise ConfigurationError(
-            "integers are no colours",
-            because="graphs compute with real numbers between integer operators",
-            remedy="put fxq.nn.YuvToRgb in front of the model, and prepare it with that",
+            "colours of int8 cannot be converted",
+            because="this function computes in float, and a graph quantizes it",
+            remedy="insert fxq.nn.YuvToRgb before the model, and prepare both together",
         )
     each = [list(torch.as_tensor(value, dtype=torch.float32).flatten().tolist()) for value in (mean, std)]
     means, stds = (values * 3 if len(values) == 1 else values for values in each)

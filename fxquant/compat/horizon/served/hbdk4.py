@@ -54,13 +54,13 @@ class Function:
         if op_names or not named >= {"quantize", "dequantize"} or named - IO_OPS:
             raise ConfigurationError(
                 f"remove_io_op({'op_names=…' if op_names else f'op_types={op_types!r}'}) cannot be done",
-                because="a file has real numbers at both ends, or integers at both",
+                because="a file has float tensors at both ends, or integers at both",
                 remedy="pass op_types=['Quantize', 'Dequantize'], or leave it out",
             )
         if not is_deployed(self._module.model):
             raise ConfigurationError(
                 "the ends of a prepared model cannot be left out",
-                because="it computes with real numbers on the integers' grids",
+                because="it computes in float, on the grids of the integers",
                 remedy="call convert(module, march) first",
             )
         self._module.io = INTEGER
@@ -70,7 +70,7 @@ class Function:
             raise ConfigurationError(
                 f"{name} cannot be done",
                 because="graphs are not edited after they were made",
-                remedy="put fxq.nn.Nv12ToYuv444, fxq.nn.YuvToRgb or a permutation in front of the model, and prepare it with them",
+                remedy="insert fxq.nn.Nv12ToYuv444, fxq.nn.YuvToRgb or a permutation before the model, and prepare both together",
             )
         raise AttributeError(name)
 
@@ -209,7 +209,7 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
     """
     made = _module(m, "compile")
     if made.io == INTEGER:
-        logger.warning("compile: the program takes and returns real numbers; visualize writes an ONNX file of integers at both ends")
+        logger.warning("compile: the program takes and returns float tensors; visualize writes an ONNX file of integers at both ends")
     return compile_model(
         made.model, None, os.fspath(path), _march(march) if march else None, opt=f"O{min(opt, 3)}", progressbar=progress_bar
     )
@@ -220,7 +220,7 @@ def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
     """Return the cost of a module, or of a compiled file. See `perf_model`. Raises ConfigurationError for a file alone."""
     if isinstance(model, str | Path):
         raise ConfigurationError(
-            "the costs of a file alone cannot be had",
+            "the costs of a file cannot be estimated without its model",
             because="layers are named by the model's graph",
             remedy="call fxq.estimate(integer, compiled=path)",
         )

@@ -37,7 +37,7 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
         program = torch.jit.load(f, map_location, extra)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError, OSError) as error:
         raise ExportError(
-            f"{f} is no TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote"
+            f"{f} is not a TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote"
         ) from None
     if extra[KEPT]:
         with tempfile.TemporaryDirectory() as folder:

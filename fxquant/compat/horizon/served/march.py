@@ -10,7 +10,7 @@ from fxquant.errors import ConfigurationError
 
 UNKNOWN = {
     "bayes-a825-03": Refusal("what it computes is not public", "set March.BAYES"),
-    "meta": Refusal("it is no processor", "set the march of the processor, like March.NASH_E"),
+    "meta": Refusal("it is not a processor", "set the march of the processor, like March.NASH_E"),
     "nash": Refusal("nash is a family of marches", "set the one of the processor: March.NASH_E, NASH_M, NASH_P, NASH_B or NASH_H"),
 }
 

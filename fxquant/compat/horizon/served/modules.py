@@ -132,7 +132,7 @@ class Correlation(nn.Module):
     ) -> None:
         super().__init__()
         if kernel_size != 1:
-            raise _unserved("Correlation", "kernel_size", "pixels are compared one by one", "pass 1, and pool the maps before or behind it")
+            raise _unserved("Correlation", "kernel_size", "pixels are compared one by one", "pass 1, and pool the maps before or after it")
         if stride1 != 1:
             raise _unserved("Correlation", "stride1", "every pixel of the first map is compared", "pass 1, and slice the result")
         if not is_multiply:

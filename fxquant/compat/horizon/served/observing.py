@@ -55,7 +55,7 @@ class NamedObserver(str):
                     count += _reset(quantizer, chosen)
         if not count:
             raise ConfigurationError(
-                "no scale was set anew", because="no tensor of this dtype and prefix was observed", remedy="calibrate the model first"
+                "no scale was changed", because="no tensor of this dtype and prefix was observed", remedy="calibrate the model first"
             )
         return count
 

@@ -17,7 +17,7 @@ from fxquant.support.arguments import FILE, checked
 OPTIONS = {
     "export_params": Refusal("a file without its parameters cannot run", "leave it at True"),
     "verbose": Refusal("the exporter prints nothing", "print(fxq.text(model)) shows the graph"),
-    "training": Refusal("what is written is what is deployed", "leave it at TrainingMode.EVAL"),
+    "training": Refusal("the file is the deployed model", "leave it at TrainingMode.EVAL"),
     "dynamic_axes": Refusal("the batch is the one size that varies", "name dimension 0 of inputs and outputs alone, or leave it out"),
     "keep_initializers_as_inputs": Refusal("parameters are constants of the file", "leave it out"),
     "custom_opsets": Refusal("files have standard operators alone", "leave it out"),

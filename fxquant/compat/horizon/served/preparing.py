@@ -34,11 +34,11 @@ logger = logging.getLogger("fxquant")
 ARGUMENTS = {
     "mapping": Refusal("modules are traced, not replaced", "leave it out"),
     "optimize_kwargs": Refusal("operands of a concatenation have the scales that the march demands", "leave it out"),
-    "convert_custom_config_dict": Refusal("modules of one's own have no integer graph", "leave it out"),
+    "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out"),
     "fuse_custom_config_dict": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
     "fuser_func": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
     "hybrid_dict": Refusal("it names operators of a hybrid model", "pass hybrid=True with it"),
-    "prepare_custom_config_dict": Refusal("attributes are kept anyhow, and nothing else of it has a meaning here", "leave it out"),
+    "prepare_custom_config_dict": Refusal("attributes are kept in any case, and other entries have no effect", "leave it out"),
 }
 
 
@@ -203,7 +203,9 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
 def set_qat_mode(mode: QATMode) -> None:
     """Set the behaviour of batch norms while training, for models that are prepared after this call."""
     if not isinstance(mode, QATMode):
-        raise ConfigurationError(f"{mode!r} is no QATMode", because="it is FuseBN, WithBN or WithBNReverseFold", remedy="pass one of these")
+        raise ConfigurationError(
+            f"{mode!r} is not a QATMode", because="it is FuseBN, WithBN or WithBNReverseFold", remedy="pass one of these"
+        )
     _qat_mode[:] = [mode]
 
 

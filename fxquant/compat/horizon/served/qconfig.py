@@ -47,7 +47,7 @@ WEIGHT_OBSERVERS = (None, min_max)
 REFUSED = {
     "affine": Refusal("the marches' integers are symmetric", "pass a symmetric qscheme"),
     "float": Refusal(
-        "it is no integer dtype, and floats are the host's", "give the layer None in the qconfig_dict, or name it in hybrid_dict"
+        "it is not an integer dtype, and the host computes in float", "give the layer None in the qconfig_dict, or name it in hybrid_dict"
     ),
     "pact": Refusal("what PACT learns is where an activation is clipped", "use weight_fake_quant='lsq', or 'fake_quant'"),
     "weight": Refusal("the scale of a weight is its largest magnitude, or learned", "use 'min_max', or weight_fake_quant='lsq'"),
@@ -135,7 +135,7 @@ def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
         return name
     if name not in OBSERVERS:
         raise ConfigurationError(
-            f"the observer {name!r} is not here",
+            f"the observer {name!r} is not supported",
             because=f"observers are {', '.join(OBSERVERS)}, fixed_scale and clip, and classes of fxq.Observer",
             remedy="use 'mse', which loses least, or name another of these",
         )
@@ -150,11 +150,11 @@ def weight(given: Any) -> fxq.WeightConfig:
         raise REFUSED["no weight"].error("a weight without a fake quantize cannot be done")
     given = _of_torch(given)
     if given.training == PACT:
-        raise REFUSED["pact"].error("PACT of a weight is not here")
+        raise REFUSED["pact"].error("PACT of a weight is not supported")
     settings = dict(given.settings)
     settings.pop("averaging_constant", None)
     if settings.pop("observer", min_max) not in WEIGHT_OBSERVERS:
-        raise REFUSED["weight"].error("this observer of a weight is not here")
+        raise REFUSED["weight"].error("this observer of a weight is not supported")
     dtype, per_channel = dtype_of(settings.pop("dtype", qint8)), "per_tensor" not in str(settings.get("qscheme", ""))
     _taken(settings, "a weight's fake quantize")
     return fxq.WeightConfig(dtype, per_channel=per_channel, training=LEARNED if given.training == LEARNED else STATISTICS)
@@ -172,7 +172,7 @@ def _of_torch(given: Any) -> FakeQuant:
 
 def _no_fake_quant(given: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"a {type(given).__name__} is no fake quantize",
+        f"a {type(given).__name__} is not a fake quantize",
         because="it is one of the default_… of this module, or FakeQuantize.with_args(observer=…, dtype=…)",
         remedy="pass one of these",
     )
@@ -200,7 +200,7 @@ def as_qconfig(given: Any) -> fxq.QConfig | None:
     if isinstance(given, tuple) and hasattr(given, "activation") and hasattr(given, "weight"):
         return QConfig(given.activation, given.weight, getattr(given, "input", None))
     raise ConfigurationError(
-        f"a {type(given).__name__} is no qconfig",
+        f"a {type(given).__name__} is not a qconfig",
         because="a qconfig is one of the default_… of this module, QConfig(…), or None: it stays in float",
         remedy="pass one of these",
     )

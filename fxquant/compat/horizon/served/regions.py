@@ -121,7 +121,7 @@ def _clips(ratio: Any) -> tuple[float, ...]:
     parts = tuple(float(part) for part in ratio)
     if len(parts) != CLIPS or parts[0] + parts[2] >= 1 or parts[1] + parts[3] >= 1:
         raise _unserved(
-            "MultiScaleRoIAlign", "box_clip_ratio", f"{ratio!r} leaves nothing of a box", "pass four parts, two of which are below 1"
+            "MultiScaleRoIAlign", "box_clip_ratio", f"{ratio!r} clips boxes to nothing", "pass four parts, two of which are below 1"
         )
     return parts
 

@@ -25,12 +25,12 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
 def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigurationError(
-            f"a {type(given).__name__} is no {what}", because=f"it is a dict with {', '.join(map(repr, known))}", remedy="pass one"
+            f"a {type(given).__name__} is not a {what}", because=f"it is a dict with {', '.join(map(repr, known))}", remedy="pass one"
         )
     for key in given:
         if key not in known:
             raise ConfigurationError(
-                f"{key!r} is no part of a {what}",
+                f"{key!r} is not a key of a {what}",
                 because=f"its keys are {', '.join(map(repr, known))}",
                 remedy="name rules by one of these",
             )

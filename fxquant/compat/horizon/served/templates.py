@@ -116,7 +116,9 @@ def _by_operand(value: Any, what: str) -> dict[str, Any]:
     for name in value:
         if name not in OPERANDS:
             raise ConfigurationError(
-                f"{name!r} is no operand of a template's {what}", because=f"operands are {', '.join(OPERANDS)}", remedy="name one of these"
+                f"{name!r} is not an operand of a template's {what}",
+                because=f"operands are {', '.join(OPERANDS)}",
+                remedy="name one of these",
             )
     return dict(value)
 
@@ -143,7 +145,7 @@ class ModuleNameTemplate:
             for key in parts:
                 if key not in ("dtype", "threshold"):
                     raise ConfigurationError(
-                        f"{key!r} is no part of a template's value", because="they are 'dtype' and 'threshold'", remedy="use one of these"
+                        f"{key!r} is not a key of a template's value", because="they are 'dtype' and 'threshold'", remedy="use one of these"
                     )
             for operand, dtype in _by_operand(parts.get("dtype", {}), "dtype").items():
                 asked = asked.with_dtype(operand, dtype)
