@@ -243,6 +243,7 @@ WRITE: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     "report": lambda result, path: fxq.report(result.integer, path),
     "to_html": lambda result, path: fxq.estimate(result.integer).to_html(path),
     "draw": lambda result, path: fxq.draw(result.integer, path),
+    "plot": lambda result, path: fxq.plot_training([1.0, 0.5], path),
     "checkpoint": lambda result, path: fxq.tuning.distill(result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, checkpoint=path),
     "export": lambda result, path: result.export(path),
 }
@@ -272,7 +273,8 @@ class Named(os.PathLike[str]):
         return str(self.path)
 
 
-ENDINGS = {"draw": ".svg", "export_c": ".c"}
+ENDINGS = {"draw": ".svg", "plot": ".png", "export_c": ".c"}
+WITHOUT_A_PATH = ("checkpoint", "draw", "plot")  # nothing is written
 
 
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
@@ -286,7 +288,7 @@ def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: s
         *([tmp_path, f"{tmp_path}/new/", "."] if name in WRITE else [tmp_path / "file"]),
     ]  # fmt: skip
     for path in bad:
-        if name == "checkpoint" and path is None:
+        if name in WITHOUT_A_PATH and path is None:
             continue
         with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
             {**WRITE, **INTO}[name](result, path)

@@ -43,6 +43,7 @@ ROOMS = (
     "api",
     "nn",
     "search",  # methods that prepare models
+    "figures",  # plots of what all of these find
     "conformance",
     "",
     "demo",
@@ -67,7 +68,7 @@ SHARED = {"fxquant.passes.rewriting", "fxquant.passes.matching"}
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.search.program"},
-    "matplotlib": {"fxquant.reporting.draw"},
+    "matplotlib": {"fxquant.reporting.pictures"},
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"}
     | {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +34,10 @@ def test_a_browser_shows_every_layer_of_the_report(tmp_path: Path) -> None:
     body = shown[shown.index("<body") :]
     assert body.count("<tr") > written[written.index("<body") :].count("<tr")  # rows that its script has made
     assert "<svg" in body
+    plot = body[body.index('<div id="errors-plot"') : body.index('<section id="drawing"')]
+    compared = result.compare(batches)
+    assert plot.count('class="point"') == sum(math.isfinite(layer.sqnr) + math.isfinite(layer.own) for layer in compared.layers)
+    assert re.findall(r'class="ytick"[^/]*<text[^>]*>([^<]*)<', plot) == list(compared)
     for layer in fxq.layers(result.integer):
         if layer.macs:
             assert f">{layer.name}<" in body

@@ -61,6 +61,8 @@ class World:
         self.uncalibrated = fxq.prepare(self.model, batch(), "nash-e")
         self.report = fxq.Report()
         self.observations = fxq.observations(self.prepared)
+        budget = fxq.Budget(weight_bits=8)
+        self.searched = fxq.mixed_precision(self.model, [batch()], budget=budget, widths=8, measured=False, show_progress=False)
 
     def _compiled(self) -> tuple[Any, Any]:
         prepared = fxq.prepare(self.model, batch(), "nash-e")
@@ -84,6 +86,7 @@ COUNTS = [True, False, -1, 1.5, "3", float("nan"), [], (1,), torch.tensor([1, 2]
 NAMES = [5, [5], [None], b"conv", [""], "", {"a": 1}.values(), 1.5, True]
 NUMBERS = [0, 0.0, -1.0, float("nan"), float("inf"), -float("inf"), True, "1", "", [], [1.0], 1j, Colour.RED, torch.ones(2)]
 PATHS = [None, 5, 1.5, "", b"model", [], ["a", "b"], "a\0b", True, UNPRINTABLE]
+PICTURES = [*PATHS[1:], "graph", "graph.gif"]
 CALLABLES = [5, "identity", [], "", {}, 1.5, True]
 CHOSEN = ["int8", 5, {}, [], True, fxq.QConfig, fxq.ActivationConfig(), fxq.QConfigMapping(), torch.int8]
 MODELS = [None, 5, "model", [], {}, lambda x: x, nn.Module, torch.ones(2), Path("model.fxq"), UNPRINTABLE]
@@ -423,7 +426,29 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "draw": (
         lambda w: (fxq.draw, {"model": w.integer, "path": w.directory / "graph.svg"}),
-        {"model": GRAPHS, "path": [*PATHS, "graph", "graph.gif"]},
+        {"model": GRAPHS, "path": PICTURES, "depth": [*COUNTS, 0]},
+    ),
+    "plot_errors": (
+        lambda w: (fxq.plot_errors, {"comparison": fxq.compare(w.model, w.integer, [batch()], advice=False)}),
+        {"comparison": [None, 5, [], {}, fxq.Report()], "path": PICTURES, "n": [*COUNTS, 0, None]},
+    ),
+    "plot_sensitivity": (
+        lambda w: (fxq.plot_sensitivity, {"found": fxq.sensitivity(w.prepared, [batch()], widths=8, measured=False)}),
+        {"found": [None, 5, [], {}, fxq.Report(), fxq.Sensitivity(())], "path": PICTURES, "n": [*COUNTS, 0, None]},
+    ),
+    "plot_pareto": (
+        lambda w: (fxq.plot_pareto, {"results": w.searched}),
+        {"results": [None, 5, [], [5], fxq.Report()], "path": PICTURES, "cost": ["", 5, "bytes", [], "latency", "bit_operations"]},
+    ),
+    "plot_training": (
+        lambda w: (fxq.plot_training, {"course": [1.0, 0.5]}),
+        {
+            "course": [
+                None, 5, "losses", b"losses", [], {}, [[]], ["one"], {"loss": []}, {"loss": 5}, [float("nan")], {"a": [1.0], "b": []},
+                fxq.tuning.TuningResult("distill", ()),
+            ],
+            "path": PICTURES,
+        },
     ),
     "diff": (
         lambda w: (fxq.diff, {"a": w.integer, "b": w.integer}),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import networkx
@@ -25,29 +27,29 @@ class Drawing:
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
     times   of what a recurrence does alike at several steps, where only the first is drawn: at how many
-    lanes   of each edge that passes rows of its own column: how many others lie between it and the column
+    lanes   of each edge that passes rows: the x at which it passes them, beside every box in them
+    folded  of each box that stands for a module: its operators
     """
 
     graph: networkx.DiGraph
     layers: Mapping[str, Layer]
     places: Mapping[str, tuple[float, float]]
-    lanes: Mapping[tuple[str, str], int]
+    lanes: Mapping[tuple[str, str], float]
     times: Mapping[str, int] = field(default_factory=dict)
+    folded: Mapping[str, tuple[Layer, ...]] = field(default_factory=dict)
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """Return the points of an edge: straight to the next row, to the side around what stands between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
-        lane = self.lanes.get((one, other))
-        if lane is None:
-            return [(x, y), (to_x, to_y)]
-        side = SIDE + LANE * lane
-        return [(x, y), (x + side, y - 0.6), (to_x + side, to_y + 0.6), (to_x, to_y)]
+        side = self.lanes.get((one, other))
+        return [(x, y), (to_x, to_y)] if side is None else [(x, y), (side, y - 0.6), (side, to_y + 0.6), (to_x, to_y)]
 
 
-def drawing(model: fx.GraphModule, *, steps: bool = True) -> Drawing:
-    """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes and edges.
+def drawing(model: fx.GraphModule, *, steps: bool = True, depth: int | None = None) -> Drawing:
+    """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes, edges and the rows that these pass.
 
     Without `steps`, what a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
+    With `depth`, the operators of a module at that depth ("layer1.0" is at 2) that run one after another are one node.
     """
     every = layers(model)
     groups = [] if steps else [(layer, others) for layer, others in alike(every) if others]
@@ -69,22 +71,68 @@ def drawing(model: fx.GraphModule, *, steps: bool = True) -> Drawing:
             shown[node] = frozenset([node.name])
         else:
             shown[node] = read
+    folded = {} if depth is None else _modules(known.values(), depth)
+    graph = _contracted(graph, folded)
     places = _places(graph)
-    return Drawing(graph, known, places, _lanes(graph, places), {layer.name: len(others) + 1 for layer, others in groups})
+    times = {layer.name: len(others) + 1 for layer, others in groups}
+    return Drawing(graph, known, places, _lanes(graph, places), times, folded)
 
 
-def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], int]:
-    """Edges that pass rows, the shortest first, each in the innermost lane of its column where no other one is beside it."""
-    passing = [(one, other) for one, other in graph.edges if places[one][1] - places[other][1] > 1]
-    near = [edge for edge in passing if abs(places[edge[0]][0] - places[edge[1]][0]) <= SIDE]
-    taken: dict[tuple[int, int], set[int]] = {}  # the rows of a column's lane
-    found = {}
-    for one, other in sorted(near, key=lambda edge: places[edge[0]][1] - places[edge[1]][1]):
-        column, rows = round(places[one][0]), set(range(round(-places[one][1]), round(-places[other][1])))
-        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(taken.get((column, each), ()))), LANES - 1)
-        taken.setdefault((column, lane), set()).update(rows)
-        found[one, other] = lane
+def _modules(known: Iterable[Layer], depth: int) -> dict[str, tuple[Layer, ...]]:
+    """Return the runs of operators in one module at a depth, by the path of the module, with a number from the second run on.
+
+    Operators are in the order they run, so that no path leaves a run and comes back into it: boxes for the runs form no circle.
+    """
+    found: dict[str, tuple[Layer, ...]] = {}
+    runs: Counter[str] = Counter()
+    for path, members in itertools.groupby(known, lambda layer: ".".join(layer.module.split(".")[:depth])):
+        run = _without_ends(tuple(members))
+        if len(run) > 1 and path and path.count(".") == depth - 1:
+            runs[path] += 1
+            found[path if runs[path] == 1 else f"{path} ({runs[path]})"] = run
     return found
+
+
+def _without_ends(run: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Return a run without boundary nodes at its ends, which are boxes of their own: they say where the integers end."""
+    inside = [index for index, layer in enumerate(run) if not layer.boundary]
+    return run[inside[0] : inside[-1] + 1] if inside else ()
+
+
+def _contracted(graph: networkx.DiGraph, folded: Mapping[str, tuple[Layer, ...]]) -> networkx.DiGraph:
+    """Return the graph with one node for the operators of each run."""
+    box = {layer.name: name for name, run in folded.items() for layer in run}
+    found = networkx.DiGraph()
+    found.add_nodes_from(box.get(name, name) for name in graph)
+    edges = ((box.get(one, one), box.get(other, other)) for one, other in graph.edges)
+    found.add_edges_from((one, other) for one, other in edges if one != other)
+    return found
+
+
+def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], float]:
+    """Edges that pass rows, the shortest first, each beside the boxes of these rows, in the innermost lane that no other one is in."""
+    boxes: dict[int, list[float]] = {}
+    for x, y in places.values():
+        boxes.setdefault(round(-y), []).append(x)
+    passing = [(one, other) for one, other in graph.edges if places[one][1] - places[other][1] > 1]
+    taken: dict[tuple[float, int], set[int]] = {}  # the rows of a lane
+    found = {}
+    for one, other in sorted(passing, key=lambda edge: places[edge[0]][1] - places[edge[1]][1]):
+        (x, y), (to_x, to_y) = places[one], places[other]
+        rows = set(range(round(-y), round(-to_y)))
+        side = round(_beside([each for row in rows - {round(-y)} for each in boxes.get(row, ())], max(x, to_x) + SIDE), 2)
+        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(taken.get((side, each), ()))), LANES - 1)
+        taken.setdefault((side, lane), set()).update(rows)
+        found[one, other] = side + LANE * lane
+    return found
+
+
+def _beside(boxes: list[float], x: float) -> float:
+    """Return the nearest place to the right of x, or x itself, that lies beside every box."""
+    for box in sorted(boxes):
+        if abs(box - x) < SIDE - 0.01:
+            x = box + SIDE
+    return x
 
 
 def _places(graph: networkx.DiGraph) -> dict[str, tuple[float, float]]:

@@ -1,0 +1,332 @@
+"""Plots hold the numbers that they are made of, and pictures of graphs every operator, with boxes for modules on demand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networkx
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.figures import pareto_front
+from fxquant.reporting.layout import SIDE, drawing
+from fxquant.search.sensitivity import decibels
+from fxquant.tuning.result import TunedLayer, TuningResult
+
+pytest.importorskip("matplotlib")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.two(torch.relu(self.one(x))) + x)
+
+
+class Network(nn.Module):
+    """Two stages of blocks, a module that is called twice, and an operator that stays in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image)
+        for stage in self.stages:
+            x = stage(x)
+        x = x.mean((2, 3))
+        return self.head(self.head(x) + 1).cumsum(0)
+
+
+class World:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Network().eval()
+        self.batches = [torch.randn(4, 3, 10, 10) for _ in range(2)]
+        self.result = fxq.quantize(self.model, self.batches, "nash-e", show_progress=False)
+        self.comparison = self.result.compare(self.batches, advice=False)
+        self.sensitivity = fxq.sensitivity(self.result.prepared, self.batches, measured=False, show_progress=False)
+        self.searched = [
+            fxq.mixed_precision(
+                self.model, self.batches, "nash-e", budget=fxq.Budget(weight_bits=bits), measured=False, show_progress=False
+            )
+            for bits in (5, 8)
+        ]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World()
+
+
+def lines(figure: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """The points of every line of a figure's only axes, by the text in the legend."""
+    (axes,) = figure.axes
+    found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    return {name: ([float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]) for name, line in found.items()}
+
+
+def names(figure: Any) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def same(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
+
+
+def overlaps(boxes: list[Any]) -> list[tuple[Any, Any]]:
+    return [(one, other) for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
+
+
+def text_boxes(figure: Any) -> list[Any]:
+    """Where a figure's texts are drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    texts = [*axes.get_yticklabels(), *axes.get_xticklabels(), axes.xaxis.label, axes.title, axes.yaxis.label]
+    for legend in figure.legends:
+        texts += legend.get_texts()
+    return [text.get_window_extent() for text in texts if text.get_text() and text.get_visible()]
+
+
+# ---- the error of each layer --------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_every_layer_is_plotted(world: World) -> None:
+    figure = fxq.plot_errors(world.comparison)
+    rows = [*world.comparison.layers, *world.comparison.outputs]
+    assert names(figure) == [layer.name for layer in rows]
+    found = lines(figure)
+    assert found["with errors from before"] == ([layer.sqnr for layer in rows], list(range(len(rows))))
+    assert same(found["of its own grid"][0], [layer.own for layer in rows])
+    assert found["good outputs"][0] == [30, 30]
+    low, high = figure.axes[0].get_ylim()
+    assert low > high, "the first layer is at the top"
+
+
+def test_of_many_layers_the_worst_are_plotted_in_their_order(world: World) -> None:
+    figure = fxq.plot_errors(world.comparison, n=3)
+    worst = sorted(layer.sqnr for layer in world.comparison.layers)[:3]
+    kept = [layer.name for layer in world.comparison.layers if layer.sqnr in worst]
+    assert names(figure) == [*kept, *(output.name for output in world.comparison.outputs)]
+    assert f"{len(world.comparison) - 3} layers with less error are left out" in figure.axes[0].get_title(loc="left")
+
+
+def test_what_is_equal_has_a_mark_at_the_end(world: World) -> None:
+    equal = fxq.compare(world.result.prepared, world.result.integer, world.batches, advice=False)
+    assert all(layer.sqnr == math.inf for layer in equal.layers)
+    found = lines(fxq.plot_errors(equal))
+    assert "with errors from before" not in found
+    ends, rows = found["with errors from before: equal"]
+    assert len(ends) == len(equal.layers) + len(equal.outputs)
+    assert rows == list(range(len(ends)))
+    assert len(set(ends)) == 1
+
+
+# ---- sensitivity --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sensitivity_is_a_curve_for_each_dtype(world: World) -> None:
+    figure = fxq.plot_sensitivity(world.sensitivity)
+    ranked = world.sensitivity.ranked()
+    assert len(ranked) <= 60
+    assert names(figure) == [tensor.name for tensor in ranked]
+    found = lines(figure)
+    assert list(found) == ["int4", "int8", "int16"]
+    for dtype, (values, _) in found.items():
+        assert same(values, [decibels(tensor.loss[dtype]) if dtype in tensor.loss else math.nan for tensor in ranked])
+    few = fxq.plot_sensitivity(world.sensitivity, n=4)
+    assert names(few) == [tensor.name for tensor in ranked[:4]]
+
+
+# ---- mixed precision ----------------------------------------------------------------------------------------------------
+
+
+def test_candidates_of_several_budgets_are_one_plot(world: World) -> None:
+    found = lines(fxq.plot_pareto(world.searched))
+    candidates = [each for result in world.searched for each in (result.before, *result.candidates)]
+    for name in {candidate.name for candidate in candidates}:
+        wanted = [(each.costs["weight_bits"], decibels(each.noise)) for each in candidates if each.name == name]
+        assert list(zip(*found[name], strict=True)) == wanted
+    chosen = [(result.chosen.costs["weight_bits"], decibels(result.chosen.noise)) for result in world.searched]
+    assert list(zip(*found["chosen"], strict=True)) == chosen
+    points = {(each.costs["weight_bits"], decibels(each.noise)) for each in candidates}
+    front = [point for point in sorted(points) if not any(a <= point[0] and b >= point[1] and (a, b) != point for a, b in points)]
+    assert list(zip(*found["Pareto front"], strict=True)) == front
+    assert set(lines(fxq.plot_pareto(world.searched[0]))) <= set(found)
+    with pytest.raises(fxq.ConfigurationError, match=r"weight_bits[\s\S]*remedy"):
+        fxq.plot_pareto(world.searched, cost="latency")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_front_holds_what_nothing_else_beats(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    points = [(float(a), float(b)) for a, b in torch.randint(0, 8, (12, 2), generator=generator)]
+    beaten = {p for p in points if any(a <= p[0] and b >= p[1] and (a, b) != p for a, b in points)}
+    assert pareto_front(points) == sorted(set(points) - beaten)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_curves_over_the_steps() -> None:
+    figure = fxq.plot_training({"float": [2.0, 1.0, 0.1], "quantized": [2.0, math.nan, torch.tensor(0.5)]})
+    found = lines(figure)
+    assert found["float"] == ([1, 2, 3], [2.0, 1.0, 0.1])
+    assert same(found["quantized"][1], [2.0, math.nan, 0.5])
+    assert figure.axes[0].get_yscale() == "log"
+    figure = fxq.plot_training([2.0, 1.0])
+    assert (figure.axes[0].get_yscale(), figure.axes[0].get_ylabel()) == ("linear", "loss")
+
+
+def test_a_tuning_result_is_plotted_before_and_after() -> None:
+    rows = (TunedLayer("a", ("a",), 0.1, 0.01, True, 1.0), TunedLayer("b", ("b",), 0.1, 0.2, False, 1.0))
+    figure = fxq.plot_training(TuningResult("adaround", rows))
+    found = lines(figure)
+    assert names(figure) == ["a", "b"]
+    assert found["before"][0] == pytest.approx([10, 10])
+    assert found["after"][0] == pytest.approx([20, math.nan], nan_ok=True)
+    assert found["after, not kept"][0] == pytest.approx([math.nan, 10 * math.log10(5)], nan_ok=True)
+
+
+def test_what_a_tuner_tried_is_plotted_with_the_reference() -> None:
+    steps = tuple(fxq.TuneStep(name, name, score, 0.1, 0.0, kept) for name, score, kept in (("a", 0.8, True), ("b", 0.7, False)))
+    tuned = fxq.Tuned(torch.fx.GraphModule({}, torch.fx.Graph()), fxq.QConfigMapping(), (), steps, 0.9, 0.8, 0.05)
+    figure = fxq.plot_training(tuned)
+    found = lines(figure)
+    assert names(figure) == ["a", "b"]
+    assert (found["kept"], found["dropped"]) == (([0.8], [0.0]), ([0.7], [1.0]))
+    assert found["float model"][0] == [0.9, 0.9]
+    assert found["tolerance"][0] == pytest.approx([0.85, 0.85])
+
+
+# ---- all of them --------------------------------------------------------------------------------------------------------
+
+PLOTS: dict[str, Callable[..., Any]] = {
+    "errors": lambda world, path=None: fxq.plot_errors(world.comparison, path),
+    "sensitivity": lambda world, path=None: fxq.plot_sensitivity(world.sensitivity, path),
+    "pareto": lambda world, path=None: fxq.plot_pareto(world.searched, path),
+    "training": lambda world, path=None: fxq.plot_training({"loss": [float(n) for n in range(1, 80)]}, path),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_no_text_is_on_top_of_another(name: str, world: World) -> None:
+    boxes = text_boxes(PLOTS[name](world))
+    assert len(boxes) > 6
+    assert overlaps(boxes) == []
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_plot_is_written_by_the_ending(name: str, world: World, tmp_path: Path) -> None:
+    PLOTS[name](world, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    PLOTS[name](world, tmp_path / "again.svg")
+    assert text == (tmp_path / "again.svg").read_text(encoding="utf-8")
+    figure = PLOTS[name](world, tmp_path / "plot.png")
+    assert all(f">{label}<" in text for label in lines(figure))
+    assert Image.open(tmp_path / "plot.png").size == tuple(round(float(inches) * 100) for inches in figure.get_size_inches())
+
+
+@pytest.mark.parametrize("name", [*PLOTS, "draw"])
+def test_without_matplotlib_the_error_says_what_to_install(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(fxq.ConfigurationError, match=r"matplotlib is needed[\s\S]*fxquant\[report\]"):
+        fxq.draw(world.result.integer) if name == "draw" else PLOTS[name](world)
+
+
+# ---- graphs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_has_a_box_for_every_operator(world: World) -> None:
+    svg = fxq.draw(world.result.prepared)
+    assert isinstance(svg, str)
+    assert svg._repr_svg_() == svg
+    known = fxq.layers(world.result.prepared)
+    for layer in known:
+        assert f"{layer.name}: {layer.operator}<" in svg
+    (float_layer,) = [layer for layer in known if layer.operator == "cumsum"]
+    assert f">{float_layer.dtype} [{','.join(map(str, float_layer.shape))}] on host<" in svg
+    assert svg.count("fill: #f4b183") == 2, "the operator in float, and where it begins"
+    assert svg.count("fill: #9ad1f5") == sum(layer.integer for layer in known)
+    assert svg.count("fill: #eeeeee") == 2, "the input and the output"
+
+
+def test_at_a_depth_modules_are_boxes(world: World) -> None:
+    model = world.result.prepared
+    every, one, two, three = (drawing(model, depth=depth) for depth in (None, 1, 2, 3))
+    known = {layer.name: layer for layer in fxq.layers(model)}
+    for depth, shown in enumerate((one, two, three), 1):
+        assert networkx.is_directed_acyclic_graph(shown.graph)
+        held = [layer.name for run in shown.folded.values() for layer in run]
+        assert len(held) == len(set(held))
+        alone = set(shown.graph) - set(shown.folded)
+        assert alone | set(held) == set(every.graph)
+        for name, run in shown.folded.items():
+            path = name.split(" ")[0]
+            assert {".".join(layer.module.split(".")[:depth]) for layer in run} == {path}
+            assert path.count(".") == depth - 1
+    assert [(name, len(run)) for name, run in one.folded.items()] == [("stages", 8), ("head", 2), ("head (2)", 2)]
+    assert [name for name in two.folded if name.startswith("stages")] == ["stages.0", "stages.1"]
+    assert [name for name in three.folded] == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert set(one.graph.predecessors("stages")) == {"stem"}
+    svg = fxq.draw(model, depth=1)
+    last = one.folded["stages"][-1]
+    assert ">stages: 8 int8<" in svg
+    assert f">int8 {known[last.name].grid.scale:.4g} [{','.join(map(str, last.shape))}]<" in svg
+
+
+def test_edges_pass_beside_boxes() -> None:
+    class Skips(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = torch.tanh(x), torch.sigmoid(x), torch.relu(x)
+            d = torch.tanh(a) + torch.sigmoid(b)
+            e = torch.tanh(torch.tanh(d)) + torch.relu(torch.relu(c))
+            return torch.tanh(e) + a + b * c + d + x
+
+    for model in (fxq.trace(Skips(), torch.randn(2, 3)), fxq.trace(Network().eval(), torch.randn(2, 3, 10, 10))):
+        found = drawing(model)
+        passing = [(edge, path) for edge in found.graph.edges if len(path := found.path(*edge)) == 4]
+        assert passing
+        for (one, other), path in passing:
+            (_, (side, top), (_, bottom), _) = path
+            for name, (x, y) in found.places.items():
+                if name not in (one, other) and bottom - 0.5 < y < top + 0.5:
+                    assert abs(x - side) >= SIDE - 0.02, (one, other, name)
+
+
+def test_long_names_lose_their_middle() -> None:
+    name = "a_module_with_a_name_that_is_much_too_long_for_a_box"
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    svg = fxq.draw(fxq.trace(model, torch.randn(2, 2)))
+    (shown,) = re.findall(r">([^<]*…[^<]*): ", svg)
+    start, end = shown.split("…")
+    assert name.startswith(start)
+    assert name.endswith(end)
+    assert 24 <= len(shown) <= 30
+
+
+def test_a_depth_that_no_module_has_changes_nothing(world: World) -> None:
+    assert fxq.draw(world.result.integer, depth=9) == fxq.draw(world.result.integer)
+
+
+def test_a_comparison_with_nothing_in_it_is_an_error(world: World) -> None:
+    with pytest.raises(fxq.ConfigurationError, match="nothing to plot"):
+        fxq.plot_errors(replace(world.comparison, layers=(), outputs=()))
