@@ -30,7 +30,8 @@ from fxquant.frontend import attach_branch, attach_input_check, attach_signature
 from fxquant.frontend.fixed_batch import with_fixed_batch
 from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_deployed, set_channel_exponents, stage_of
+from fxquant.ir.graph import fact, is_deployed, stage_of
+from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.kernels.runner import Runner
 from fxquant.passes import CONVERT, PREPARE

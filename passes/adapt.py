@@ -16,7 +16,8 @@ from torch import fx
 
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by, part
+from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
+from fxquant.ir.parts import part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context

@@ -18,31 +18,10 @@ from fxquant.errors import StageViolation
 from fxquant.ir.copying import own_copies
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import (
-    Constant,
-    Operation,
-    QParams,
-    Reference,
-    attach,
-    fact,
-    inherit,
-    is_parameter,
-    module_path,
-    notes,
-    parameter_value,
-    part,
-    qparams,
-    resolve,
-    set_fact,
-    set_operation,
-    set_part,
-    set_qparams,
-    source,
-    step_of,
-    trains_only,
-    zero_point,
-)
+from fxquant.ir.graph import attach, fact, inherit, is_parameter, module_path, parameter_value, resolve, set_fact, source, trains_only
+from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
 from fxquant.ir.model import CARRIED, free_name, replace_graph
+from fxquant.ir.parts import part, set_part, step_of
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
 from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid

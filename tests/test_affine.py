@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.lowering.eager import EagerLowering
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table

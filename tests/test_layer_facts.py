@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant import api
 from fxquant.analysis import check, explain
-from fxquant.ir.graph import Constant, operation
+from fxquant.ir.integer import Constant, operation
 from tests.contract import NOT_LOWERED, compiled, graph_values
 
 pytestmark = pytest.mark.quick

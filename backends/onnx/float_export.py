@@ -30,7 +30,8 @@ from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import attach, fact, is_python, qparams, resolve
+from fxquant.ir.graph import attach, fact, is_python, resolve
+from fxquant.ir.integer import qparams
 from fxquant.primitives import PRIMITIVES
 from fxquant.support.forks import free_in_child
 

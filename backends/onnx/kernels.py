@@ -21,7 +21,8 @@ from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, resolve, zero_point
+from fxquant.ir.graph import fact, resolve
+from fxquant.ir.integer import zero_point
 from fxquant.numerics.grids import BOUNDARY_LIMIT
 from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape

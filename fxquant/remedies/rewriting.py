@@ -10,21 +10,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import (
-    Annotation,
-    Part,
-    annotate,
-    annotation,
-    fact,
-    inherit,
-    mark_parameter,
-    parameter_value,
-    part,
-    set_fact,
-    set_part,
-    shape_of,
-)
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, mark_parameter, parameter_value, set_fact, shape_of
 from fxquant.ir.model import free_name
+from fxquant.ir.parts import Part, part, set_part
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.parameters import folded_bias, folded_weight

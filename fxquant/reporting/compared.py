@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 from fxquant.reporting.tensor_rules import Judged
 
