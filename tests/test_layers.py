@@ -212,7 +212,9 @@ def test_imports_form_no_circle() -> None:
 def test_a_planted_circle_is_found(source: str) -> None:
     modules = library()
     planted = {**modules, "fxquant.frontend.memory": modules["fxquant.frontend.memory"] + source}
-    assert circles(planted) == [[f"fxquant.frontend.{name}" for name in ("arguments", "gradients", "handler", "memory", "snapshot")]]
+    assert circles(planted) == [
+        [f"fxquant.frontend.{name}" for name in ("arguments", "evaluation", "gradients", "handler", "memory", "snapshot")]
+    ]
 
 
 def test_imports_keep_their_direction() -> None:

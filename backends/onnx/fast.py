@@ -15,7 +15,8 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
-from fxquant.backends.onnx.kernels import FastWriter, moved_by, plain
+from fxquant.backends.onnx.fast_parts import plain
+from fxquant.backends.onnx.kernels import FastWriter, moved_by
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter

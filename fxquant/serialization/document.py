@@ -35,7 +35,9 @@ from fxquant.primitives.proof import unproved
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
-from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
+from fxquant.serialization.tree import TargetOf
+from fxquant.serialization.tree_reader import TreeReader
+from fxquant.serialization.tree_writer import TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.target import FORMER
 
