@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 
-# The rooms, from the bottom up: a module imports from its own room and from those before it. `fxquant.api` and its like are rooms of
+# The rooms, from the bottom up: a module imports from its own room and from those before it. `fxquant.errors` and its like are rooms of
 # one file; "fxquant" is the table of contents that users import.
 ROOMS = (
     "errors",  # what is raised

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,16 +169,29 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
     return list(chosen.values())
 
 
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How batches are observed.
+
+    num_batches    the number of batches to take; None for all
+    batch_fn       what maps a batch to the inputs; None where the batch itself has them
+    distributed    whether the observations of all ranks are merged
+    only_missing   whether only tensors without a scale are observed
+    show_progress  whether a progress bar is shown; None where the terminal decides
+    """
+
+    num_batches: int | None = None
+    batch_fn: Callable[[Any], Any] | None = None
+    distributed: bool = True
+    only_missing: bool = False
+    show_progress: bool | None = None
+
+
 @torch.no_grad()
 def calibrate(
     prepared: fx.GraphModule,
     batches: Iterable[Any],
-    num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    *,
-    distributed: bool = True,
-    only_missing: bool = False,
-    show_progress: bool | None = None,
+    options: CalibrationOptions,
     first: Callable[[list[Any] | None], None] | None = None,
     each: Callable[[list[Any]], None] | None = None,
 ) -> bool:
@@ -195,12 +209,13 @@ def calibrate(
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
+    num_batches, batch_fn, only_missing, show_progress = options.num_batches, options.batch_fn, options.only_missing, options.show_progress
     open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
     known = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
     if only_missing and all(quantizer.calibrated for quantizer in known):
         enter(prepared, open_, State.VALIDATE)
         return False
-    several = distributed and ranks.count() > 1
+    several = options.distributed and ranks.count() > 1
     if several and ranks.index() > 0 and show_progress is None:
         show_progress = False
 
