@@ -85,10 +85,11 @@ def export_onnx(
     appears, and is written atomically. Raises ConfigurationError or ExportError.
     """
     from fxquant.backends.onnx.export import export_integer
+    from fxquant.backends.onnx.files import FileOptions
     from fxquant.backends.onnx.float_file import export_float
 
     look_at_constants(model)
-    options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
+    options = FileOptions(opset, input_names, output_names, external_data, layouts)
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):
@@ -106,14 +107,14 @@ def export_onnx(
             )
         traced = trace(model, example_inputs)
         fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
-        return export_float(fixed, path, opset, input_names, output_names, **options)
+        return export_float(fixed, path, options)
     if example_inputs is not None:
         raise ConfigurationError(
             "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
         )
     if batch_size is not None and isinstance(model, fx.GraphModule) and is_deployed(model):
         model = with_fixed_batch(model, batch_size)
-    return export_integer(model, path, style, io, opset, input_names, output_names, **options)  # type: ignore[arg-type]
+    return export_integer(model, path, style, io, options)  # type: ignore[arg-type]
 
 
 @checked()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
 from fxquant.numerics.rounding import Rounding
 from fxquant.ops import BY_NAME, Operator
-from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.operators import QuantizedOperator, Quantizers
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import LSQ, METHODS
@@ -146,16 +146,16 @@ class TreeReader:
             raise Malformed("the correction of a WeightQuantizer is none")
         if not isinstance(coverage, Coverage | None):
             raise Malformed("the coverage of a WeightQuantizer is none")
-        return WeightQuantizer(
+        quantizer = WeightQuantizer(
             look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
             per_channel=expect(arguments["per_channel"], bool),
             power_of_two=expect(arguments["power_of_two"], bool),
             p=expect(arguments["p"], float, NoneType),
             learned=learned,
             rounding=rounding,
-            correction=correction,
-            coverage=coverage,
         )
+        quantizer.correction, quantizer.coverage = correction, coverage
+        return quantizer
 
     def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:
         base_scale = self._tensor(buffers["base_scale"])
@@ -189,15 +189,17 @@ class TreeReader:
             plain["name"],
             operator,
             self.arithmetic,
-            {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()},
-            output,
-            owns_output=plain["owns_output"],
-            intermediate=self._as_quantizer(arguments["intermediate"]),
-            weight_quantizer=weight_quantizer,
+            Quantizers(
+                {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()},
+                output,
+                plain["owns_output"],
+                self._as_quantizer(arguments["intermediate"]),
+                weight_quantizer,
+                factors,
+                _interval(arguments.get("observed")),
+            ),
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
-            observed=_interval(arguments.get("observed")),
-            factors=factors,
             detached=_detached(arguments.get("detached", []), operator),
         )
         module.state = State(arguments["state"])
