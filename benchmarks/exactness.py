@@ -44,7 +44,7 @@ import fxquant as fxq
 from benchmarks.zoo import ZooEntry, zoo
 from fxquant import backends
 from fxquant.demo.run import count_float_nodes
-from fxquant.ir.graph import origin
+from fxquant.ir.integer import origin
 
 TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")
 DTYPES = ("int8",)

@@ -16,7 +16,8 @@ from torch import fx
 
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by, part
+from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
+from fxquant.ir.parts import part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
@@ -72,7 +73,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)
     if function is None:
         return None
-    build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach.limit, breach.values, breach.sentence)
+    build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach)
     result = function(build)
     if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
         build.undo()

@@ -28,8 +28,8 @@ from fxquant.ir.graph import (
     resolve,
     set_fact,
     spell,
-    state_demand,
 )
+from fxquant.ir.parts import state_demand
 from fxquant.ir.stubs import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.core.boundary import QUANTIZE

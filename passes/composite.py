@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.ir.graph import is_parameter, matched_rules, part, refusal, refuse, set_matched_rules, set_part, state_demand, stated_demand
+from fxquant.ir.graph import is_parameter, matched_rules, refusal, refuse, set_matched_rules
+from fxquant.ir.parts import part, set_part, state_demand, stated_demand
 from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation

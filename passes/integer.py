@@ -9,6 +9,7 @@ The calls are those that the prepared operator makes in state VALIDATE; here the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,32 +19,12 @@ from fxquant.errors import StageViolation
 from fxquant.ir.copying import own_copies
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import (
-    Constant,
-    Operation,
-    QParams,
-    Reference,
-    attach,
-    fact,
-    inherit,
-    is_parameter,
-    module_path,
-    notes,
-    parameter_value,
-    part,
-    qparams,
-    resolve,
-    set_fact,
-    set_operation,
-    set_part,
-    set_qparams,
-    source,
-    step_of,
-    trains_only,
-    zero_point,
-)
+from fxquant.ir.graph import attach, fact, inherit, is_parameter, module_path, parameter_value, resolve, set_fact, source, trains_only
+from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
 from fxquant.ir.model import CARRIED, free_name, replace_graph
-from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
+from fxquant.ir.parts import part, set_part, step_of
+from fxquant.lowering.finite import Place
+from fxquant.lowering.lowering import Lowering, Quantized, plainly
 from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
@@ -60,27 +41,34 @@ from fxquant.quantization.weights import WeightQuantizer
 CONTAINER = "integer"  # the path of the constants in the integer model
 
 
+@dataclass(frozen=True)
+class Writing:
+    """An integer graph that is being written.
+
+    gm         the module that holds its constants
+    container  the path of these
+    held       constants by role and content, which several operators read
+    """
+
+    gm: fx.GraphModule
+    graph: fx.Graph
+    arithmetic: Arithmetic
+    container: str
+    shapes: Shapes = field(default_factory=Shapes)
+    held: dict[Any, fx.Node] = field(default_factory=dict)
+
+
 class GraphLowering(Lowering):
     """Writes the primitives of one operator into a graph; the last one takes the operator's name.
 
     Tensors hold their integers as they are stored. A primitive that computes with them takes centred ones, which `call` provides.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        graph: fx.Graph,
-        node: fx.Node,
-        module: QuantizedOperator | None,
-        output: Quantizer | None,
-        arithmetic: Arithmetic,
-        shapes: Shapes,
-        container: str,
-    ) -> None:
+    def __init__(self, writing: Writing, node: fx.Node, module: QuantizedOperator | None, output: Quantizer | None) -> None:
         weight = WeightQuantizer(WEIGHT_INT8) if module is None else module.weight_quantizer
-        super().__init__(node.name, arithmetic, output, None if module is None else module.intermediate, weight)
+        super().__init__(node.name, writing.arithmetic, output, None if module is None else module.intermediate, weight)
         self.shares = module is not None and not module.owns_output and not module.plain
-        self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
+        self.writing, self.graph, self.node = writing, writing.graph, node
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
         self.scales: dict[
@@ -118,7 +106,7 @@ class GraphLowering(Lowering):
         made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
         inherit(made, self.node, "integer.lower")
         made.meta["origin"] = self.name
-        set_fact(made, self.shapes.infer(made))
+        set_fact(made, self.writing.shapes.infer(made))
         self.made.append(made)
         _inherit_grid(made)
         return made
@@ -136,8 +124,8 @@ class GraphLowering(Lowering):
         if self.held is not None and key in self.held:
             self.constants[role] = self.held[key].name
             return self.held[key]
-        path = f"{self.container}.{self.name}.{role}"
-        attach(self.gm, path, held.clone())
+        path = f"{self.writing.container}.{self.name}.{role}"
+        attach(self.writing.gm, path, held.clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
         made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
         set_fact(made, TensorFact(tuple(value.shape), dtype))
@@ -233,9 +221,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors
     outputs: dict[fx.Node, Quantizer] = {}  # and their quantizers
-    shapes = Shapes()
-    container = free_name(gm, CONTAINER)
-    held: dict[Any, fx.Node] = {}
+    writing = Writing(gm, graph, context.target.arithmetic, free_name(gm, CONTAINER))
     changes = _forget_gradients(gm)
     with torch.no_grad():
         for node in gm.graph.nodes:
@@ -247,11 +233,11 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 if output is not None:
                     output.require()
                     outputs[node] = output
-                lowering = GraphLowering(gm, graph, node, module, output, context.target.arithmetic, shapes, container)
+                lowering = GraphLowering(writing, node, module, output)
                 arguments = module.operator.bind_call(node.args, node.kwargs)
-                lowering.held = held if _repeats(node) else None
+                lowering.held = writing.held if _repeats(node) else None
             elif operator_of(node) is DEQUANTIZE:
-                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
+                lowering = GraphLowering(writing, node, None, outputs[node.args[0]])
                 arguments = DEQUANTIZE.bind_call(node.args, node.kwargs)
             else:
                 if not is_parameter(node):  # most parameters become constants and are read no more
@@ -276,7 +262,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     # Parameters of the float model that were turned into constants are no longer read.
     eliminate_dead(graph.nodes, lambda node: is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
     replace_graph(gm, graph)
-    _drop_unused(gm, container)
+    _drop_unused(gm, writing.container)
     return changes
 
 

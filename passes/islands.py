@@ -16,7 +16,8 @@ from dataclasses import replace
 import networkx as nx
 from torch import fx
 
-from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, part, reads_shape_only
+from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, reads_shape_only
+from fxquant.ir.parts import part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.passes.matching import decide
 from fxquant.pipeline import Context

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.ir.graph import set_kernel
+from fxquant.ir.integer import set_kernel
 from fxquant.pipeline import Context
 
 

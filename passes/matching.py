@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.ir.graph import annotation, attached_qconfigs, is_inner_part, matched_rules, module_path
+from fxquant.ir.graph import annotation, attached_qconfigs, matched_rules, module_path
+from fxquant.ir.parts import is_inner_part
 from fxquant.ops import Fixed, demand
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, QConfigMapping, Rule, prefixes

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
+from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only
+from fxquant.ir.parts import ties
 from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
 from fxquant.passes.matching import decide, is_named, result_config
 from fxquant.pipeline import Context

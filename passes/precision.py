@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import refusal, state_demand, stated_demand
+from fxquant.ir.graph import refusal
+from fxquant.ir.parts import state_demand, stated_demand
 from fxquant.ops import WIDE, Own, Trait, demand, operator_of, shares, traits_of
 from fxquant.ops.core.boundary import quantize
 from fxquant.ops.elementwise.arithmetic import mul, sub

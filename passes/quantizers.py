@@ -28,13 +28,13 @@ from fxquant.ir.graph import (
     source,
 )
 from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
-from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
+from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
-from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, Quantizers, quantized_operators
 from fxquant.prepared.owners import link_owners
 from fxquant.prepared.stage import is_integer, is_plain
 from fxquant.quantization.batch_norm import BatchNormTensors
@@ -65,15 +65,17 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             node.name,
             operator,
             context.target.arithmetic,
-            _inputs(operator, arguments, quantizers),
-            None if plain else quantizers[_group(spec)],
-            owns_output=own,
-            intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
-            weight_quantizer=_weight_quantizer(gm, operator, arguments, spec.config.weight, context),
+            Quantizers(
+                _inputs(operator, arguments, quantizers),
+                None if plain else quantizers[_group(spec)],
+                own,
+                _intermediate(node, arguments, spec, context) if "residual" in arguments else None,
+                _weight_quantizer(gm, operator, arguments, spec.config.weight, context),
+                _factors(node, operator, arguments),
+                observed(node) or EVERYTHING,
+            ),
             live_batch_norm=context.batch_norm == "live" and not _is_frozen_norm(gm, arguments.get("batch_norm")),
             path=module_path(node),
-            observed=observed(node) or EVERYTHING,
-            factors=_factors(node, operator, arguments),
             detached=_detached(node, operator),
         )
         target = f"{container}.{node.name}"

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.ir.graph import Annotation, Part, annotate, annotation, fact, inherit, part, set_fact, set_part
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, set_fact
+from fxquant.ir.parts import Part, part, set_part
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import operand_nodes, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import QUANTIZE, REQUANTIZE

@@ -14,7 +14,8 @@ import networkx as nx
 from torch import fx
 
 from fxquant.errors import ScaleConflict
-from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
+from fxquant.ir.graph import annotate, annotation, observed, set_observed
+from fxquant.ir.parts import ties
 from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops import matters, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import DEQUANTIZE

@@ -8,22 +8,9 @@ import torch
 from torch import fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import (
-    Annotation,
-    annotation,
-    computes_tensor,
-    fact,
-    is_inner_part,
-    is_parameter,
-    matched_rules,
-    parameter_value,
-    part,
-    refusal,
-    resolve,
-    stated_demand,
-    ties,
-)
+from fxquant.ir.graph import Annotation, annotation, computes_tensor, fact, is_parameter, matched_rules, parameter_value, refusal, resolve
 from fxquant.ir.graph import annotate as set_annotation
+from fxquant.ir.parts import is_inner_part, part, stated_demand, ties
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, shares
 from fxquant.ops.core.boundary import QUANTIZE

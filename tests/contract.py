@@ -16,7 +16,7 @@ from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import left_in_float
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES
 from fxquant.ir import graph
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx
 
 import fxquant as fxq
-from fxquant.ir.graph import qparams, shape_of
+from fxquant.ir.graph import shape_of
+from fxquant.ir.integer import qparams
 
 PROGRAMS = ("hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim", "hbdk-perf", "python")
 SCRIPT = """#!{python}

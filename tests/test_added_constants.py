@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract, oracle

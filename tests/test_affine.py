@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import qparams
-from fxquant.lowering.eager import EagerLowering
+from fxquant.ir.integer import qparams
+from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
 from fxquant.numerics.rescaling import FixedWidths
@@ -102,7 +102,7 @@ def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int],
 def lower(name: str, output: tuple[Fraction, int], *operands: Any, **named: Any) -> list[int]:
     """The centred integers that an operator's `lower` gives eagerly."""
     to = Quantizer(UINT8, None, scale=float(output[0]), zero_point=output[1])
-    lowering = EagerLowering("y", REAL, to, None, WeightQuantizer(WEIGHT_INT8), training=False, observing=False, live_batch_norm=False)
+    lowering = EagerLowering("y", REAL, to, None, WeightQuantizer(WEIGHT_INT8), Mode())
     record = next(record for record in OPERATORS.values() if record.name == name)
     result = record.lower(lowering, *operands, **named)
     assert (result.grid.zero_point, result.dtype) == (output[1], UINT8)

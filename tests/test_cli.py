@@ -20,7 +20,7 @@ from fxquant import backends
 from fxquant.cli import main
 from fxquant.demo import run
 from fxquant.demo.digits import load_digits_dataset
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.passes import PIPELINE
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation, part, qparams
+from fxquant.ir.graph import annotation
+from fxquant.ir.integer import qparams
+from fxquant.ir.parts import part
 from fxquant.prepared.operators import quantized_operators
 from tests import contract
 from tests.contract import compiled, needs_vnni

@@ -22,7 +22,8 @@ from benchmarks import zoo
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.demo.network import build_demo_network
-from fxquant.ir.graph import notes, resolve
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import notes
 from fxquant.primitives import PRIMITIVES, accumulate
 from tests import contract
 from tests.contract import Compiled, all_equal, graph_values, primitive_kind

@@ -10,7 +10,7 @@ import pytest
 
 import fxquant as fxq
 from benchmarks.files.check import check, compiled
-from fxquant.ir.graph import operation, set_operation
+from fxquant.ir.integer import operation, set_operation
 
 
 def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) -> None:

@@ -130,12 +130,14 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     sums = torch.randint(-1000, 1000, (4, 32, 40, 40)).float()
     form = fused_layers.form_of(sums, 2)
     how = fused_layers.Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
+    accumulator = fused_layers.Accumulator(sums, form, None, sums, torch.ones(32))
+    gradients = fused_layers.Gradients(sums, None)
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             passes = fused_layers.OFFERS.known[0]
-            found.append(passes.finish_back(sums, form, None, sums, torch.ones(32), torch.full((32,), 0.005), how, sums, None))
+            found.append(passes.finish_back(accumulator, torch.full((32,), 0.005), how, gradients))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -146,7 +148,7 @@ def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
     sums = torch.arange(-64.0, 4032.0).reshape(1, 1, 64, 64)
     how = fused_layers.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
     form, ratio = fused_layers.form_of(sums, 2), torch.full((1,), 0.005)
-    given = sums, form, None, None, None, ratio, how, torch.ones_like(sums), None
+    given = fused_layers.Accumulator(sums, form), ratio, how, fused_layers.Gradients(torch.ones_like(sums), None)
     found, wanted = fused_layers.OFFERS.known[0].finish_back(*given)[0], fused_layers.Passes().finish_back(*given)[0]
     assert torch.equal(found, wanted)
     assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import notes
+from fxquant.ir.integer import notes
 from tests.contract import all_equal, flat, graph_values
 
 SHAPE = (3, 6, 8)

@@ -25,7 +25,8 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.cpu import compiled as in_c
 from fxquant.backends.cpu import native, tensors
-from fxquant.ir.graph import kernel, resolve
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
 from fxquant.kernels.constants import EACH_CALL

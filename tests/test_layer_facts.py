@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import api
 from fxquant.analysis import check, explain
-from fxquant.ir.graph import Constant, operation
+from fxquant.api import preparing
+from fxquant.ir.integer import Constant, operation
 from tests.contract import NOT_LOWERED, compiled, graph_values
 
 pytestmark = pytest.mark.quick
@@ -229,7 +229,7 @@ def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     model, x = Left(), torch.randn(2, 3, 4, 4)
     changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.layers(gm))  # noqa: E731
-    for module in (api, check, explain):
+    for module in (preparing, check, explain):
         monkeypatch.setattr(module, "layers", changed)
     with caplog.at_level("INFO", "fxquant"):
         prepared = fxq.prepare(model, x)

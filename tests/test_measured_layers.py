@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import qparams, resolve
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import qparams
 from fxquant.primitives import accumulate, product
 from tests import contract, oracle
 from tests.contract import graph_values

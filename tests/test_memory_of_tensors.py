@@ -21,7 +21,7 @@ from fxquant.backends.cpu.training import NativePasses
 from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.support.addresses import address, point, readable
 from fxquant.training import fused_elementwise, saturation_masks
-from fxquant.training.reference_kernels import Form, Passes
+from fxquant.training.reference_kernels import Accumulator, Form, Passes
 from tests.contract import all_equal, compiled
 
 ROOT = Path(__file__).parents[1]
@@ -158,7 +158,7 @@ def test_every_pass_reads_values(marked: Callable[[Tensor], Tensor]) -> None:
     native, tensors, value = NativePasses(), Passes(), marked(SUMS).contiguous()
     assert native.takes([value]), "there is no compiler"
     assert all_equal(native.collect(value, FORM), tensors.collect(SUMS, FORM))
-    assert torch.equal(native.ends(value, FORM, None, None, None), tensors.ends(SUMS, FORM, None, None, None))
+    assert torch.equal(native.ends(Accumulator(value, FORM)), tensors.ends(Accumulator(SUMS, FORM)))
     assert torch.equal(native.weight_ends(value), tensors.weight_ends(SUMS))
     assert all_equal(native.weigh(value, None, torch.ones(4), -8, 7), tensors.weigh(SUMS, None, torch.ones(4), -8, 7))
     one = torch.ones(8)

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
-from fxquant.backends.onnx.float_export import FloatRegions, _settings
+from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.parts import split
+from fxquant.backends.onnx.regions import settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
 from tests.contract import assert_train_is_validate, compiled, needs_vnni, same_bytes
@@ -249,9 +250,9 @@ def test_modules_named_like_constants(tmp_path: Path) -> None:
 def test_modules_without_parameters_are_told_apart() -> None:
     one, other = nn.PairwiseDistance(1.0), nn.PairwiseDistance(2.0)
     assert repr(one) == repr(other)
-    assert _settings(one) != _settings(other)
-    assert _settings(one) == _settings(nn.PairwiseDistance(1.0))
-    assert _settings(nn.Linear(1, 1)) is None
+    assert settings_of(one) != settings_of(other)
+    assert settings_of(one) == settings_of(nn.PairwiseDistance(1.0))
+    assert settings_of(nn.Linear(1, 1)) is None
 
 
 # ---- outputs, names, dtypes -------------------------------------------------------------------------------------------

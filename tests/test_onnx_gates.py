@@ -15,7 +15,7 @@ import fxquant as fxq
 from fxquant.backends.onnx import gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.primitives.requantize import requantize_real
 
 # Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.

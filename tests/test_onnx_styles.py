@@ -22,7 +22,7 @@ from fxquant.backends.onnx import fast, files, functions, kernels
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
-from fxquant.ir.graph import is_inner, operation, qparams
+from fxquant.ir.integer import is_inner, operation, qparams
 from fxquant.ops import BY_NAME, OPERATORS
 from fxquant.primitives import elementwise
 from fxquant.reporting.inspection import read

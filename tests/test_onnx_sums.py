@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.backends.onnx import fast
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.primitives import accumulate
 from tests.contract import VNNI, assert_alive, compiled, graph_values, needs_vnni
 from tests.test_onnx_styles import Net, conv, residual, verified

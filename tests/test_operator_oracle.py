@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.bpu import WIDTHS
-from fxquant.ir.graph import qparams
+from fxquant.ir.integer import qparams
 from fxquant.primitives.arithmetic import FixedArithmetic
 from fxquant.primitives.boundary import dequantize
 from fxquant.target import Target

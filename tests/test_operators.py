@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.ir import graph
-from fxquant.ir.graph import annotation, qparams, resolve
+from fxquant.ir.graph import annotation, resolve
+from fxquant.ir.integer import qparams
+from fxquant.ir.parts import part as part_of
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.layers.deformable import deform_conv2d
 from fxquant.ops.sampling.grid import warp
@@ -1093,7 +1095,7 @@ def assert_become_their_operators(samples: list[Sample], prepared: fx.GraphModul
     assert "none is left in float" in fxq.explain(prepared), fxq.explain(prepared)
     for index, sample in enumerate(samples):
         inside = [node for node in prepared.graph.nodes if graph.module_path(node).split(".")[:2] == ["models", str(index)]]
-        wholes = {str(part.composite) for node in inside if (part := graph.part(node)) is not None}
+        wholes = {str(part.composite) for node in inside if (part := part_of(node)) is not None}
         operators = {resolve(prepared, str(node.target)).operator.name for node in inside if node.op == "call_module"}
         assert sample.operator in wholes | operators, sample
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fxquant.backends.bpu import CHIP, CHIP_8, FORMER, MEASURED, REAL, WIDTHS
 from fxquant.errors import AccumulatorOverflow
-from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
 from fxquant.numerics.rescaling import FixedRequantization, Ratio, fixed_requantization, real_multiplier
@@ -798,9 +798,7 @@ def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | N
         return Quantizer(dtype, None, scale=float(value))
 
     inner = None if intermediate is None else quantizer(intermediate)
-    made = Recording(
-        "y", arithmetic, quantizer(scale), inner, WeightQuantizer(WEIGHT_INT8), training=False, observing=False, live_batch_norm=False
-    )
+    made = Recording("y", arithmetic, quantizer(scale), inner, WeightQuantizer(WEIGHT_INT8), Mode())
     made.constants = {}
     return made
 

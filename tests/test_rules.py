@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation, fused, qparams
+from fxquant.ir.graph import annotation, fused
+from fxquant.ir.integer import qparams
 from tests.contract import VNNI, assert_train_is_validate, assert_validate_is_integer, compiled
 
 ACT, INT4 = fxq.ActivationConfig, fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation, qparams
+from fxquant.ir.graph import annotation
+from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
 from tests.contract import (
     TARGETS,

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir import functional, graph
+from fxquant.ir import functional
 from fxquant.ir.graph import annotation
+from fxquant.ir.integer import qparams
+from fxquant.ir.parts import part
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.unary import UNARY
 from tests import contract, spellings_of_pairs
@@ -323,7 +325,7 @@ def test_every_spelling_becomes_its_operator_and_none_is_left_in_float() -> None
     results = next(node for node in prepared.graph.nodes if node.op == "output").args[0]
     assert isinstance(results, tuple)
     for (spelling, case), result in zip(chosen, results, strict=True):
-        found = {known.composite for node in _behind(result) if (known := graph.part(node)) is not None}
+        found = {known.composite for node in _behind(result) if (known := part(node)) is not None}
         found |= {OPERATORS[node.target].name for node in _behind(result) if node.target in OPERATORS}
         assert case.operator in found, (spelling, found)
 
@@ -392,8 +394,8 @@ def test_thresholds_are_exact() -> None:
     _, integer = compiled(Compared(), [images])
     values = contract.graph_values(integer, images)
     known = {node.name: node for node in integer.graph.nodes}
-    compared = next(node for node in known.values() if node.name.startswith("clamp") and graph.qparams(node) is not None)
-    scale = graph.qparams(compared).scale
+    compared = next(node for node in known.values() if node.name.startswith("clamp") and qparams(node) is not None)
+    scale = qparams(compared).scale
     real = values[compared.name].double() * scale
     found = integer(images)[2]
     relations = (torch.gt, torch.ge, torch.lt, torch.le, torch.eq, torch.ne)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import notes, qparams, resolve
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import notes, qparams
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
 from fxquant.ops.core import weighted
 from fxquant.ops.elementwise import unary

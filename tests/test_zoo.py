@@ -23,7 +23,7 @@ from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_cla
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import accuracy, train_float, train_quantized
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import notes
+from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators
 from fxquant.support.seeding import seeded
 

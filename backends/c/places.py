@@ -148,28 +148,17 @@ def _ranking(call: Call, input: Value, dim: int, count: int, largest: bool) -> N
 
 
 @form(sampling.sample)
-def _sample(
-    call: Call,
-    input: Value,
-    coordinates: Value,
-    sizes: list[int],
-    bits: int,
-    mode: str,
-    padding: str,
-    corners: bool,
-    outside: int,
-    wide: bool,
-) -> None:
+def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *settings: Any) -> None:
+    bits, mode, padding, corners, outside, _ = settings
     y, rank = call.result(), len(sizes)
     positions = math.prod(coordinates.shape[1:-1])
-    settings = bits, mode == "nearest", MODES[padding], corners, outside
-    call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *settings, input, coordinates, y)
+    numbers = bits, mode == "nearest", MODES[padding], corners, outside
+    call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *numbers, input, coordinates, y)
 
 
 @form(cubic.sample_cubic)
-def _sample_cubic(
-    call: Call, input: Value, coordinates: Value, weights: Value, sizes: list[int], bits: int, padding: str, corners: bool, wide: bool
-) -> None:
+def _sample_cubic(call: Call, input: Value, coordinates: Value, weights: Value, sizes: list[int], *settings: Any) -> None:
+    bits, padding, corners, _ = settings
     y = call.result()
     types: list[torch.dtype] = [input.dtype, coordinates.dtype, weights.dtype, y.dtype]
     positions = math.prod(coordinates.shape[1:-1])

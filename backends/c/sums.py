@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,41 +32,33 @@ def _sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> l
     return [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype]
 
 
+class Convolution(NamedTuple):
+    """The settings of a convolution, in the order in which its primitive takes them."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    cut: list[int] | None = None  # a method of the float kernels, not another sum
+
+
 @form(accumulate.convolution, accumulate.convolution_wide)
-def _convolution(
-    call: Call,
-    input: Value,
-    weight: Value,
-    bias: Value | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int] | None = None,  # a method of the float kernels, not another sum
-) -> None:
+def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
+    layer = Convolution(*settings)
     y, kernel = call.result(), list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding, dilation)
+    window = _window(call, input, kernel, layer.stride, layer.padding, layer.dilation)
     batch = _planes(input, len(kernel) + 1)
-    sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], groups
+    sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], layer.groups
     call.emit("convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
 
 
 @form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
-def _transposed_convolution(
-    call: Call,
-    input: Value,
-    weight: Value,
-    bias: Value | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int] | None = None,
-) -> None:
+def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
+    stride, padding, _, *rest = settings  # the output's own padding is in its shape
+    layer = Convolution(stride, padding, *rest)
     y, kernel = call.result(), list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding, dilation)
-    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * groups, groups
+    window = _window(call, input, kernel, stride, padding, layer.dilation)
+    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * layer.groups, layer.groups
     call.emit("transposed_convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
 
 
@@ -158,18 +150,8 @@ def _sum_pool(call: Call, input: Value, kernel: list[int], stride: list[int], be
 
 
 @form(position.pool_indices)
-def _pool_indices(
-    call: Call,
-    input: Value,
-    kernel: list[int],
-    stride: list[int],
-    begin: list[int],
-    end: list[int],
-    dilation: list[int],
-    sizes: list[int],
-    wide: bool,
-    places: Value | None = None,
-) -> None:
+def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], *rest: Any) -> None:
+    _, dilation, _, _, places = rest if len(rest) == 5 else (*rest, None)
     y = call.result()
     window = _window(call, input, kernel, stride, begin, dilation)
     call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places, y)

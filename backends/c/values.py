@@ -47,9 +47,8 @@ def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = tor
 
 
 @form(requantize.requantize_fixed)
-def _requantize_fixed(
-    call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, bits: int, rounding: str, low: int, high: int, dtype: torch.dtype
-) -> None:
+def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
+    bits, rounding, low, high, _ = settings
     y, constants = call.result(), _in_one_shape(call, shift, multiplier, right)
     call.emit(
         "requantize_fixed", [acc.dtype, y.dtype], *_beside(call, constants[0]), acc, *constants, bits, ROUNDINGS[rounding], low, high, y

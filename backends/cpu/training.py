@@ -13,7 +13,7 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Pass
 from fxquant.support.addresses import point
 from fxquant.training import fused_layers
-from fxquant.training.fused_layers import Form, Rounded
+from fxquant.training.fused_layers import Accumulator, Form, Gradients, Rounded
 
 
 class NativePasses(fused_layers.Passes):
@@ -31,53 +31,35 @@ class NativePasses(fused_layers.Passes):
         mean, variance = totals.view(2, -1).unbind()
         return mean, variance, ends.view(2, -1)
 
-    def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
+    def ends(self, accumulator: Accumulator) -> Tensor:
+        form = accumulator.form
         ends = _vector(2 * form.channels)
-        _call("ends", form, sums=sums, **_added(sums, form, bias, residual, factor), ends=ends)
+        _call("ends", form, sums=accumulator.sums, **_added(accumulator), ends=ends)
         return ends.view(2, -1)
 
-    def finish(
-        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
-    ) -> tuple[Tensor, Tensor]:
-        return self._finish(sums, form, bias, residual, factor, how, {})[:2]
+    def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
+        return self._finish(accumulator, how, {})[:2]
 
-    def mark(
-        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, how: Rounded
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        inside = torch.empty_like(sums, dtype=torch.uint8)
-        integers, real, outside = self._finish(sums, form, bias, residual, factor, how, {"inside": inside, "ratio": _each(ratio, form)})
+    def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
+        inside = torch.empty_like(accumulator.sums, dtype=torch.uint8)
+        integers, real, outside = self._finish(accumulator, how, {"inside": inside, "ratio": _each(ratio, accumulator.form)})
         return integers, real, inside, outside
 
-    def _finish(
-        self,
-        sums: Tensor,
-        form: Form,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        factor: Tensor | None,
-        how: Rounded,
-        marks: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor, int]:
+    def _finish(self, accumulator: Accumulator, how: Rounded, marks: dict[str, Tensor]) -> tuple[Tensor, Tensor, int]:
         """Return the integers, the dequantized tensor, and the number of elements without gradient, if a saturation mask is given."""
+        sums, form = accumulator.sums, accumulator.form
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
         names = ("half", "first", "product") if how.fixed else ("multiplier",)
         dtype = torch.float64 if how.fixed else torch.float32
         constants = {name: _each(value, form, dtype) for name, value in zip(names, how.factors, strict=True)}
-        given = {"sums": sums, **_added(sums, form, bias, residual, factor), **constants, **marks}
+        given = {"sums": sums, **_added(accumulator), **constants, **marks}
         made = _call("finish_forward", form, _numbers(how), **given, integers=integers, real=real)
         return integers, real, made.outside
 
     def mark_back(
-        self,
-        form: Form,
-        inside: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
-        scale: Tensor,
-        of_integers: Tensor | None,
-        of_real: Tensor | None,
-        like: Tensor,
+        self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        of_integers, of_real = gradients
         if of_integers is None:
             assert of_real is not None
             of_integers, of_real = of_real * scale, None
@@ -99,17 +81,9 @@ class NativePasses(fused_layers.Passes):
         return of_sums, of_residual, totals.float()
 
     def finish_back(
-        self,
-        sums: Tensor,
-        form: Form,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
-        how: Rounded,
-        of_integers: Tensor | None,
-        of_real: Tensor | None,
+        self, accumulator: Accumulator, ratio: Tensor, how: Rounded, gradients: Gradients
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        (sums, form, _, residual, _), (of_integers, of_real) = accumulator, gradients
         if of_integers is None:
             assert of_real is not None
             of_integers, of_real = of_real * how.scale, None
@@ -121,7 +95,7 @@ class NativePasses(fused_layers.Passes):
             form,
             _numbers(how),
             sums=sums,
-            **_added(sums, form, bias, residual, factor),
+            **_added(accumulator),
             ratio=_each(ratio, form),
             of_integers=_like(of_integers, sums),
             of_real=None if of_real is None else _like(of_real, sums),
@@ -186,8 +160,9 @@ def _numbers(how: Rounded) -> dict[str, float]:
     }
 
 
-def _added(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> dict[str, Any]:
+def _added(accumulator: Accumulator) -> dict[str, Any]:
     """Return the bias and the residual that are added to sums, as arguments of a kernel."""
+    sums, form, bias, residual, factor = accumulator
     found = {"bias": torch.zeros(form.channels, dtype=torch.float32, device="cpu") if bias is None else _each(bias, form)}
     if residual is not None and factor is not None:
         found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from fxquant.backends.horizon.formats import Format
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, qparams
+from fxquant.ir.graph import fact
+from fxquant.ir.integer import qparams
 
 CENTRE = 128  # of a byte: the compiler's int8 is the byte minus this
 MEAN = f"\n  mean_value: '{CENTRE} {CENTRE} {CENTRE}'"

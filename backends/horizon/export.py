@@ -21,7 +21,8 @@ from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import Operation, fact, operation, qparams, source
+from fxquant.ir.graph import fact, source
+from fxquant.ir.integer import Operation, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp

@@ -17,7 +17,8 @@ from fxquant.backends.onnx.connections import Connections, Place
 from fxquant.backends.onnx.horizon import horizon_values
 from fxquant.errors import CompilationError, ExportError
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact, qparams
+from fxquant.ir.graph import fact
+from fxquant.ir.integer import qparams
 
 logger = logging.getLogger("fxquant")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxquant.backends.onnx.horizon import BITS, DOMAIN, HorizonCall, HorizonWriter
 from fxquant.errors import ExportError
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops.core.form import channel_axis
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxquant.backends.onnx.fast import has_kernels, write_fast
-from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.files import FileOptions, save_model
 from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
@@ -28,22 +28,12 @@ FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
 
-def export_integer(
-    integer: fx.GraphModule,
-    path: str | os.PathLike[str],
-    style: str,
-    io: str,
-    opset: int | None,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    external_data: bool | None,
-    layouts: Mapping[str, str] | None,
-) -> Path:
-    """Write an integer model, and return the path; the arguments are those of `fxq.export_onnx`."""
-    check_arguments(integer, style, io, opset)
-    version = STYLES[_strict(style)][1] if opset is None else opset
-    model = build(integer, style, io, version, input_names, output_names)
-    save_model(with_layouts(model, layouts, integer), Path(path), external_data)
+def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style: str, io: str, options: FileOptions) -> Path:
+    """Write an integer model, and return the path; style and io are those of `fxq.export_onnx`."""
+    check_arguments(integer, style, io, options.opset)
+    version = STYLES[_strict(style)][1] if options.opset is None else options.opset
+    model = build(integer, style, io, version, options.input_names, options.output_names)
+    save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data)
     return Path(path)
 
 

@@ -15,13 +15,15 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
-from fxquant.backends.onnx.kernels import FastWriter, moved_by, plain
+from fxquant.backends.onnx.fast_parts import plain
+from fxquant.backends.onnx.kernels import FastWriter, moved_by
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BATCH_SIZES, TensorFact
-from fxquant.ir.graph import by_name, fact, qparams, resolve, zero_point
+from fxquant.ir.graph import by_name, fact, resolve
+from fxquant.ir.integer import qparams, zero_point
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, pairs_of_ends, whole_range
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -14,6 +15,17 @@ from fxquant.support.files import Content, write_files
 
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message is limited to 2 GiB; the remainder is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The arguments of `fxq.export_onnx` that say how a file is written, whatever the model."""
+
+    opset: int | None = None
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    external_data: bool | None = None
+    layouts: Mapping[str, str] | None = None
 
 
 def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -> None:

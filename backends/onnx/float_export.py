@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import logging
 import operator
 import re
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx
 import torch
@@ -26,27 +20,16 @@ from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.opsets import by_the_older_exporter, dynamic_of, example_of, opset_of, unchanged
 from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.picks import emit_pick, is_pick
+from fxquant.backends.onnx.quiet import quiet
+from fxquant.backends.onnx.regions import Region, region_of
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
-from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import attach, fact, is_python, qparams, resolve
+from fxquant.ir.graph import attach, fact, is_python, resolve
+from fxquant.ir.integer import qparams
 from fxquant.primitives import PRIMITIVES
-from fxquant.support.forks import free_in_child
 
 OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
-
-
-class Region(NamedTuple):
-    """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
-
-    key  what determines its export besides names; the first node itself if the region reads parameters or buffers
-    """
-
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    key: Any
 
 
 class FloatRegions:
@@ -74,7 +57,7 @@ class FloatRegions:
                 whole = node.args[0] if node.target is operator.getitem else None
                 home[node] = home.get(whole, runs[-1])  # type: ignore[arg-type]
                 home[node].append(node)
-        self.regions = {run[0]: _region(integer, run) for run in runs if run}
+        self.regions = {run[0]: region_of(integer, run) for run in runs if run}
         self.direct = Direct(integer, opset)
         self.plans = self._plans()
 
@@ -129,7 +112,7 @@ class FloatRegions:
         facts = [fact(node) for region in left.values() for node in region.inputs]
         counts = [(len(region.inputs), len(region.outputs)) for region in left.values()]
         try:
-            with _quiet():
+            with quiet():
                 program = self._program(self._part(graph), facts, sum(outputs for _, outputs in counts))
                 models = [self._at_opset(model) for model in split(program, counts)]
         except Exception:  # exporting them one by one reports the operator
@@ -181,7 +164,7 @@ class FloatRegions:
         held = {name: graph.create_node("get_attr", f"held_{name}") for name in parameters}
         graph.output((graph.call_function(function, (), {**fx.map_arg(dict(arguments), environment.__getitem__), **held}),))
         try:
-            with _quiet():
+            with quiet():
                 model = self._exported(fx.GraphModule(root, graph).eval(), list(facts.values()), 1)
         except Exception as error:
             raise ExportError(
@@ -196,7 +179,7 @@ class FloatRegions:
     def _export(self, region: Region) -> onnx.ModelProto:
         """Return the region as an ONNX model. Raises ExportError, about the node that cannot be written if a single one cannot."""
         try:
-            with _quiet():
+            with quiet():
                 model = self._written(region)
         except Exception as error:
             found = self._culprit(region.nodes)
@@ -241,7 +224,7 @@ class FloatRegions:
             if not all(isinstance(fact(operand), TensorFact | int | BatchDim) for operand in inputs):
                 continue  # an element of a sequence: the node that made the sequence is examined
             try:
-                with _quiet():
+                with quiet():
                     self._written(Region([node], inputs, [node], node))
             except Exception:  # the region's error reports it
                 return node
@@ -352,65 +335,6 @@ def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
         for attribute in node.attribute:
             for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
                 _rename(inner, name)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the exporter's remarks about its internals from the user; its errors stay visible.
-
-    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads.
-    """
-    with _exporting, built_once():
-        yield from _levels_raised()
-
-
-_exporting = threading.Lock()
-free_in_child(sys.modules[__name__], "_exporting", threading.Lock)
-_OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
-
-
-def _levels_raised() -> Iterator[None]:
-    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
-    loggers = {logging.getLogger(name): level for name, level in levels.items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    try:
-        # The exporter prints whole graphs of what it cannot export.
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
-
-
-def _region(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
-    inside = set(nodes)
-    inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
-    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-    key = _key(integer, nodes, inputs, outputs)
-    return Region(nodes, inputs, outputs, nodes[0] if key is None else key)
-
-
-def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
-    """Return the key that determines a region's export besides names; None for a region that reads parameters or buffers."""
-    index = {node: position for position, node in enumerate([*inputs, *region])}
-    modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
-    settings = {node: _settings(module) for node, module in modules.items()}
-    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
-        return None
-    calls = [
-        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
-    ]
-    return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
-
-
-def _settings(module: torch.nn.Module) -> Any:
-    """Return a module's class and attributes if it computes by these alone; None if it has tensors, modules or hooks."""
-    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
-        return None
-    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
 
 
 def _real(node: fx.Node) -> TensorFact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.agreement import LARGEST, apart
 from fxquant.backends.onnx.export import FLOAT_OPSETS, check_choice
 from fxquant.backends.onnx.fast import random_input
-from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.files import FileOptions, save_model
 from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Writer
@@ -34,25 +33,18 @@ class FloatWriter(Writer):
         return ""
 
 
-def export_float(
-    traced: fx.GraphModule,
-    path: str | os.PathLike[str],
-    opset: int | None = None,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    external_data: bool | None = None,
-    layouts: Mapping[str, str] | None = None,
-) -> Path:
+def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: FileOptions) -> Path:
     """Write a traced float model, and return the path; the batch is dynamic if it was traced so.
 
     Before the file appears it is run in onnxruntime on random inputs. Raises ExportError if the result differs from PyTorch by
     more than rounding.
     """
     opsets, default = FLOAT_OPSETS
-    check_choice("opset", default if opset is None else opset, list(opsets))
-    model = FloatWriter(traced, "float", default if opset is None else opset).write(input_names, output_names)
+    opset = default if options.opset is None else options.opset
+    check_choice("opset", opset, list(opsets))
+    model = FloatWriter(traced, "float", opset).write(options.input_names, options.output_names)
     _check(traced, model)
-    save_model(with_layouts(model, layouts, traced), Path(path), external_data)
+    save_model(with_layouts(model, options.layouts, traced), Path(path), options.external_data)
     return Path(path)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import Operation, QParams, fact, operation, qparams, resolve
+from fxquant.ir.graph import fact, resolve
+from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.unary import exact

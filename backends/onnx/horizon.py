@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.connections import named_values
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.errors import ExportError
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import Call, channel_axis

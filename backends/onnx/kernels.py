@@ -18,22 +18,17 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx import functions, gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
+from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, resolve, zero_point
+from fxquant.ir.graph import fact
 from fxquant.numerics.grids import BOUNDARY_LIMIT
-from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.dynamic import emit as emit_dynamic
 from fxquant.primitives.requantize import requantize_real
 
-ZERO_POINT = 128  # of tensors that other styles store as int8
-EIGHT_BITS = (torch.int8, torch.uint8)
-
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
 # Their ONNX forms commute with adding a constant to all elements; the rows of a table are int8, as constants are.
 SHIFTED = [
     function
@@ -109,38 +104,8 @@ class FastWriter(Writer):
         return PRIMITIVES[node.target].onnx(self.emitter, *fx.node.map_aggregate(node.args, take))  # type: ignore[index]
 
     def parts_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the nodes that form one kernel with this requantization, in order: a sum of 8-bit products or tensors; or none."""
-        if node.target is not requantize_real or node.args[4] not in EIGHT_BITS or node.name in self.refused:
-            return ()
-        total = node.args[0]
-        assert isinstance(total, fx.Node)
-        if len(total.users) != 1:
-            return ()
-        if role_of(total.target) in PRODUCTS:
-            return (total,) if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else ()
-        if total.target is elementwise.multiply:
-            return (total,) if self.divisor(node, total) is not None else ()
-        return (*_terms(total), total) if self._adds_exactly(node, total) else ()
-
-    def divisor(self, node: fx.Node, total: fx.Node) -> float | None:
-        """Return the divisor of a product of two 8-bit tensors; None if the product is not a kernel."""
-        left, right = (plain(operand) for operand in total.args[:2])
-        multiplier = resolve(self.integer, str(node.args[1].target))  # type: ignore[union-attr]
-        if self.opset < functions.OPSET or not (_is_8_bits(left) and _is_8_bits(right)) or multiplier.numel() != 1:
-            return None
-        return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
-
-    def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
-        """Return whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
-        terms = _terms(total)
-        if self.opset < functions.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
-            return False
-        if not all(len(term.users) == 1 and _is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
-            return False
-        factors = [resolve(self.integer, str(term.args[1].target)) for term in terms]  # type: ignore[union-attr]
-        step = float(resolve(self.integer, str(node.args[1].target)))  # type: ignore[union-attr]
-        whole = all(factor.numel() == 1 and float(factor) == int(factor) <= LARGEST_NARROW_MULTIPLIER for factor in factors)
-        return whole and step in _NARROW_STEPS
+        """Return the nodes that form one kernel with this requantization, in order; none if it was refused."""
+        return () if node.name in self.refused else parts_of(self.integer, node, self.opset)
 
     def operand(self, value: Any) -> Any:
         """Return an int8 value as its actual integers, which an exact form reads; an affine value as it is stored, or centred."""
@@ -196,24 +161,6 @@ class FastWriter(Writer):
         return self.converted[name, dtype]
 
 
-def plain(value: Any) -> Any:
-    """Return the operand of a node that centres integers, because kernels apply zero points themselves; any other value as it is."""
-    return value.args[0] if isinstance(value, fx.Node) and value.target is elementwise.centre else value
-
-
-def _terms(total: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operands of a sum, each in steps of the sum's grid."""
-    return tuple(term for term in total.args if isinstance(term, fx.Node) and term.target is elementwise.align_real)
-
-
-_NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
-
-
-def stored_zero_point(node: Any) -> int:
-    """Return the stored value of 0 if a node's value is uint8; for a constant or an int8 tensor it is 128."""
-    return zero_point(node) if isinstance(node, fx.Node) and fact(node).dtype == torch.uint8 else ZERO_POINT
-
-
 # ---- forms ----------------------------------------------------------------------------------------------------------
 # Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
 
@@ -228,11 +175,6 @@ def form(*primitives: Callable[..., Any]) -> Callable[[Callable[..., str | None]
         return function
 
     return declare
-
-
-def _is_8_bits(node: Any) -> bool:
-    known = fact(node) if isinstance(node, fx.Node) else None
-    return isinstance(known, TensorFact) and known.dtype in EIGHT_BITS
 
 
 def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
@@ -273,16 +215,16 @@ def _requantize(
         barrier = e.node("Relu" if low == 0 else "Round", value)  # as in `requantize_real`'s own form
         result = _rounded(w, node, barrier, factor, min(bits, 32))
     elif role_of(parts[-1].target) is Role.CONVOLUTION:
-        result = _convolution(w, node, factor, *parts[-1].args)
+        result = _convolution(w, node, factor, parts[-1].args)
     elif role_of(parts[-1].target) is Role.LINEAR:
         result = _linear(w, node, factor, *parts[-1].args)
     elif role_of(parts[-1].target) is Role.MATRIX_PRODUCT:
         result = _product(w, node, factor, *parts[-1].args)
     elif parts[-1].target is elementwise.multiply:
         left, right = parts[-1].args[:2]
-        divisor = w.divisor(node, parts[-1])
-        assert divisor is not None
-        result = gates.emit(e, (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right)), divisor, w.zero(node))
+        divided = divisor(w.integer, node, parts[-1], w.opset)
+        assert divided is not None
+        result = gates.emit(e, (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right)), divided, w.zero(node))
     else:
         result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
     return _limited(e, result, low, high, stored_zero_point(node))
@@ -297,19 +239,9 @@ def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits:
     return e.node("QuantizeLinear", product, e.constant(1.0), w.zero(node))
 
 
-def _convolution(
-    w: FastWriter,
-    node: fx.Node,
-    multiplier: Tensor,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: Any,
-    cut: Any = None,
-) -> str:
+def _convolution(w: FastWriter, node: fx.Node, multiplier: Tensor, arguments: tuple[Any, ...]) -> str:
+    """Append a convolution, given its arguments, and its requantization."""
+    x, weight, bias, stride, padding, dilation, groups = arguments[:7]
     e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
     scale = multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
     # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
@@ -355,7 +287,7 @@ def _dequantize(w: FastWriter, node: fx.Node, input: fx.Node, *_: Any) -> str | 
 @form(elementwise.lookup)
 def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first: int | None = None) -> str | None:
     entries: Tensor = w.values[table]
-    if not _is_8_bits(input) or entries.numel() != 256:
+    if not is_8_bits(input) or entries.numel() != 256:
         return None
     e = w.emitter
     if w.computes(node):
@@ -374,12 +306,12 @@ def moved_by(input: fx.Node) -> int:
 
 @form(elementwise.clamp)
 def _clamp(w: FastWriter, node: fx.Node, input: fx.Node, low: int, high: int) -> str | None:
-    return _clipped(w.emitter, w.shifted(input), low, high, moved_by(input)) if _is_8_bits(input) else None
+    return _clipped(w.emitter, w.shifted(input), low, high, moved_by(input)) if is_8_bits(input) else None
 
 
 @form(shape.pad)
 def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: list[int], value: int) -> str | None:
-    if not _is_8_bits(input):
+    if not is_8_bits(input):
         return None
     e = w.emitter
     return e.node(
@@ -396,7 +328,7 @@ def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
         return None
 
     def take(value: Any) -> Any:
-        return w.shifted(value) if _is_8_bits(value) else w.values[value] if isinstance(value, fx.Node) else value
+        return w.shifted(value) if is_8_bits(value) else w.values[value] if isinstance(value, fx.Node) else value
 
     return w.exact(node, take)
 
@@ -404,7 +336,7 @@ def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
 @form(pool.max_pool)
 def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *_: Any) -> str | None:
     """Pool uint8 if onnxruntime keeps the pixels of the image together for its convolutions; else pool float, five times faster."""
-    if not _is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
+    if not is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
         return _moved(w, node)
     stride, begin, end, dilation = (list(sizes) for sizes in node.args[2:])  # type: ignore[arg-type]
     return w.emitter.node("MaxPool", w.shifted(input), kernel_shape=list(kernel), strides=stride, pads=[*begin, *end], dilations=dilation)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
+from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator, Own
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE

@@ -62,7 +62,8 @@ class QLinearConv(OpRun):
 class QLinearMatMul(OpRun):
     """The operator with the sum in float64, for a matrix product."""
 
-    def _run(self, a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any) -> Any:
+    def _run(self, *inputs: Any) -> Any:
+        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs
         sums = (a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero)
         return (_requantized(sums, a_scale * b_scale / y_scale, y_zero),)
 

@@ -20,7 +20,8 @@ from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import annotation, channel_exponents, fact, fused, qparams, resolve, zero_point
+from fxquant.ir.graph import annotation, fact, fused, resolve
+from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize

@@ -222,7 +222,7 @@ IMPORTS = {
     "tree_leaves": "from torch.utils._pytree import tree_leaves",
     "fxq": "import fxquant as fxq",
     "OnnxModel": "from fxquant.backends.onnx.runtime import OnnxModel",
-    "origin": "from fxquant.ir.graph import origin",
+    "origin": "from fxquant.ir.integer import origin",
     "quantized_operators": "from fxquant.prepared.operators import quantized_operators",
     "PRIMITIVES": "from fxquant.primitives import PRIMITIVES",
 }

@@ -34,7 +34,8 @@ from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from fxquant.compat.horizon.served.hbdk4 import Module
-from fxquant.ir.graph import fact, qparams
+from fxquant.ir.graph import fact
+from fxquant.ir.integer import qparams
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.support.progress import progress
 

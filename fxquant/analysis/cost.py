@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
+from fxquant.ir.graph import annotation, fact, is_parameter, resolve
+from fxquant.ir.integer import Operation, Reference, operation
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
 from fxquant.ops.core.weighted import shape_of

@@ -13,7 +13,8 @@ from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.analysis.steps import alike
 from fxquant.frontend import assumptions, moved_by_forward
-from fxquant.ir.graph import QParams, model_meta
+from fxquant.ir.graph import model_meta
+from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.support.arguments import checked
 

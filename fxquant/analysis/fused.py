@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from fxquant.analysis.record import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, kernel
+from fxquant.ir.graph import fact
+from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels.runner import Runner, runs_here
 from fxquant.primitives import PRIMITIVES

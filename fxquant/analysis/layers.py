@@ -11,24 +11,9 @@ from fxquant.analysis.cost import cost_of
 from fxquant.analysis.parts import coarser
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import (
-    QParams,
-    annotation,
-    computes_tensor,
-    fact,
-    fused,
-    is_inner,
-    is_inner_part,
-    model_meta,
-    module_path,
-    noted,
-    notes,
-    operation,
-    origin,
-    part,
-    source,
-    step_of,
-)
+from fxquant.ir.graph import annotation, computes_tensor, fact, fused, model_meta, module_path, source
+from fxquant.ir.integer import QParams, is_inner, noted, notes, operation, origin
+from fxquant.ir.parts import is_inner_part, part, step_of
 from fxquant.prepared.nodes import (
     called,
     dtype_of,

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.ir.graph import Reference, is_parameter, operation
+from fxquant.ir.graph import is_parameter
+from fxquant.ir.integer import Reference, operation
 from fxquant.ops import BY_NAME, carried
 from fxquant.prepared.nodes import grid_of, quantized_operator
 

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import QParams, computes_tensor, is_deployed, stage_of, zero_point
+from fxquant.ir.graph import computes_tensor, is_deployed, stage_of
+from fxquant.ir.integer import QParams, zero_point
 from fxquant.ir.interpreter import Interpreter
 from fxquant.prepared.batches import bad_batch, model_inputs
 from fxquant.prepared.nodes import grid_of, primitive_of, quantized_operator

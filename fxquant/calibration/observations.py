@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
+from fxquant.calibration.calibration import require_prepared
+from fxquant.calibration.scales import INTERMEDIATE
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import fact, fused
 from fxquant.numerics.grids import EVERYTHING, Interval

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxquant.errors import TraceError
 from fxquant.ir import graph
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.integer import noted, notes
 
 SMALLEST, LARGEST = "smallest_batch", "largest_batch"  # in the notes of the inputs
 LARGE = 2**16  # stands for every batch size above: nobody cuts off at more
@@ -51,16 +52,16 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
         _refuse(limits.at_largest, f"the batch size of the example, {batch}, is too large", f"up to a batch of {limits.largest}")
     for node in traced.find_nodes(op="placeholder"):
         if limits.smallest > 1:
-            graph.notes(node)[SMALLEST] = limits.smallest
+            notes(node)[SMALLEST] = limits.smallest
         if limits.largest is not None:
-            graph.notes(node)[LARGEST] = limits.largest
+            notes(node)[LARGEST] = limits.largest
     return limits
 
 
 def noted_limits(made: fx.Graph) -> BatchLimits:
     """Return the limits that `note_batch_limits` noted on the graph that this one was made from."""
     for node in made.find_nodes(op="placeholder"):
-        return BatchLimits(graph.noted(node, SMALLEST) or 1, graph.noted(node, LARGEST))
+        return BatchLimits(noted(node, SMALLEST) or 1, noted(node, LARGEST))
     return BatchLimits()
 
 

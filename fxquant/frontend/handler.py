@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition, refuse_data
+from fxquant.frontend.evaluation import Asked, evaluate
+from fxquant.frontend.fake import Evaluator, Sequenced, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
-from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
@@ -27,11 +26,6 @@ from fxquant.frontend.written_out import by_own_names, written_out
 from fxquant.ir import functional, graph
 
 logger = logging.getLogger("fxquant")
-
-_READS_CONTENT = frozenset((
-    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
-    "__contains__",
-))  # fmt: skip
 
 
 class Handler:
@@ -204,7 +198,7 @@ class Handler:
         node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
         if kwargs:
             arguments.key.append(tuple(kwargs))
-        outcome = self._evaluate(function, args, kwargs, arguments, content, target)
+        outcome = evaluate(self, Asked(function, args, kwargs, target), arguments, content)
         if not outcome.recorded:
             return _plain(outcome.template)
         node = self.graph.create_node(op, target, node_args, node_kwargs)
@@ -216,43 +210,6 @@ class Handler:
             step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
             share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
         return result
-
-    def _evaluate(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, content: bool, target: Any) -> Outcome:
-        fake = arguments.fake or not content
-        if not fake:
-            return self._run(function, args, kwargs, arguments, fake, target)
-        key = tuple(arguments.key)
-        try:
-            outcome = self.evaluator.cache.get(key)
-        except TypeError:  # something unhashable among the arguments
-            return self._run(function, args, kwargs, arguments, fake, target)
-        if outcome is None:
-            outcome = self._run(function, args, kwargs, arguments, fake, target)
-            if not outcome.from_content:
-                self.evaluator.cache[key] = outcome
-        return outcome
-
-    def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
-        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if fake and name in _READS_CONTENT:
-            refuse_data(name)
-        known = known_result(self.evaluator, function, args, kwargs) if fake else None
-        if known is not None:
-            return Outcome(known, None, same_place=False)
-        try:
-            outcome = self.evaluator.run(function, args, kwargs, fake, arguments.substitutes)
-        except FxQuantError:
-            raise
-        except Exception as error:
-            depends = is_data_dependent(error)
-            again = self.evaluator.run_on_content if depends else self.evaluator.run_on_zeros
-            found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
-            if found is None and not depends:
-                raise
-            outcome = found or refuse_data(name)
-        if not fake and name in _READS_CONTENT:
-            self.note(f"the content of a constant was read by {name}")
-        return outcome
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
         if torch._C._is_any_autocast_enabled():

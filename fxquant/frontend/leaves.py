@@ -18,7 +18,8 @@ from fxquant.frontend.gradients import called_again
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
-from fxquant.ir.graph import LEAF, Reference, spell
+from fxquant.ir.graph import LEAF, spell
+from fxquant.ir.integer import Reference
 from fxquant.ir.stubs import stub_of
 from fxquant.numerics.gradient import GradientRule
 

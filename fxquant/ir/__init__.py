@@ -1,4 +1,5 @@
 """Represent models: FX graphs with facts and annotations, generated code, copies, and the user's class behind a graph.
 
-`graph` defines every key of `node.meta`; the other modules read and write them through it.
+`graph`, `parts` and `integer` define every key of `node.meta`: of all nodes, of parts of composites, of integer graphs. Other modules read
+and write the keys through them.
 """

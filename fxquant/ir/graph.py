@@ -1,6 +1,6 @@
 """Facts on nodes, and the few ways passes change a graph.
 
-All static facts about a node are in `node.meta` and are read and written through this module,
+All static facts about a node are in `node.meta`. They are read and written through this module, `parts` and `integer`,
 so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
     fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
@@ -11,13 +11,11 @@ so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
     matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
     batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
     detached    whether the node is computed without gradients while the prepared model trains
-    part        the composite operator a node is a part of ("softmax: exp"), with what that demands of its grid
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +25,8 @@ from torch import fx
 
 from fxquant.ir.codegen import registered
 from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.integer import Constant, Operation, QParams, Reference  # noqa: F401  a pickled model names them here
+from fxquant.ir.parts import Part  # noqa: F401  as above
 
 # ---- typed access to node.meta ------------------------------------------------------------------------------------------
 
@@ -264,68 +264,6 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def stated_demand(node: fx.Node) -> Any:
-    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
-    return node.meta.get("demand")
-
-
-def state_demand(node: fx.Node, value: Any) -> None:
-    """Write the demand of the composite on the grid of this part of it."""
-    node.meta["demand"] = value
-
-
-@dataclass(frozen=True)
-class Part:
-    """The operator of the model that a node is a part of.
-
-    composite  the operator's name
-    role       the part's
-    inner      whether its value is read by other parts alone; the last one's is the operator's result
-    step       of a recurrence: at which of its steps it is computed, counted from 0; None of what is computed once
-    """
-
-    composite: str
-    role: str
-    inner: bool = True
-    step: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.composite}: {self.role}"
-
-
-def part(node: fx.Node) -> Part | None:
-    """Return the composite a node is a part of; None if it is a whole operator."""
-    value = node.meta.get("part")
-    return value if isinstance(value, Part) else None
-
-
-def set_part(node: fx.Node, value: Part) -> None:
-    """Write which composite the node is a part of."""
-    node.meta["part"] = value
-
-
-def is_inner_part(node: fx.Node) -> bool:
-    """Return whether a node holds an inner tensor of a composite."""
-    known = part(node)
-    return known is not None and known.inner
-
-
-def step_of(node: fx.Node) -> int | None:
-    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
-    known = part(node)
-    return None if known is None else known.step
-
-
-def ties(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of a node's ties: nodes with one tie in common share one grid."""
-    return tuple(node.meta.get("ties", ()))
-
-
-def tie(node: fx.Node, name: str) -> None:
-    """Add a name to those with which the node's tensor shares its grid."""
-    node.meta["ties"] = (*ties(node), name)
-
-
 def spelling(node: fx.Node) -> tuple[Any, ...]:
     """Return the functions, or the classes of modules, that the user called for this node; several after fusion."""
     return tuple(node.meta.get("spelling", ()))
@@ -384,120 +322,6 @@ def set_unfused(node: fx.Node, because: str) -> None:
     node.meta["unfused"] = because
 
 
-def notes(node: fx.Node) -> dict[str, Any]:
-    """Return the facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
-    value: dict[str, Any] = node.meta.setdefault("notes", {})
-    return value
-
-
-def noted(node: fx.Node, key: str) -> Any:
-    """Return one of the facts in `notes`; None where it was not recorded."""
-    return node.meta.get("notes", {}).get(key)
-
-
-def channel_exponents(node: fx.Node) -> list[Any] | None:
-    """Return the exponents e of a node of an integer graph: its tensor is the float model's times 2^e. None where it is that tensor.
-
-    They are nested lists of its shape without the batch, where a list of one element is for a whole dimension.
-    """
-    known = noted(node, "exponents")
-    return None if known is None else list(json.loads(known))
-
-
-def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
-    """Write the exponents that `channel_exponents` returns."""
-    notes(node)["exponents"] = json.dumps(value)
-
-
-@dataclass(frozen=True)
-class QParams:
-    """The grid of a quantized tensor in an integer graph: an integer q of this dtype stands for (q - zero_point) · scale.
-
-    A 32-bit output may have several scales, along dimension `axis` of the tensor, counted from the end (-1 is the last).
-    """
-
-    scale: float | tuple[float, ...]
-    dtype: str
-    axis: int | None = None
-    zero_point: int = 0
-
-
-def qparams(node: fx.Node) -> QParams | None:
-    """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
-    value = node.meta.get("qparams")
-    return value if isinstance(value, QParams) else None
-
-
-def set_qparams(node: fx.Node, value: QParams) -> None:
-    """Write the dtype, scale and zero point of the node's tensor."""
-    node.meta["qparams"] = value
-
-
-def zero_point(node: fx.Node) -> int:
-    """Return the integer that stands for 0 in the tensor a node of an integer graph holds."""
-    known = qparams(node)
-    return 0 if known is None else known.zero_point
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference, among the arguments of an `Operation`, to the node of this name."""
-
-    node: str
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A parameter as integers: the node that holds them, and what one unit stands for.
-
-    With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
-    weight are the output channels', group after group. `zero_point` is the integer that stands for 0, or one for each index of
-    `axis`: that of a bias that holds half a step of the output. Without a scale, (), they stand for themselves: a mask, an index.
-    """
-
-    node: str
-    scale: float | tuple[float, ...]
-    axis: int | None = None
-    zero_point: int | tuple[int, ...] = 0
-
-
-@dataclass(frozen=True)
-class Operation:
-    """The operator of the table that the primitives behind a quantized tensor compute together.
-
-    name          the operator's name
-    arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
-    constants     its parameters, by role ("weight", "bias")
-    intermediate  the scale and dtype of what a residual is added to, where it is not added in the accumulator
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    constants: dict[str, Constant]
-    intermediate: QParams | None = None
-
-
-def operation(node: fx.Node) -> Operation | None:
-    """Return the operator that a node of an integer graph is the result of; None for any other node."""
-    value = node.meta.get("operation")
-    return value if isinstance(value, Operation) else None
-
-
-def set_operation(node: fx.Node, value: Operation) -> None:
-    """Write the operator whose result the node is."""
-    node.meta["operation"] = value
-
-
-def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
-    """Return the kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None without one."""
-    return node.meta.get("kernel")
-
-
-def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
-    """Write which kernel computes the node, and which nodes with it."""
-    node.meta["kernel"] = name, covers
-
-
 def model_meta(model: Any) -> dict[str, Any]:
     """Return the `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
     found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
@@ -512,16 +336,6 @@ def stage_of(model: Any) -> str | None:
 def is_deployed(model: Any) -> bool:
     """Return whether this is an integer model, with kernels or without."""
     return stage_of(model) in ("INTEGER", "FUSED")
-
-
-def origin(node: fx.Node) -> str:
-    """Return the name of the prepared node an integer node was lowered from."""
-    return str(node.meta.get("origin", node.name))
-
-
-def is_inner(node: fx.Node) -> bool:
-    """Return whether a node of an integer graph is an inner primitive of a lowered operator, and not its result."""
-    return origin(node) != node.name
 
 
 # ---- changing a graph ---------------------------------------------------------------------------------------------------

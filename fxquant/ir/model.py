@@ -361,3 +361,9 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph with nodes of its own, their names and facts unchanged."""
     copied: fx.Graph = copy.deepcopy(graph)
     return copied
+
+
+def dress_carried(model: fx.GraphModule) -> None:
+    """Give a model the preserved attributes of submodules."""
+    if CARRIED in model.meta:
+        model.meta[CARRIED].dress(model)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact, qparams, resolve
+from fxquant.ir.graph import fact, resolve
+from fxquant.ir.integer import qparams
 from fxquant.kernels.record import Built, Implementation, Match, Refused, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import QParams, qparams
+from fxquant.ir.integer import QParams, qparams
 from fxquant.kernels.admission import evaluate
 from fxquant.kernels.record import Held, Refused, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, qparams
+from fxquant.ir.graph import fact
+from fxquant.ir.integer import qparams
 from fxquant.kernels.record import Match
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, boundary, dynamic, elementwise, pool, requantize, role_of, shape
 

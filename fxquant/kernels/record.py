@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import qparams, resolve
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import qparams
 from fxquant.support.addresses import readable
 
 SIZES = tuple[int, ...]

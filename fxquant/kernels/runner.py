@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import kernel
+from fxquant.ir.integer import kernel
 from fxquant.ir.interpreter import Interpreter
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove

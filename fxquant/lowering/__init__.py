@@ -2,6 +2,7 @@
 
 The pass `integer.lower` has the lowering that writes a graph. Two more read `lower` for other ends: `tuning.real` leaves accumulators
 unrounded, so that roundings can be learned, and `prepared.copied` copies float elements by primitives that only move.
+An `Epilogue` says how an accumulator becomes a quantized tensor: its step, its limits, and the grid of the result.
 
 An operator's `lower` knows nothing of zero points: it computes with centred integers q - zero_point, in which 0 means 0. Padding
 stays 0, and only bounds differ. Integers are stored as q. `GraphLowering.call` converts between the two: a primitive that

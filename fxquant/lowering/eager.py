@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
+from fxquant.lowering.epilogue import Clamp, Epilogue, ResidualFactor
+from fxquant.lowering.lowering import Lowering, Quantized, limited
 from fxquant.numerics.clamping import clamped
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32, INT32_MAX, Grid, ends_of
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, Grid, ends_of
 from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.arithmetic import LAYER, VALUE, Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.primitives.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
@@ -30,10 +31,23 @@ def _has_passes(arithmetic: Arithmetic) -> bool:
     return type(arithmetic) in FUSED and arithmetic.rounds_by_adding
 
 
+class Mode(NamedTuple):
+    """The mode of an operator: it does in training alone what these say.
+
+    training         whether dropout drops, and functions may be computed for training
+    observing        whether scales follow the batch
+    live_batch_norm  whether batch norms use, and move, statistics
+    """
+
+    training: bool = False
+    observing: bool = False
+    live_batch_norm: bool = False
+
+
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
-    If `observing`, the scales that follow training are updated: the output's, and the intermediate's by statistics of its own.
+    If it is `observing`, the scales that follow training are updated: the output's, and the intermediate's by statistics of its own.
     """
 
     keeps_start = True
@@ -46,15 +60,10 @@ class EagerLowering(Lowering):
         output: Quantizer | None,
         intermediate: Quantizer | None,
         weight: WeightQuantizer,
-        *,
-        training: bool,
-        observing: bool,
-        live_batch_norm: bool,
+        mode: Mode,
     ) -> None:
         super().__init__(name, arithmetic, output, intermediate, weight)
-        self.training = training
-        self.observing = observing
-        self.live_batch_norm = live_batch_norm
+        self.training, self.observing, self.live_batch_norm = mode
         self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their dequantized tensor and their grid
         self.followed = False  # whether the output's scale has followed this call's result
         self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
@@ -142,19 +151,9 @@ class EagerLowering(Lowering):
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape))
 
-    def requantize(
-        self,
-        accumulator: Any,
-        ratio: Ratio,
-        clamp: Clamp | None = None,
-        to: Quantizer | None = None,
-        role: str = "",
-        bound: float = 0,
-        lift: Lift | None = None,
-        kind: str = VALUE,
-    ) -> Quantized:
-        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound, lift, kind)
-        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound, lift, kind) if joined is None else joined
+    def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
+        joined = self._joined(accumulator, end)
+        return super().requantize_by(self.computed(accumulator), end) if joined is None else joined
 
     def requantize_in_steps(
         self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
@@ -174,10 +173,9 @@ class EagerLowering(Lowering):
         """Return whether a scale follows the value that is computed now."""
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
-    def _joined(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
-    ) -> Quantized | None:
+    def _joined(self, accumulator: Any, end: Epilogue) -> Quantized | None:
         """Requantize an accumulator of two tensors without materializing it; return None where no fused kernel can."""
+        to, clamp = end.to or self.output, end.clamp
         follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
         whole = (
             isinstance(accumulator, fused_elementwise.Deferred | Tensor) and type(self) is EagerLowering and _has_passes(self.arithmetic)
@@ -190,7 +188,7 @@ class EagerLowering(Lowering):
             return None
         if to is self.intermediate and not follows:
             to.require()
-        step = ratio.approximate()
+        step = end.ratio.approximate()
         if (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
             return None
         step = step.detach().flatten()
@@ -199,22 +197,20 @@ class EagerLowering(Lowering):
             real = real * step if join.wide else real.float() * step.float()
             real = real if clamp is None else real.clamp(*clamp)
             to.follow(limited(real, self.observed) if to is self.output else real)
-        integers, real = fused_elementwise.joined(join, self._rounded(ratio, clamp, to, bound, lift, kind), step)
+        integers, real = fused_elementwise.joined(join, self._rounded(end, to), step)
         self.whole = integers
         return Quantized(integers, to.grid, tuple(integers.shape), real)
 
-    def _rounded(
-        self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
-    ) -> fused_layers.Rounded:
-        """Return the requantization of an accumulator, whose step is `ratio`, to the grid of `to`."""
-        least, most = (None, None) if clamp is None else clamp
+    def _rounded(self, end: Epilogue, to: Quantizer) -> fused_layers.Rounded:
+        """Return the requantization of an accumulator to the grid of `to`."""
+        least, most = end.clamp or (None, None)
         limits = -math.inf if least is None else least, math.inf if most is None else most
         grid = to.grid
         with torch.no_grad():
             constants = fused_layers.Constants()
-            bits = 32 if bound <= INT32_MAX else 48
-            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to, kind), grid, "", bits, kind)
-            return constants.rounded(grid.bounds, limits, grid.scale, None if lift is None else lift(grid.scale))
+            ratio, bounds = end.ratio.over(grid.scale), self.bounds(end.clamp, to, end.kind)
+            self.arithmetic.requantize(constants, None, ratio, *bounds, grid, "", end.accumulator_bits, end.kind)
+            return constants.rounded(grid.bounds, limits, grid.scale, None if end.lift is None else end.lift(grid.scale))
 
     def look_up(
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
@@ -246,22 +242,16 @@ class EagerLowering(Lowering):
     def complete(
         self,
         accumulator: Any,
-        ratio: Ratio,
-        clamp: Clamp | None,
-        bound: float,
+        end: Epilogue,
         bias: Tensor | None = None,
         residual: Quantized | None = None,
         multiplier: ResidualFactor | None = None,
         statistics: fused_layers.Collected | None = None,
-        to: Quantizer | None = None,
-        role: str = "",
-        lift: Lift | None = None,
-        kind: str = LAYER,
     ) -> Quantized:
-        to = to or self.output
+        to, ratio, clamp, bound = end.to or self.output, end.ratio, end.clamp, end.bound
         if isinstance(accumulator, fused_elementwise.Deferred):
             alone = bias is None and residual is None and statistics is None
-            joined = self._joined(accumulator, ratio, clamp, to, bound, lift, kind) if alone else None
+            joined = self._joined(accumulator, end) if alone else None
             if joined is not None:
                 return joined
             accumulator = self.computed(accumulator)
@@ -278,7 +268,7 @@ class EagerLowering(Lowering):
         learns = to.learns and torch.is_grad_enabled()
         seen = self.seen is not None and to is self._output
         if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
-            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role, lift, kind)
+            return super().complete(accumulator, end, bias, residual, multiplier, statistics)
         if to is self.intermediate and not follows:
             to.require()
         added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
@@ -296,7 +286,7 @@ class EagerLowering(Lowering):
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
                 to.follow(limited(real, self.observed) if to is self.output else real)
-        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift, kind)
+        grid, how = to.grid, self._rounded(end, to)
         token = None if statistics is None else statistics.token
         integers, real = fused_layers.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers

@@ -10,29 +10,19 @@ training, validation and the integer graph agree by construction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.ir.facts import Size
+from fxquant.lowering.epilogue import Clamp, Epilogue, Lift, ResidualFactor
+from fxquant.lowering.finite import Place, cannot_be_integers, first_not_finite
 from fxquant.numerics.clamping import clamped
-from fxquant.numerics.grids import (
-    EVERYTHING,
-    FLOAT32_EXACT,
-    INT32,
-    INT32_MAX,
-    WEIGHT_INT8,
-    Grid,
-    Interval,
-    IntType,
-    bits_of,
-    clamp_bound,
-    power_of_two,
-)
+from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, WEIGHT_INT8, Grid, Interval, IntType, bits_of, clamp_bound
 from fxquant.numerics.rescaling import Ratio, real_multiplier
 from fxquant.numerics.rounding import straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
@@ -41,30 +31,9 @@ from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.product import scale_channels
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
-from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_layers
-
-Clamp = tuple[float | None, float | None]
-Lift = Callable[[Tensor], Tensor]
-"""What the bias of a layer becomes larger by for an output on a scale: half a step, in steps of the sum; float64, shaped to broadcast."""
-
-
-class ResidualFactor(NamedTuple):
-    """The factor of a residual that is added to an accumulator: per channel, shaped to broadcast.
-
-    multiplier   integers, with gradients while training
-    right_shift  of the product, rounding down; None for none
-    """
-
-    multiplier: Any
-    right_shift: Any = None
-
-    def value(self) -> Tensor:
-        """Return the factor as a tensor; only for eager lowering."""
-        factor: Tensor = self.multiplier
-        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)
@@ -102,13 +71,6 @@ class Quantized:
 def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
     """Return booleans or integers as operators that move elements take them: a quantized tensor with scale 1."""
     return Quantized(value, Grid(INT32, torch.ones((), dtype=torch.float32, device="cpu")), shape)
-
-
-class Place(TypedDict):
-    """The user's line and module that an operator came from, as errors take them."""
-
-    at: str
-    module: str
 
 
 class Lowering:
@@ -211,35 +173,31 @@ class Lowering:
     # -- what operators are made of ----------------------------------------------------------------------------------
 
     def requantize(
-        self,
-        accumulator: Any,
-        ratio: Ratio,
-        clamp: Clamp | None = None,
-        to: Quantizer | None = None,
-        role: str = "",
-        bound: float = 0,
-        lift: Lift | None = None,
-        kind: str = VALUE,
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, *, bound: float = 0, lift: Lift | None = None, kind: str = VALUE
     ) -> Quantized:
-        """Requantize the accumulator, whose step is `ratio`, to the grid of `to`, limited to the float interval `clamp`.
+        """Requantize the accumulator, whose step is `ratio`, to the output's grid, limited to the float interval `clamp`.
 
-        Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
+        Where the output is int32, the accumulator itself is the output, and its step the scale. `bound` is the
         accumulator's where it may exceed 32 bits. `kind` is what was accumulated; a layer whose bias holds half a step has a `lift`.
         """
-        target = to or self.output
+        return self.requantize_by(accumulator, Epilogue(ratio, clamp, bound, lift, kind))
+
+    def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
+        """Requantize the accumulator as its epilogue says."""
+        target = end.to or self.output
         if target.dtype == INT32:
-            return self._keep(accumulator, ratio, clamp, bound)
+            return self._keep(accumulator, end)
 
         def exact() -> Any:
-            low, high = self.bounds(clamp, target, kind)
-            bits = 32 if bound <= INT32_MAX else 48
-            lifts = lift is not None and self.lifts_late
-            lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
-            value = self.arithmetic.requantize(self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, kind)
+            limits = self.bounds(end.clamp, target, end.kind)
+            lifts = end.lift is not None and self.lifts_late
+            lifted = accumulator.double() + end.lift(target.scale) if end.lift is not None and lifts else accumulator
+            ratio, bits = end.ratio.over(target.scale), end.accumulator_bits
+            value = self.arithmetic.requantize(self, lifted, ratio, *limits, target.grid, end.role, bits, end.kind)
             return self.holds(value, target.grid)
 
         def real() -> Tensor:
-            return clamped(accumulator * ratio.approximate().to(accumulator.dtype), *(clamp or (None, None)))
+            return clamped(accumulator * end.ratio.approximate().to(accumulator.dtype), *(end.clamp or (None, None)))
 
         return self.result(exact, real, target)
 
@@ -263,30 +221,24 @@ class Lowering:
     def complete(
         self,
         accumulator: Any,
-        ratio: Ratio,
-        clamp: Clamp | None,
-        bound: float,
+        end: Epilogue,
         bias: Tensor | None = None,
         residual: Quantized | None = None,
         multiplier: ResidualFactor | None = None,
         statistics: fused_layers.Collected | None = None,
-        to: Quantizer | None = None,
-        role: str = "",
-        lift: Lift | None = None,
-        kind: str = LAYER,
     ) -> Quantized:
-        """Requantize the accumulator of channels, plus its bias and the residual times its multiplier, to the output or to `to`.
+        """Requantize the accumulator of channels, plus its bias and the residual times its multiplier.
 
         Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
         """
-        accumulator = wide_enough(accumulator, bound)
+        accumulator = wide_enough(accumulator, end.bound)
         if bias is not None:
             accumulator = accumulator + bias.to(accumulator.dtype)
         if residual is not None and multiplier is not None:
             primitive = add_residual if multiplier.right_shift is None else add_residual_shifted
             factors = [factor for factor in multiplier if factor is not None]
             accumulator = self.call(primitive, accumulator, residual.value, *factors)
-        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, kind)
+        return self.requantize_by(accumulator, end)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
         """Return into how many parts the input channels are split for all partial sums of the operand at hand to stay below 2^24.
@@ -295,12 +247,12 @@ class Lowering:
         """
         return 0
 
-    def _keep(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, bound: float) -> Quantized:
+    def _keep(self, accumulator: Any, end: Epilogue) -> Quantized:
         """Return the accumulator as int32, with its step as the scale, rounded once to float32.
 
         One that may exceed 32 bits is brought to a scale 2^n larger, rounding half up, by the least n that fits.
         """
-        bits = 0
+        bits, ratio, clamp, bound = 0, end.ratio, end.clamp, end.bound
         while math.floor(bound / 2**bits + 0.5) > INT32_MAX:
             bits += 1
         if bits:
@@ -432,34 +384,6 @@ class Lowering:
         self.accumulator_bits = max(self.accumulator_bits, bits_of(largest))
         self.note("accumulator_bits", self.accumulator_bits)
         return largest
-
-
-def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
-    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
-    for name, value in parameters.items():
-        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
-    return None
-
-
-def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
-    """Return the parameters that the integers of a layer are computed from, by their descriptions in errors."""
-    named = {"its weight": weight, "its bias": bias}
-    if batch_norm is not None:
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
-    return named
-
-
-def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
-    """Return the error for parameters that are not finite."""
-    return NotFinite(
-        f"the parameters of %{name} cannot become integers",
-        at=at,
-        module=module,
-        because=because,
-        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
-    )
 
 
 def wide_enough(accumulator: Any, bound: float) -> Any:

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
 from fxquant.ir.facts import BatchDim, TensorFact, unusual_kind
-from fxquant.ir.graph import annotation, argument_name, fact, qparams
+from fxquant.ir.graph import annotation, argument_name, fact
+from fxquant.ir.integer import qparams
 
 logger = logging.getLogger("fxquant")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.ir.graph import QParams, annotation, fact, model_meta, qparams, resolve
+from fxquant.ir.graph import annotation, fact, model_meta, resolve
+from fxquant.ir.integer import QParams, qparams
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Operator, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE

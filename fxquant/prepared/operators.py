@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant.errors import CalibrationError
 from fxquant.ir.functional import stopped
-from fxquant.lowering.eager import EagerLowering
-from fxquant.lowering.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
+from fxquant.lowering.eager import EagerLowering, Mode
+from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
+from fxquant.lowering.lowering import Quantized, limited, plainly
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval
 from fxquant.numerics.rounding import straight_through
@@ -31,6 +33,22 @@ from fxquant.training import fused_layers
 _CARRIED: MutableMapping[Tensor, tuple[Tensor, Grid, int]] = WeakTensorKeyDictionary()
 Lowered = TypeVar("Lowered", bound=EagerLowering)
 Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """The quantizers of an operator, as `QuantizedOperator` describes them.
+
+    owns_output  whether the quantizer of the result is the operator's own, and not that of another one
+    """
+
+    inputs: Inputs
+    output: Quantizer | None
+    owns_output: bool
+    intermediate: Quantizer | None
+    weight: WeightQuantizer
+    factors: ChannelFactors | None = None
+    observed: Interval = EVERYTHING
 
 
 class QuantizedOperator(nn.Module):
@@ -64,16 +82,10 @@ class QuantizedOperator(nn.Module):
         name: str,
         operator: Operator,
         arithmetic: Arithmetic,
-        inputs: Inputs,
-        output: Quantizer | None,
+        quantizers: Quantizers,
         *,
-        owns_output: bool,
-        intermediate: Quantizer | None,
-        weight_quantizer: WeightQuantizer,
         live_batch_norm: bool,
         path: str = "",
-        observed: Interval = EVERYTHING,
-        factors: ChannelFactors | None = None,
         detached: bool | tuple[str, ...] = (),
     ) -> None:
         super().__init__()
@@ -81,15 +93,15 @@ class QuantizedOperator(nn.Module):
         self.path = path
         self.operator = operator
         self.arithmetic = arithmetic
-        self.inputs = dict(inputs)
-        self.owns_output = owns_output
-        self.observed = observed
-        if owns_output and output is not None:
-            self.quantizer = output
-        self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
-        self.intermediate = intermediate
-        self.weight_quantizer = weight_quantizer
-        self.factors = factors
+        self.inputs = dict(quantizers.inputs)
+        self.owns_output = quantizers.owns_output
+        self.observed = quantizers.observed
+        if quantizers.owns_output and quantizers.output is not None:
+            self.quantizer = quantizers.output
+        self._shared = (quantizers.output,)  # a tuple hides the module from registration, so that it is registered once
+        self.intermediate = quantizers.intermediate
+        self.weight_quantizer = quantizers.weight
+        self.factors = quantizers.factors
         self.live_batch_norm = live_batch_norm
         self.detached = detached
         self.state, self.left_out = State.CALIBRATE, False
@@ -207,9 +219,7 @@ class QuantizedOperator(nn.Module):
             self._shared[0],
             self.intermediate,
             self.weight_quantizer,
-            training=moving,
-            observing=moving and self.owns_output,
-            live_batch_norm=self._trains_in(self.owners[1]) and self.live_batch_norm,
+            Mode(moving, moving and self.owns_output, self._trains_in(self.owners[1]) and self.live_batch_norm),
         )
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         lowering.keeps_start = lowering.keeps_start and not self.unseen

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from fxquant.errors import StageViolation
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import annotation, fact, is_parameter, kernel, reads_shape_only, resolve
+from fxquant.ir.graph import annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.ir.integer import kernel
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
 from fxquant.ops import on_grid_of, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.ir.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
+from fxquant.ir.graph import fact, resolve
+from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, boundary, elementwise, role_of
 from fxquant.primitives.arithmetic import Arithmetic

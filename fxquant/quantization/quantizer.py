@@ -10,28 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics.grids import (
-    INT32,
-    SMALLEST_SCALE,
-    Grid,
-    IntType,
-    float32,
-    grid_from_range,
-    round_up_to_power_of_two,
-    scale_from_range,
-)
+from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.quantization.following import follow_in_numbers, stays
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
-from fxquant.quantization.observers.ranges import averaged, in_numbers
 from fxquant.quantization.remembered import Remembered
 from fxquant.quantization.spec import FROZEN, STATISTICS
-
-FAR = 2.0  # times as far as a threshold
-
-
-def _stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
-    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
 
 
 class Quantizer(TrainableScale):
@@ -278,7 +262,7 @@ class Quantizer(TrainableScale):
             self.update_scale()
         elif self._starts_anew:
             self._cover_batch(value)
-        elif self.mode == STATISTICS and not self._followed_in_numbers(value):
+        elif self.mode == STATISTICS and not self._follows_in_numbers(value):
             before, ends_before = self.range.largest, self.range.ends
             try:
                 self.range.observe(value)
@@ -286,12 +270,12 @@ class Quantizer(TrainableScale):
                 raise self._cannot_observe(error) from None
             if self.dtype.affine:
                 ends, covered = self.range.ends, self.ends
-                moved = torch.where(_stays(covered, ends_before, ends), covered, covered * (ends / ends_before))
+                moved = torch.where(stays(covered, ends_before, ends), covered, covered * (ends / ends_before))
                 self._cover(*torch.where(ends_before != 0, moved, ends))
             else:
                 largest = self.range.largest
                 moved = (self.base_scale * (largest / before)).clamp_min(SMALLEST_SCALE)
-                moved = torch.where(_stays(self.base_scale.double() * self.dtype.high, before, largest), self.base_scale, moved)
+                moved = torch.where(stays(self.base_scale.double() * self.dtype.high, before, largest), self.base_scale, moved)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
 
@@ -319,35 +303,12 @@ class Quantizer(TrainableScale):
             self.assign(scale_from_range(low, high, self.dtype) * self.headroom)
         self.batches_used.copy_(self.range.count)
 
-    def _followed_in_numbers(self, value: Tensor) -> bool:
-        """Follow a batch with Python numbers, each result rounded to float32 as in a tensor, which is faster for scalars.
-
-        Return whether that was possible; if not, nothing is changed.
-        """
-        kind = type(self.range)
-        if self.range is None or self.dtype.affine or kind not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
+    def _follows_in_numbers(self, value: Tensor) -> bool:
+        """Follow a batch with Python numbers, which is faster for scalars; return whether that was possible."""
+        found = self.range
+        if found is None or self.dtype.affine:
             return False
-        moved = (self.range.low, self.range.high, self.range.count, self.base_scale)
-        if not in_numbers(*moved):
-            return False
-        low, high = (float(end.float()) for end in torch.aminmax(value.detach()))
-        own_low, own_high, count, scale = float(moved[0]), float(moved[1]), int(moved[2]), float(self.base_scale)
-        before = max(abs(own_low), abs(own_high))
-        if not (math.isfinite(low) and math.isfinite(high) and 0 < before < math.inf) or count == 0:
-            return False
-        if isinstance(self.range, MovingAverageMinMaxObserver):
-            constant = self.range.averaging_constant
-            low, high = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, high)))
-        else:
-            low, high = min(own_low, low), max(own_high, high)
-        largest = max(abs(low), abs(high))
-        if not (largest < before and FAR * scale * self.dtype.high < largest):  # `_stays`
-            scale = max(float32(scale * float32(largest / before)), SMALLEST_SCALE)
-        if not math.isfinite(scale):
-            return False
-        for buffer, number in zip((*moved, self.batches_used), (low, high, count + 1, scale, count + 1), strict=True):
-            buffer.fill_(number)
-        return True
+        return follow_in_numbers(value, found, self.base_scale, self.batches_used, self.dtype.high)
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:
         return CalibrationError(

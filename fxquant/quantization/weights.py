@@ -152,8 +152,6 @@ class WeightQuantizer(torch.nn.Module):
         learned: WeightScale | None = None,
         rounding: Rounding | None = None,
         p: float | None = None,
-        correction: BiasCorrection | None = None,
-        coverage: Coverage | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -162,8 +160,8 @@ class WeightQuantizer(torch.nn.Module):
         self.learned = learned
         self.rounding = Nearest() if rounding is None else rounding
         self.p = p
-        self.correction = correction
-        self.coverage = coverage
+        self.correction: BiasCorrection | None = None
+        self.coverage: Coverage | None = None
 
     @property
     def told(self) -> str:

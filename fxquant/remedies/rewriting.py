@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
+from fxquant.analysis.breaches import Breach
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import (
-    Annotation,
-    Part,
-    annotate,
-    annotation,
-    fact,
-    inherit,
-    mark_parameter,
-    parameter_value,
-    part,
-    set_fact,
-    set_part,
-    shape_of,
-)
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, mark_parameter, parameter_value, set_fact, shape_of
 from fxquant.ir.model import free_name
+from fxquant.ir.parts import Part, part, set_part
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.parameters import folded_bias, folded_weight
@@ -32,7 +21,7 @@ from fxquant.ops.core.record import demand, shares
 from fxquant.ops.core.weighted import FUSED
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
-from fxquant.target import Limit, Target
+from fxquant.target import Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
 REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure: its name and its function
@@ -61,21 +50,11 @@ class Rewriting(Builder):
     because    the broken limit, in words
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        node: fx.Node,
-        operator: Operator,
-        target: Target,
-        name: str,
-        limit: Limit,
-        values: Sequence[Any],
-        why: str,
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach) -> None:
         super().__init__(name, node, target.activations)
-        self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, limit, why
+        self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
-        self.values = list(values)
+        self.values = list(breach.values)
         self.notes: list[str] = []
         spec = annotation(node)
         assert spec is not None

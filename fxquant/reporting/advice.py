@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects, Inside, MovedStatistics
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
+from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 from fxquant.reporting.tensor_rules import Judged
 
@@ -69,37 +70,28 @@ def layer_row(tensor: Judged, effect: float) -> LayerComparison:
     own = decibels(seen.signal, seen.truncation + seen.rounding) if seen.steps is not None else math.nan
     worse = "truncation" if seen.truncation > seen.rounding else "rounding"
     error = "" if seen.steps is None else worse if seen.truncation + seen.rounding else "none"
-    row = _layer(tensor.name, tensor.reference, facts.operator, facts.grid, facts.source, facts.because, seen, own, error, effect)
+    row = _layer(tensor.name, tensor.reference, facts, seen, own, error, effect)
     return replace(row, times=len(tensor.references))
 
 
 def output_row(name: str, seen: TensorStatistics) -> LayerComparison:
     """Return the row of what the models return."""
-    return _layer(name, name, "output", None, "", "", seen, math.nan, "", math.nan)
+    return _layer(name, name, Facts("output"), seen)
 
 
 def _layer(
-    name: str,
-    reference: str,
-    operator: str,
-    grid: QParams | None,
-    source: str,
-    because: str,
-    seen: TensorStatistics,
-    own: float,
-    error: str,
-    effect: float,
+    name: str, reference: str, facts: Facts, seen: TensorStatistics, own: float = math.nan, error: str = "", effect: float = math.nan
 ) -> LayerComparison:
     count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
     gridded = seen.steps is not None
     return LayerComparison(
         name=name,
         reference=reference,
-        operator=operator,
-        dtype="float" if grid is None else grid.dtype,
-        grid=grid,
-        source=source,
-        because=because,
+        operator=facts.operator,
+        dtype="float" if facts.grid is None else facts.grid.dtype,
+        grid=facts.grid,
+        source=facts.source,
+        because=facts.because,
         elements=seen.elements,
         cosine=seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power),
         sqnr=decibels(seen.signal, seen.noise),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.layers import Layer, layers, left_in_float
-from fxquant.ir.graph import fused, made_by, model_meta, operation, resolve, stage_of
+from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of
+from fxquant.ir.integer import operation
 from fxquant.ops import Trait
 from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.operators import QuantizedOperator

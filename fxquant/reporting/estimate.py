@@ -16,7 +16,8 @@ from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
 from fxquant.backends.horizon.program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import fact, is_deployed, operation
+from fxquant.ir.graph import fact, is_deployed
+from fxquant.ir.integer import operation
 from fxquant.reporting.layout import drawing, needs
 from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, Kind, checked, instance

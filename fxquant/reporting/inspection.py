@@ -21,7 +21,8 @@ from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import DTYPE_NAMES, TensorFact
-from fxquant.ir.graph import QParams, fact, is_deployed, model_meta, stage_of
+from fxquant.ir.graph import fact, is_deployed, model_meta, stage_of
+from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.nodes import called
 from fxquant.quantization.observers import Observer

@@ -16,7 +16,8 @@ from fxquant.analysis.record import QUANTIZED, GraphForm, OnnxForm, Values, Want
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import trace
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import QParams, argument_name, channel_exponents, fact, is_deployed, stage_of
+from fxquant.ir.graph import argument_name, fact, is_deployed, stage_of
+from fxquant.ir.integer import QParams, channel_exponents
 from fxquant.prepared.batches import example_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.nodes import is_dequantize, is_quantize

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.ir.graph import QParams
+from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 
 FINENESS = 8  # of the octaves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.program import optimum
-from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
+from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, SearchOptions, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -132,7 +132,7 @@ def mixed_precision(
     Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
     """
     work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
-    return search(work, budget, widths, measured, metric, seed, checkpoint, show_progress)
+    return search(work, budget, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
 
 
 @dataclass(frozen=True)
@@ -207,19 +207,11 @@ def work_of(
     return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples)
 
 
-def search(
-    work: Work,
-    budget: Budget,
-    widths: Sequence[int],
-    measured: bool,
-    metric: Metric | None,
-    seed: int,
-    checkpoint: str | None,
-    show_progress: bool | None,
-) -> MixedPrecision:
+def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision:
     """The best dtypes for a model that is prepared and calibrated."""
+    widths, metric, checkpoint = options.widths, options.metric, options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
-    known = find(work.prepared, work.samples, widths, measured, None, seed, checkpoint, show_progress, budget.kinds)
+    known = find(work.prepared, work.samples, replace(options, metric=None), budget.kinds)
     choices = Choices(work.prepared, widths)
     losses = {tensor.name: tensor.loss for tensor in known.tensors}
 
@@ -242,12 +234,12 @@ def search(
         "function": "mixed_precision",
         "budget": budget,
         "widths": tuple(widths),
-        "measured": measured,
+        "measured": options.measured,
         "model": model_digest(work.prepared),
     }
     journal = Journal(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
     results: list[tuple[Candidate, fx.GraphModule]] = []
-    for one in progress([before, *tried], len(tried) + 1, "mixed precision", show_progress):
+    for one in progress([before, *tried], len(tried) + 1, "mixed precision", options.show_progress):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
         noise, score = journal.at(one.name, partial(judged, made))
         results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.api import prepare
-from fxquant.ir.graph import part
+from fxquant.ir.parts import part
 from fxquant.ops import operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.quantization.mapping import QConfigMapping, as_mapping

@@ -18,7 +18,7 @@ from fxquant.quantization.mapping import QConfigMapping
 from fxquant.search import mixed_precision, observer_search, outputs
 from fxquant.search.budget import Budget
 from fxquant.search.mixed_precision import UNCHANGED, Corrections, Work
-from fxquant.search.sensitivity import WIDTHS, find
+from fxquant.search.sensitivity import WIDTHS, SearchOptions, find
 from fxquant.serialization.qconfig import read, written
 from fxquant.tuning import adaround, correct_bias, distill, reconstruct
 from fxquant.tuning.choices import Choices, bits
@@ -108,7 +108,7 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    known = find(work.prepared, work.samples, WIDTHS, False, None, state.seed, None, state.show)
+    known = find(work.prepared, work.samples, SearchOptions(measured=False, seed=state.seed, show_progress=state.show))
     gains = {}
     for tensor in known.tensors:
         wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
@@ -125,7 +125,7 @@ def _sixteen(state: State) -> Proposals:
 def _within_budget(state: State) -> Proposals:
     """The dtypes that are best within the budget."""
     if state.budget is not None:
-        found = mixed_precision.search(state.untuned(), state.budget, WIDTHS, True, None, state.seed, None, state.show)
+        found = mixed_precision.search(state.untuned(), state.budget, SearchOptions(seed=state.seed, show_progress=state.show))
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 

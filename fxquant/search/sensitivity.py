@@ -147,6 +147,26 @@ def decibels(noise: float) -> float:
     return math.inf if noise <= 0 else -10 * math.log10(noise)
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a search measures.
+
+    widths         the numbers of bits that are tried
+    measured       whether each choice is measured, and not only estimated
+    metric         a function of a model, of which more is better; None without one
+    seed           of the estimate
+    checkpoint     the path of the file that keeps what is measured; None for none
+    show_progress  whether a progress bar is shown; None where the terminal decides
+    """
+
+    widths: Sequence[int] = WIDTHS
+    measured: bool = True
+    metric: Metric | None = None
+    seed: int = 0
+    checkpoint: str | None = None
+    show_progress: bool | None = None
+
+
 @checked(widths=WIDTH, measured=FLAG, metric=METRIC, seed=COUNT, checkpoint=CHECKPOINT)
 def sensitivity(
     model: nn.Module,
@@ -178,7 +198,7 @@ def sensitivity(
     """
     prepared = as_prepared(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
     samples = taken(prepared, batches, num_batches, batch_fn)
-    return find(prepared, samples, widths, measured, metric, seed, checkpoint, show_progress)
+    return find(prepared, samples, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
 
 
 def as_prepared(
@@ -226,26 +246,19 @@ def _refuse_used_up(batches: Any) -> None:
 
 
 def find(
-    prepared: fx.GraphModule,
-    samples: list[list[Any]],
-    widths: Sequence[int],
-    measured: bool,
-    metric: Metric | None,
-    seed: int,
-    checkpoint: str | None,
-    show_progress: bool | None,
-    kinds: Sequence[str] = (ACTIVATION, WEIGHT),
+    prepared: fx.GraphModule, samples: list[list[Any]], options: SearchOptions, kinds: Sequence[str] = (ACTIVATION, WEIGHT)
 ) -> Sensitivity:
     """Return the sensitivities of the choices of these kinds."""
-    choices = Choices(prepared, widths)
+    metric, measured = options.metric, options.measured
+    choices = Choices(prepared, options.widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
     journal = Journal(
-        checkpoint,
+        options.checkpoint,
         {
             "function": "sensitivity",
-            "widths": tuple(widths),
+            "widths": tuple(options.widths),
             "kinds": tuple(kinds),
-            "seed": seed,
+            "seed": options.seed,
             "metric": metric is not None,
             "model": model_digest(prepared),
             "samples": digest(value for inputs in samples for value in inputs if isinstance(value, Tensor)),
@@ -254,12 +267,12 @@ def find(
     simulation = Simulation(choices)
     with simulation.running():
         reference = Reference(simulation, samples)
-        estimates = journal.at("estimate", lambda: _estimated(simulation, reference, wanted, seed))
+        estimates = journal.at("estimate", lambda: _estimated(simulation, reference, wanted, options.seed))
         trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if measured or metric is not None else []
         score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
         noise: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
         drop: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
-        for choice, dtype in progress(trials, len(trials), "sensitivity", show_progress):
+        for choice, dtype in progress(trials, len(trials), "sensitivity", options.show_progress):
             with simulation.rounded({choice.name: dtype}):
                 if measured:
                     noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(simulation.outputs))

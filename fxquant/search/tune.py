@@ -22,7 +22,7 @@ from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
-from fxquant.search.sensitivity import METRIC, decibels, score_of
+from fxquant.search.sensitivity import METRIC, SearchOptions, decibels, score_of
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT
@@ -170,7 +170,8 @@ def tune(
     call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
     call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
-    session = _Session(work, judging, metric, Journal(checkpoint, call), steps, budget, seed, show_progress)
+    options = SearchOptions(metric=metric, seed=seed, show_progress=show_progress)
+    session = _Session(work, judging, Journal(checkpoint, call), steps, budget, options)
     return session.run(tolerance)
 
 
@@ -182,18 +183,10 @@ class _Session:
     """One search: the best so far, and what was tried."""
 
     def __init__(
-        self,
-        work: Work,
-        judging: list[list[Any]],
-        metric: Metric | None,
-        journal: Journal,
-        steps: int,
-        budget: Budget | None,
-        seed: int,
-        show: bool | None,
+        self, work: Work, judging: list[list[Any]], journal: Journal, steps: int, budget: Budget | None, options: SearchOptions
     ) -> None:
-        self.work, self.metric, self.journal, self.steps = work, metric, journal, steps
-        self.budget, self.seed, self.show = budget, seed, show
+        self.work, self.journal, self.steps, self.budget = work, journal, steps, budget
+        self.metric, self.seed, self.show = options.metric, options.seed, options.show_progress
         with Simulation(Choices(work.prepared)).running() as simulation:
             self.judge = Reference(simulation, judging)
         self.recipe = Recipe(work.base)

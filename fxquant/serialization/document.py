@@ -22,8 +22,10 @@ from fxquant.frontend.signature import CallSignature, attach_signature, is_signa
 from fxquant.ir import graph as node_facts
 from fxquant.ir.carried import Carried
 from fxquant.ir.facts import BATCH_SIZES, TensorFact
-from fxquant.ir.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
+from fxquant.ir.graph import Annotation, fact, resolve, spelling, stage_of
+from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
+from fxquant.ir.parts import Part
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator
@@ -33,7 +35,9 @@ from fxquant.primitives.proof import unproved
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
-from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
+from fxquant.serialization.tree import TargetOf
+from fxquant.serialization.tree_reader import TreeReader
+from fxquant.serialization.tree_writer import TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.target import FORMER
 

@@ -14,7 +14,9 @@ from torch import fx
 
 from fxquant.errors import ExportError, Located
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import Annotation, Constant, Operation, Part, QParams, Reference
+from fxquant.ir.graph import Annotation
+from fxquant.ir.integer import Constant, Operation, QParams, Reference
+from fxquant.ir.parts import Part
 from fxquant.numerics.rounding import Rounding
 from fxquant.ops import Fixed, Own, Same
 from fxquant.quantization.batch_norm import BatchNormTensors

@@ -24,7 +24,9 @@ from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixe
 from fxquant.support.addresses import start
 from fxquant.support.offers import Offers
 from fxquant.training import saturation_masks
+from fxquant.training.reference_kernels import Accumulator as Accumulator
 from fxquant.training.reference_kernels import Form as Form
+from fxquant.training.reference_kernels import Gradients as Gradients
 from fxquant.training.reference_kernels import Passes as Passes
 from fxquant.training.reference_kernels import Rounded as Rounded
 from fxquant.training.reference_kernels import form_of as form_of
@@ -129,28 +131,27 @@ class _Finished(torch.autograd.Function):
         residual: Tensor | None,
         factor: Tensor | None,
         ratio: Tensor,
-        form: Form,
-        how: Rounded,
-        token: Token | None,
+        ending: tuple[Form, Rounded, Token | None],
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums, bias, residual, factor, ratio)
-        ctx.form, ctx.how, ctx.token = form, how, token
-        return _passes(sums, residual).finish(sums, form, bias, residual, factor, how)
+        ctx.ending = form, how, _ = ending
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
 
     @staticmethod
     def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_integers is None and of_real is None:
-            return (None,) * 8
+            return (None,) * 6
         sums, bias, residual, factor, ratio = ctx.saved_tensors
         passes = _passes(sums, residual, of_integers, of_real)
-        found = passes.finish_back(sums, ctx.form, bias, residual, factor, ratio, ctx.how, of_integers, of_real)
+        form, how, token = ctx.ending
+        found = passes.finish_back(Accumulator(sums, form, bias, residual, factor), ratio, how, Gradients(of_integers, of_real))
         of_sums, of_residual, of_bias, of_ratio, of_factor = found
-        if ctx.token is not None:
-            ctx.token.start = start(of_sums)
+        if token is not None:
+            token.start = start(of_sums)
         wanted = ctx.needs_input_grad
         given = (of_sums, of_bias, of_residual, of_factor, of_ratio)
-        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None
+        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None
 
 
 class _Marked(torch.autograd.Function):
@@ -161,7 +162,7 @@ class _Marked(torch.autograd.Function):
         ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        integers, real, inside, without = _passes(sums, residual).mark(sums, form, bias, residual, factor, ratio, how)
+        integers, real, inside, without = _passes(sums, residual).mark(Accumulator(sums, form, bias, residual, factor), ratio, how)
         ctx.save_for_backward(saturation_masks.kept(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
         ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
@@ -174,7 +175,9 @@ class _Marked(torch.autograd.Function):
         kept, factor, ratio = ctx.saved_tensors
         inside = saturation_masks.opened(kept, ctx.like)
         passes = _passes(of_integers, of_real)
-        of_sums, of_residual, of_bias = passes.mark_back(ctx.form, inside, factor, ratio, ctx.scale, of_integers, of_real, ctx.like)
+        of_sums, of_residual, of_bias = passes.mark_back(
+            ctx.form, inside, factor, ratio, ctx.scale, Gradients(of_integers, of_real), ctx.like
+        )
         wanted = ctx.needs_input_grad
         given = (of_sums, of_bias, of_residual)
         return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None, None
@@ -196,19 +199,19 @@ def finished(
     limits of the grid. `token` is that of the `collected` whose sums these are.
     """
     if not torch.is_grad_enabled():
-        return _passes(sums, residual).finish(sums, form, bias, residual, factor, how)
+        return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
     result: tuple[Tensor, Tensor]
     if token is None and not ratio.requires_grad and (factor is None or not factor.requires_grad):
         result = _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call]
         return result
-    result = _Finished.apply(sums, bias, residual, factor, ratio, form, how, token)  # type: ignore[no-untyped-call]
+    result = _Finished.apply(sums, bias, residual, factor, ratio, (form, how, token))  # type: ignore[no-untyped-call]
     return result
 
 
 def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
     """Return the least and the largest accumulator of each channel, (2, channels)."""
     with torch.no_grad():
-        return _passes(sums, residual).ends(sums, form, bias, residual, factor)
+        return _passes(sums, residual).ends(Accumulator(sums, form, bias, residual, factor))
 
 
 class Constants:

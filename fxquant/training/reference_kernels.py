@@ -41,6 +41,33 @@ def form_of(value: Tensor, trailing: int) -> Form | None:
     return Form(value.numel() // channels, channels, 1, shape) if last else None
 
 
+class Accumulator(NamedTuple):
+    """Sums, float32, and what is added to them.
+
+    bias      of shape (C,); None for none
+    residual  of the shape of the sums, and `factor` of shape (C,), which it is multiplied by; None for none
+    """
+
+    sums: Tensor
+    form: Form
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    factor: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """Return the accumulator: sums with their bias, and the residual times its factor."""
+        value = self.sums if self.bias is None else self.sums + self.bias.reshape(self.form.shape)
+        if self.residual is None or self.factor is None:
+            return value
+        product = self.residual * self.factor.reshape(self.form.shape)
+        return value + product.floor_()  # of a factor with a shift; a product of integers stays as it is
+
+    @property
+    def dims(self) -> list[int]:
+        """All dimensions but that of the channels."""
+        return [d for d in range(self.sums.dim()) if d != self.sums.dim() - len(self.form.shape)]
+
+
 # ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +96,20 @@ class Rounded:
     def fixed(self) -> bool:
         """Whether it is `requantize_fixed`."""
         return len(self.factors) > 1
+
+
+class Gradients(NamedTuple):
+    """The gradients of a requantization's results, its integers and its dequantized tensor; None where one has none."""
+
+    of_integers: Tensor | None
+    of_real: Tensor | None
+
+    def of_steps(self, scale: Tensor) -> Tensor:
+        """Return the gradient in steps of the grid."""
+        if self.of_real is None:
+            assert self.of_integers is not None
+            return self.of_integers
+        return self.of_real * scale if self.of_integers is None else self.of_integers + self.of_real * scale
 
 
 class Passes:
@@ -101,17 +142,14 @@ class Passes:
         mean = torch.tensor([float(total) / count for total in totals], dtype=torch.float64, device=sums.device)
         return mean, torch.tensor(apart, dtype=torch.float64, device=sums.device), ends
 
-    def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
+    def ends(self, accumulator: Accumulator) -> Tensor:
         """Return the least and the largest accumulator of each channel, of shape (2, channels)."""
-        value = accumulated(sums, form, bias, residual, factor)
-        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        value, dims = accumulator.value(), accumulator.dims
         return torch.stack((value.amin(dims), value.amax(dims)))
 
-    def finish(
-        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
-    ) -> tuple[Tensor, Tensor]:
+    def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
         """Return the integers, and the dequantized tensor, which is never -0.0."""
-        value = accumulated(sums, form, bias, residual, factor)
+        value, form = accumulator.value(), accumulator.form
         if how.fixed:
             half, first, product = (each.reshape(form.shape) if each.numel() > 1 else each for each in how.factors)
             value = value.double().add_(half).mul_(first).floor_().clamp_(-how.limit, how.limit - 1)
@@ -121,60 +159,33 @@ class Passes:
             value = (value * (multiplier.reshape(form.shape) if multiplier.numel() > 1 else multiplier)).round_().clamp_(how.low, how.high)
         return value, (value * how.scale).add_(0.0)
 
-    def mark(
-        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, how: Rounded
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
+    def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return the results of `finish`, a saturation mask, uint8 with the strides of the sums, and how many elements have no gradient."""
-        real = accumulated(sums, form, bias, residual, factor) * ratio.reshape(form.shape)
+        real = accumulator.value() * ratio.reshape(accumulator.form.shape)
         steps = real.clamp(*how.clamp) / how.scale
         inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
-        return *self.finish(sums, form, bias, residual, factor, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
+        return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
 
     def mark_back(
-        self,
-        form: Form,
-        inside: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
-        scale: Tensor,
-        of_integers: Tensor | None,
-        of_real: Tensor | None,
-        like: Tensor,
+        self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return gradients of the sums, the residual and the bias, by the mask of `mark`. `like` has the strides of the sums."""
-        whole = of_integers
-        if of_real is not None:
-            whole = of_real * scale if whole is None else whole + of_real * scale
-        assert whole is not None
+        whole = gradients.of_steps(scale)
         of_sums = (whole if inside is None else torch.where(inside > 0, whole, 0.0)) / scale * ratio.reshape(form.shape)
         dims = [d for d in range(of_sums.dim()) if d != of_sums.dim() - len(form.shape)]
         return of_sums, None if factor is None else of_sums * factor.reshape(form.shape), of_sums.sum(dims)
 
     def finish_back(
-        self,
-        sums: Tensor,
-        form: Form,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
-        how: Rounded,
-        of_integers: Tensor | None,
-        of_real: Tensor | None,
+        self, accumulator: Accumulator, ratio: Tensor, how: Rounded, gradients: Gradients
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
         """Return gradients of the sums, the residual, the bias, the ratio, and the residual's factor, float32."""
-        value = accumulated(sums, form, bias, residual, factor)
+        value, (_, form, _, residual, factor) = accumulator.value(), accumulator
         each = ratio.reshape(form.shape)
         real = value * each
         steps = real.clamp(*how.clamp) / how.scale
         inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
-        whole = of_integers
-        if of_real is not None:
-            whole = of_real * how.scale if whole is None else whole + of_real * how.scale
-        assert whole is not None
-        of_value = torch.where(inside, whole, 0.0) / how.scale
-        of_sums = of_value * each
-        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        of_value = torch.where(inside, gradients.of_steps(how.scale), 0.0) / how.scale
+        of_sums, dims = of_value * each, accumulator.dims
         of_residual = of_factor = None
         if residual is not None and factor is not None:
             of_residual = of_sums * factor.reshape(form.shape)
@@ -206,11 +217,3 @@ class Passes:
         if gain is None:
             return of_folded, None
         return of_folded * gain.reshape(shape), (of_folded * weight).flatten(1).sum(1)
-
-
-def accumulated(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
-    """Return the accumulator: sums with their bias, and the residual times its factor."""
-    value = sums if bias is None else sums + bias.reshape(form.shape)
-    if residual is None or factor is None:
-        return value
-    return value + (residual * factor.reshape(form.shape)).floor_()  # of a factor with a shift; a product of integers stays as it is

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.model import repeatable
-from fxquant.lowering.lowering import Clamp
+from fxquant.lowering.epilogue import Clamp
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.support.arguments import checked

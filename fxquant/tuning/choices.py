@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from fxquant.analysis.layers import layers
-from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
+from fxquant.ir.graph import annotation, matched_rules, module_path
+from fxquant.ir.parts import is_inner_part, part, stated_demand
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Operator, Own
 from fxquant.ops.core.boundary import QUANTIZE

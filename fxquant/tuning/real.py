@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering.eager import EagerLowering
-from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized
+from fxquant.lowering.epilogue import Epilogue
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import INT32, INT32_MAX, Grid
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops import map_operands
 from fxquant.ops.core.weighted import epilogue
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.primitives.arithmetic import VALUE
-from fxquant.quantization.quantizer import Quantizer
 
 
 class RealLowering(EagerLowering):
@@ -26,21 +24,11 @@ class RealLowering(EagerLowering):
         """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""
         return 0.0
 
-    complete = Lowering.complete  # which requantizes with this
+    complete = Lowering.complete  # which requantizes by this
 
-    def requantize(
-        self,
-        accumulator: Any,
-        ratio: Ratio,
-        clamp: Clamp | None = None,
-        to: Quantizer | None = None,
-        role: str = "",
-        bound: float = 0,
-        lift: Lift | None = None,
-        kind: str = VALUE,
-    ) -> Quantized:
+    def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         """Return the dequantized accumulator."""
-        value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
+        value: Tensor = accumulator * end.ratio.approximate().to(accumulator.dtype)
         return Quantized(value.float(), Grid(INT32, torch.ones((), dtype=torch.float32, device=value.device)), tuple(value.shape))
 
 

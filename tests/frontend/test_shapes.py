@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.frontend import handler, shapes
+from fxquant.frontend import evaluation, shapes
 from fxquant.frontend.values import Value
 from fxquant.ir.graph import fact
 
@@ -48,10 +48,10 @@ def test_it_is_what_running_the_layer_gives(dim: int, monkeypatch: pytest.Monkey
         return found
 
     x = torch.randn(4, 6, *[3] * (dim - 2))
-    monkeypatch.setattr(handler, "known_result", taken)
+    monkeypatch.setattr(evaluation, "known_result", taken)
     short = fxq.trace(Layers(dim).eval(), x)
     assert len(known) >= 20
-    monkeypatch.setattr(handler, "known_result", lambda *_: None)
+    monkeypatch.setattr(evaluation, "known_result", lambda *_: None)
     whole = fxq.trace(Layers(dim).eval(), x)
     assert [(node.name, fact(node)) for node in short.graph.nodes] == [(node.name, fact(node)) for node in whole.graph.nodes]
 
@@ -71,7 +71,7 @@ def test_strides_are_those_of_the_result(dim: int, monkeypatch: pytest.MonkeyPat
                 found.append(real)
         return known
 
-    monkeypatch.setattr(handler, "known_result", compared)
+    monkeypatch.setattr(evaluation, "known_result", compared)
     fxq.trace(Layers(dim).eval(), torch.randn(4, 6, *[3] * (dim - 2)))
     assert found
 

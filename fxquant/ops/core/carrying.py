@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.ir.graph import part
+from fxquant.ir.parts import part
 from fxquant.ops.core.record import BY_NAME, Operator, Own, Same, demand, operator_of
 
 

@@ -11,20 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.ir.graph import (
-    Part,
-    attach,
-    fact,
-    inherit,
-    is_parameter,
-    mark_parameter,
-    set_fact,
-    set_part,
-    spell,
-    spelling,
-    state_demand,
-    tie,
-)
+from fxquant.ir.graph import attach, fact, inherit, is_parameter, mark_parameter, set_fact, spell, spelling
+from fxquant.ir.parts import Part, set_part, state_demand, tie
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.record import OPERATORS, Demand, Operator
 

@@ -16,7 +16,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
+from fxquant.ir.graph import computes_tensor, fact, is_parameter, reads_shape_only, refusal, resolve
+from fxquant.ir.parts import part
 from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE

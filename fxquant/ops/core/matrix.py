@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT48_MAX
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.form import Call

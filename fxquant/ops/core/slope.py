@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import power_of_two
 from fxquant.numerics.rescaling import Ratio
 from fxquant.primitives import elementwise, product

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, power_of_two
 from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers

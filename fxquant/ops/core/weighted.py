@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,9 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve
-from fxquant.lowering.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, named_parameters
+from fxquant.lowering.epilogue import Clamp, Epilogue, Lift, ResidualFactor
+from fxquant.lowering.finite import named_parameters
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import (
     FLOAT32_EXACT,
@@ -128,6 +130,11 @@ class _Layer:
         bound = self.weight.total * self.magnitude
         return bound if bias is None else bound + bias.detach().double().abs()
 
+    def end(self, steps: tuple[Tensor, ...], clamp: Clamp | None, bound: float, lift: Lift | None) -> Epilogue:
+        """Return how the accumulator, of this step, becomes the output."""
+        ratio = Ratio(tuple(_broadcast(factor, self.product.trailing) for factor in steps))
+        return Epilogue(ratio, clamp, bound, lift, self.kind)
+
     def form(self, largest: float, bias: Tensor | None) -> Any:
         """Return the sum, which can reach `largest`: narrow where float32 is exact, else wide."""
         lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
@@ -211,10 +218,11 @@ def lower_weighted(
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
     lowering.describe("bias", layer.input.scale * quantized.scale, -1, lifted)
+    end = layer.end(steps, clamp, largest, lift)
     if live is None:
-        return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
+        return _finished(layer, layer.form(largest, bias_q), end, residual, factor)
     shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)
-    return _finished(layer, live.sums, steps, residual, factor, clamp, largest, shaped, live.statistics, lift)
+    return _finished(layer, live.sums, end, residual, factor, shaped, live.statistics)
 
 
 def lower_uniform(
@@ -252,7 +260,7 @@ def lower_uniform(
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", scale)
     lowering.describe("bias", scale * input.scale, -1, lifted.expand(len(integers)))
-    return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
+    return _finished(layer, layer.form(largest, bias_q), layer.end(steps, clamp, largest, lift), residual, factor)
 
 
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
@@ -413,24 +421,17 @@ def _requantizes(lowering: Lowering) -> bool:
 def _finished(
     layer: _Layer,
     accumulator: Any,
-    steps: tuple[Tensor, ...],
+    end: Epilogue,
     residual: Quantized | None,
     factor: ResidualFactor | None,
-    clamp: Clamp | None,
-    largest: float,
     bias: Tensor | None = None,
     statistics: fused_layers.Collected | None = None,
-    lift: Lift | None = None,
 ) -> Quantized:
     """Add the bias, unless the sum has it, and the residual, in the accumulator if it has a factor; requantize and clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
-    ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and factor is None:
-        to = lowering.intermediate
-        between = lowering.complete(
-            accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_", lift=lift, kind=layer.kind
-        )
-        return lower_add(lowering, between, residual, clamp=clamp)
+        inner = replace(end, clamp=None, to=lowering.intermediate, role="intermediate_")
+        return lower_add(lowering, lowering.complete(accumulator, inner, bias, statistics=statistics), residual, clamp=end.clamp)
     shaped = None
     if factor is not None:
         multiplier = lowering.constant("residual_multiplier", _broadcast(factor.multiplier, trailing), layer.whole)
@@ -438,7 +439,7 @@ def _finished(
         if factor.right_shift is not None:
             shift = lowering.constant("residual_right_shift", _broadcast(factor.right_shift, trailing), torch.int32)
             shaped = ResidualFactor(multiplier, shift)
-    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics, lift=lift, kind=layer.kind)
+    return lowering.complete(accumulator, end, bias, residual, shaped, statistics)
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:

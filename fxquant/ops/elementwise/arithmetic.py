@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import absorb, is_parameter
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.traits import Trait

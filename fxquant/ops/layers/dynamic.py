@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Lowering, named_parameters
+from fxquant.lowering.finite import named_parameters
+from fxquant.lowering.lowering import Lowering
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
 from fxquant.ops.core.record import Operator, operator_of, register
 from fxquant.ops.core.weighted import shape_of

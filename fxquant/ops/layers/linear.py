@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.facts import BatchDim
 from fxquant.ir.graph import is_parameter
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors

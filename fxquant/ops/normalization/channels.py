@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted

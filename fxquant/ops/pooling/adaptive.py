@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio

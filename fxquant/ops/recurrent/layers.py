@@ -22,7 +22,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import Adapt, Operator, Parameter, register
-from fxquant.ops.recurrent.recurrence import expand_cell, expand_layers
+from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers
 
 # ---- the float functions --------------------------------------------------------------------------------------------
 
@@ -186,16 +186,16 @@ def _row(input: Tensor, hx: Sequence[Tensor] | None) -> tuple[Tensor, list[Tenso
 
 
 def _expand_lstm(build: Builder, input: fx.Node, hx: Any, nested: bool, **settings: Any) -> Any:
-    output, hidden, cell = expand_layers(build, "lstm", input, hx, **settings)
+    output, hidden, cell = expand_layers(build, "lstm", input, hx, Layers(**settings))
     return (output, (hidden, cell)) if nested else (output, hidden, cell)
 
 
 def _expand_gru(build: Builder, input: fx.Node, hx: Any, **settings: Any) -> Any:
-    return tuple(expand_layers(build, "gru", input, None if hx is None else [hx], **settings))
+    return tuple(expand_layers(build, "gru", input, None if hx is None else [hx], Layers(**settings)))
 
 
 def _expand_rnn(build: Builder, input: fx.Node, hx: Any, nonlinearity: str, **settings: Any) -> Any:
-    return tuple(expand_layers(build, nonlinearity, input, None if hx is None else [hx], **settings))
+    return tuple(expand_layers(build, nonlinearity, input, None if hx is None else [hx], Layers(**settings)))
 
 
 def _expand_lstm_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:

@@ -133,6 +133,18 @@ STEPS: dict[str, tuple[Step, int, int]] = {
 # ---- all steps ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The parameters and the settings of a recurrent layer, as PyTorch's functions take them."""
+
+    parameters: Sequence[fx.Node]
+    biases: bool
+    num_layers: int
+    bidirectional: bool
+    batch_first: bool
+    dropout: float
+
+
 @dataclass
 class _Sequence:
     """A recurrent layer while it is being written.
@@ -168,31 +180,22 @@ class _Sequence:
             build.tie(*nodes)
         return build(cat, [shown[position] for position in steps], self.axis, demand=Same()), after
 
-    def layers(
-        self,
-        input: fx.Node,
-        state: Sequence[fx.Node] | None,
-        parameters: Sequence[fx.Node],
-        biases: bool,
-        num_layers: int,
-        bidirectional: bool,
-        chance: float,
-    ) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
+    def layers(self, input: fx.Node, state: Sequence[fx.Node] | None, layers: Layers) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
         """Return the last layer's output at all steps, and the states of every layer and direction after the last step."""
-        build, directions = self.build, 2 if bidirectional else 1
-        count = len(parameters) // (num_layers * directions)
+        build, parameters, directions = self.build, layers.parameters, 2 if layers.bidirectional else 1
+        count = len(parameters) // (layers.num_layers * directions)
         last: list[tuple[fx.Node, ...]] = []
-        for index in range(num_layers):
+        for index in range(layers.num_layers):
             found = []
             for backwards in (False, True)[:directions]:
                 begin = len(last)
                 weights = parameters[begin * count : (begin + 1) * count]
-                shown, after = self.direction(input, weights, biases, self._first(state, begin), backwards)
+                shown, after = self.direction(input, weights, layers.biases, self._first(state, begin), backwards)
                 last.append(after)
                 found.append(shown)
             input = found[0] if directions == 1 else build(cat, found, 2)
-            if chance and index < num_layers - 1:
-                input = build(dropout, input, chance, "dropout")
+            if layers.dropout and index < layers.num_layers - 1:
+                input = build(dropout, input, layers.dropout, "dropout")
         return input, last
 
     def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
@@ -216,27 +219,16 @@ def _whole(size: Any) -> int:
     return size
 
 
-def expand_layers(
-    build: Builder,
-    kind: str,
-    input: fx.Node,
-    hx: Sequence[fx.Node] | None,
-    parameters: Sequence[fx.Node],
-    biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-    dropout: float,
-) -> list[fx.Node]:
+def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, layers: Layers) -> list[fx.Node]:
     """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
     known = build.fact(input).shape
     state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
-    axis = 1 if batch_first else 0
+    axis = 1 if layers.batch_first else 0
     batched = len(known) == 3
     if not batched:
-        input = build(reshape, input, [1, *known] if batch_first else [known[0], 1, known[1]])
+        input = build(reshape, input, [1, *known] if layers.batch_first else [known[0], 1, known[1]])
         state = None if state is None else [build(reshape, held, _with(_numbers(build, held), 1)) for held in state]
-    output, last = _Sequence(build, kind, axis).layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
+    output, last = _Sequence(build, kind, axis).layers(input, state, layers)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
         results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))

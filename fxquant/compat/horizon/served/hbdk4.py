@@ -20,7 +20,8 @@ from fxquant.calibration.calibration import require_prepared
 from fxquant.compat.horizon.served.compiling import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import fact, is_deployed, qparams
+from fxquant.ir.graph import fact, is_deployed
+from fxquant.ir.integer import qparams
 from fxquant.support.arguments import FILE, PATH, checked
 
 logger = logging.getLogger("fxquant")

@@ -1,0 +1,16 @@
+"""The public functions: the only room that uses front end, passes and backends together.
+
+preparing     `prepare` and `check`: trace a float model, and run the passes up to PREPARED
+calibrating   `calibrate`: the calibration loop with what corrects weights, biases and ranges around it
+converting    `convert`: run the passes from PREPARED on
+files         `export_onnx`, `save`, `load` and `dump`
+quantizing    `quantize`: all of these in one call
+"""
+
+from fxquant.api.calibrating import calibrate
+from fxquant.api.converting import convert
+from fxquant.api.files import dump, export_onnx, load, save
+from fxquant.api.preparing import check, prepare
+from fxquant.api.quantizing import Result, quantize
+
+__all__ = ["Result", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "quantize", "save"]

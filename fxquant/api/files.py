@@ -1,0 +1,160 @@
+"""Write models to files, and load them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from fxquant import backends
+from fxquant.analysis.explain import explain
+from fxquant.analysis.text import text
+from fxquant.api.converting import convert, run_with_kernels
+from fxquant.backends.onnx.layouts import LAYOUTS
+from fxquant.calibration.observations import Observations
+from fxquant.calibration.unseen import follow_unseen
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import is_traced, trace
+from fxquant.frontend.fixed_batch import with_fixed_batch
+from fxquant.ir.graph import is_deployed, stage_of
+from fxquant.ir.model import look_at_constants
+from fxquant.passes import CONVERT
+from fxquant.pipeline import Context, Dial, run
+from fxquant.prepared.stage import Stage
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.serialization import load_file, save_model, save_observations
+from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked
+from fxquant.support.files import write_files
+from fxquant.support.progress import working
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger("fxquant")
+
+
+@checked(layouts=LAYOUTS, batch_size=POSITIVE.or_none("it varies where the model was traced so"))
+@working("writing ONNX")
+def export_onnx(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    style: str = "auto",
+    io: str = "float",
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    *,
+    external_data: bool | None = None,
+    layouts: Mapping[str, str] | None = None,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+) -> Path:
+    """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
+
+    style  "auto": "fast" if this target requantizes by float32 numbers and every kernel is exact here without session options, else
+           "exact"; the log says which, and so does `onnx_metadata`. For a prepared model "qdq".
+           "exact": standard operators on integers, equal bits in every runtime, at any optimisation
+           "fast": equal bits by 8-bit kernels, proved in onnxruntime before it is written. Its metadata names session options to
+           run it with, above all on x86 processors without VNNI. If the target requantizes by shifts (bayes-e, bernoulli2, …), those
+           processors compute other results whatever the options, as the metadata and a line of the log report.
+           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Its bits
+           differ: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
+           int16 are rounded by Div, Round, Clip and Mul.
+    io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
+    opset  17 to 21, by default 21; in style "qdq" 11 to 21, by default 17; for a float model 11 to 21, by default 18.
+           Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
+    external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
+           done if one file cannot hold the model.
+    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given channels last. A Transpose inside converts
+           them to PyTorch's order; `verify` and `record` take PyTorch's layout all the same.
+    example_inputs the inputs for tracing a float model that is not traced yet
+    batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
+           fixed shape, as if the model was traced with dynamic_shapes={}, and `verify` takes batches of this size. By default the batch
+           is dynamic if the model was traced so.
+
+    A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's
+    QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's results are
+    compared with PyTorch's before the file appears.
+
+    `onnx_metadata` reads the file's metadata: scales, zero points and dtypes of its inputs, outputs
+    and inner tensors. Numbers and None among the model's outputs are left out of the file. The file is checked before it
+    appears, and is written atomically. Raises ConfigurationError or ExportError.
+    """
+    from fxquant.backends.onnx.export import export_integer
+    from fxquant.backends.onnx.files import FileOptions
+    from fxquant.backends.onnx.float_file import export_float
+
+    look_at_constants(model)
+    options = FileOptions(opset, input_names, output_names, external_data, layouts)
+    if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
+        model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
+    elif isinstance(model, nn.Module) and not is_deployed(model):
+        if style not in ("auto", "float") or io != "float":
+            raise ConfigurationError(
+                f"a float model cannot be written with style={style!r} and io={io!r}",
+                because="it has no integers",
+                remedy="leave both out, or pass what fxq.prepare or fxq.convert returns",
+            )
+        if example_inputs is None and not is_traced(model):
+            raise ConfigurationError(
+                "a float model cannot be exported without example inputs",
+                because="they give its graph shapes and dtypes",
+                remedy="pass example_inputs=, or what fxq.convert returns if the integer model was meant",
+            )
+        traced = trace(model, example_inputs)
+        fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
+        return export_float(fixed, path, options)
+    if example_inputs is not None:
+        raise ConfigurationError(
+            "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
+        )
+    if batch_size is not None and isinstance(model, fx.GraphModule) and is_deployed(model):
+        model = with_fixed_batch(model, batch_size)
+    return export_integer(model, path, style, io, options)  # type: ignore[arg-type]
+
+
+@checked()
+@working("saving")
+def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> Path:
+    """Write a traced, prepared or integer model, or observations, to one file, atomically; return its path.
+
+    The file holds the graph as JSON and the tensors as safetensors, and no code; equal models give equal bytes.
+    A loaded model continues from the state of this one: its state, scales, observations and frozen statistics are kept. Other
+    attributes and methods of the float model are not in the file.
+
+    Raises ExportError, and writes nothing, if something cannot be stored in a file: hooks, a class or function that
+    is neither PyTorch's nor fxquant's.
+    """
+    look_at_constants(model)
+    return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
+
+
+@checked(path=PATH)
+@working("loading")
+def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
+    """Load what `save` wrote: a GraphModule, on the CPU, or Observations. No name in a file is imported.
+
+    An integer model runs with the kernels of this machine; kernels="reference" disables them, as for `convert`.
+
+    Raises ExportError if the file is missing, damaged, or in a format that this fxquant cannot read.
+    """
+    loaded = load_file(path, backends.get)
+    if kernels == "auto" and isinstance(loaded, fx.GraphModule) and is_deployed(loaded):
+        fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
+        run(loaded, fused, Context(loaded.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))
+        run_with_kernels(loaded)
+    elif isinstance(loaded, fx.GraphModule):
+        follow_unseen(loaded)
+    return loaded
+
+
+@checked(path=FOLDER)
+def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
+    """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; return the directory."""
+    directory = Path(path)
+    write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
+    return directory

@@ -1,0 +1,274 @@
+"""Prepare a float model, and check it before."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from fxquant import backends
+from fxquant.analysis.check import Findings, broken_limits, findings
+from fxquant.analysis.explain import summary
+from fxquant.analysis.layers import layers
+from fxquant.calibration import calibration
+from fxquant.calibration.observations import Observations, restore
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, trace
+from fxquant.ir.copying import copy_parameters
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, stage_of
+from fxquant.ir.model import Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.passes import PREPARE
+from fxquant.passes.matching import attributes
+from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
+from fxquant.prepared.hooks import attach_hooks
+from fxquant.prepared.stage import Stage
+from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
+from fxquant.quantization.spec import QConfig
+from fxquant.quantization.state import State
+from fxquant.support.arguments import checked, instance
+from fxquant.target import Target
+from fxquant.tuning.first_samples import FirstSamples
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger("fxquant")
+
+SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
+OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The arguments of `prepare` that its passes read, checked.
+
+    passes  the compiler's passes up to PREPARED, with the user's own
+    until   the pass or stage to stop after; None for none
+    dial    what is printed, and written to files, after each pass
+    """
+
+    target: Target
+    qconfig: QConfigMapping
+    batch_norm: str = "live"
+    adapt: bool = False
+    passes: Sequence[Pass] = PREPARE
+    until: str | Stage | None = None
+    dial: Dial = field(default_factory=lambda: Dial(0, None))
+
+
+@checked(observations=OBSERVATIONS)
+def prepare(
+    model: nn.Module,
+    example_inputs: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    batch_norm: str = "live",
+    observations: Observations | None = None,
+    adapt: bool = False,
+    leaf: Any = None,
+    preserve: Sequence[str] = (),
+    training_branch: bool = False,
+    passes: Mapping[str, Any] | None = None,
+    until: str | Stage | None = None,
+    debug: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> fx.GraphModule:
+    """Return a trainable model of quantized operators, in state CALIBRATE, with its own parameters.
+
+    `qconfig` is the QConfig of every operator, or a mapping from operators to QConfigs. An attribute `qconfig` on one of the
+    model's modules overrides it for everything below that module (None: float); the nearest one takes precedence.
+    The caller's model is not modified. The result also has its attributes and methods (`class_names`, `postprocess`),
+    except those whose names a GraphModule has; methods are bound to the result. `until` stops after a pass ("activation.fuse")
+    or stage and returns the graph of that moment.
+
+    `observations`, from fxq.observations of a model prepared from the same float model, give the scales that calibration with the same
+    batches would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE. Those that they
+    cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples:
+    weights of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
+
+    `batch_norm` sets the behaviour of batch norms while training:
+
+        "live"    they use and update batch statistics, as in the float model
+        "frozen"  they keep their running statistics; their weight and bias are trained
+        "folded"  those after a layer are multiplied into its weight and bias once, here. The layer's parameters keep their
+                  names in `state_dict` (`conv.weight`), a bias that was missing is new (`conv.bias`), and the batch norm's are
+                  removed. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
+                  Batch norms that cannot be folded into a layer are frozen.
+
+    `adapt` replaces operators that break a limit of the target (see `check`) by equivalent ones: a large kernel or too many
+    channels by a sum of convolutions, a linear layer by a 1×1 convolution, a large pooling by two. If that is not possible, the
+    operator runs on the host, in float. `explain` names each, with the limit.
+
+    `leaf` keeps modules whole, which then run as Python, in float: a class of modules, the path of one, several of these, or a function
+    of a module and its path that decides for every module (see `trace`). Functions are kept by `fxq.wrap`.
+
+    `preserve` names attributes, methods and modules of the model that this model and the integer one must have under the same names.
+    Names in submodules are dotted ("head.strides", "head.decode"). Values are also in files that `save` writes. A method is not, since
+    files hold no code. A module named here stays unchanged, in float, next to the graph.
+
+    With `training_branch` the prepared model in train mode, after `prepared.train()`, returns what the float model does there. The part
+    of forward under `self.training` (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it
+    reads, and its parameters train. In eval mode, in the integer model and in its files it is absent. A layer may not be called
+    on other tensors in train mode than in eval mode (TraceError). A prepared model with such a branch cannot be saved as a file, but its
+    `state_dict` can.
+
+    `passes` are the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order, right
+    after that pass. Each rewrites the graph in place and returns how many changes it made. The graph is then verified against the table
+    of the stage, as after the compiler's own passes.
+
+    Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError, and StageViolation for an invalid graph after an own pass.
+    """
+    chosen, mapping = backends.get(target), _rules(qconfig)
+    pipeline = with_own(PREPARE, passes or {})
+    if batch_norm not in BATCH_NORM_MODES:
+        raise ConfigurationError(
+            f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
+        )
+    if until is not None and observations is not None:
+        raise ConfigurationError(
+            "observations cannot be used with until=",
+            because="observations give scales, which only a fully prepared graph has",
+            remedy="leave one of them out",
+        )
+    check_until(until, pipeline)
+    options = PrepareOptions(chosen, mapping, batch_norm, adapt, pipeline, until, Dial.of(debug, dump))
+    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
+    with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
+        prepared = _prepare(traced, options)
+        if observations is not None:
+            _restore(prepared, observations)
+        return prepared
+
+
+def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
+    missing = restore(prepared, observations)
+    first = FirstSamples(prepared)
+    if first.rounds:
+        logger.warning(
+            "weights of less than 8 bits are rounded to the nearest, since observations hold no samples;"
+            " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
+        )
+    if first.corrects:
+        logger.info(
+            "biases are not corrected, since observations hold no samples;"
+            " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does by 64 samples"
+        )
+    if not missing:
+        calibration.set_state(prepared, State.VALIDATE)
+        return
+    tensors = "\n".join(f"  %{name}: {because}" for name, because in list(missing.items())[:SHOWN_MISSING])
+    logger.warning(
+        "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s%s",
+        len(missing),
+        tensors,
+        f"\n  and {len(missing) - SHOWN_MISSING} more" if len(missing) > SHOWN_MISSING else "",
+    )
+
+
+def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
+    """Return the mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
+    mapping = as_mapping(qconfig)
+    rules = ", ".join(str(rule) for rule, _ in mapping.rules())
+    if rules:
+        logger.info("rules of the qconfig: %s", rules)
+    elif mapping.lost_rules:
+        logger.warning(
+            "the QConfigMapping has no rules, only a default, and the mapping that a setter returned was not used: setters return a new"
+            " mapping, as in mapping = mapping.set_module_name(...)"
+        )
+    return mapping
+
+
+def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
+    """Run the passes on a copy of a traced graph."""
+    _require_float32(traced)
+    target, qconfig, dial = options.target, options.qconfig, options.dial
+    attached = attached_qconfigs(traced)
+    backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
+    prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
+    prepared.meta = {**traced.meta, "target": target}
+    attach_signature(prepared)
+    attach_input_check(prepared)
+    dress_carried(prepared)
+    attach_branch(prepared)
+    dial.write("trace", prepared)
+    context = Context(target, qconfig, options.batch_norm, dial.debug, attached, adapt=options.adapt)
+    stopped = run(prepared, options.passes, context, dial, options.until)
+    if not stopped:
+        known = layers(prepared)
+        logger.info("%s", summary(known))
+        broken = sum(1 for _ in broken_limits(prepared, known, target))
+        if broken:
+            logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
+        _warn_of_state(prepared)
+        attach_hooks(prepared, traced.graph)
+    return prepared
+
+
+def _warn_of_state(prepared: fx.GraphModule) -> None:
+    found = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
+    if found:
+        logger.warning(
+            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
+            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
+            len(found),
+            "\n".join(
+                f"  {line}"
+                for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
+            ),
+        )
+
+
+def _require_float32(traced: fx.GraphModule) -> None:
+    """Raise ConfigurationError for a half-precision input, and for float64 in place of float32."""
+    inputs = {
+        str(node.target): known.dtype for node in traced.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)
+    }
+    refused = (torch.float16, torch.bfloat16, *([] if torch.float32 in inputs.values() else [torch.float64]))
+    for input, dtype in inputs.items():
+        if dtype in refused:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"a {name} model cannot be prepared",
+                because=f"its input {input} is {name}, and integers and scales are those of float32 tensors",
+                remedy="convert model and inputs first: model.float() and x.float()",
+            )
+
+
+@checked()
+def check(
+    model: nn.Module,
+    example_inputs: Any = None,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    adapt: bool = False,
+    leaf: Any = None,
+) -> Findings:
+    """Find what of the model a target does not support, before calibration: broken limits, and operators left in float.
+
+    The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
+    limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
+    checked; pass `dynamic_shapes={}` to check the example's. `adapt` leaves out what `prepare(…, adapt=True)` would replace.
+
+    A prepared model is checked against the target it was prepared for; all other arguments are ignored.
+
+    Raises UnknownTarget, TraceError or ConfigurationError.
+    """
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
+        return findings(model, model.meta["target"])
+    chosen, mapping = backends.get(target), _rules(qconfig)
+    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
+    with collection_paused(), autocast_off():
+        # Fusion comes first: a target's limits are about the operators it runs.
+        annotated = _prepare(traced, PrepareOptions(chosen, mapping, adapt=adapt, until="boundary.insert"))
+    return findings(annotated, chosen)

@@ -1,0 +1,120 @@
+"""Quantize a model in one call."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from fxquant import backends
+from fxquant.analysis.report import Report
+from fxquant.api.calibrating import calibrate
+from fxquant.api.converting import convert
+from fxquant.api.files import export_onnx
+from fxquant.api.preparing import OBSERVATIONS, prepare
+from fxquant.calibration.observations import Observations
+from fxquant.frontend import float_model
+from fxquant.prepared.batches import as_batches, no_batches
+from fxquant.prepared.batches import example_inputs as batch_inputs
+from fxquant.quantization.mapping import QConfigMapping, as_mapping
+from fxquant.quantization.spec import QConfig
+from fxquant.reporting.forms import Batches, verify
+from fxquant.support.arguments import PATH, checked, instance
+from fxquant.target import Target
+
+if TYPE_CHECKING:
+    from fxquant.reporting.comparison import Comparison
+
+logger = logging.getLogger("fxquant")
+
+
+@dataclass
+class Result:
+    """The result of `quantize`: the model in every form, and methods to export and verify it."""
+
+    float: nn.Module
+    prepared: fx.GraphModule
+    integer: fx.GraphModule
+
+    @checked()
+    def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the integer model as ONNX; options are those of `export_onnx`."""
+        return export_onnx(self.integer, path, **options)
+
+    @checked(path=PATH)
+    def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
+        """Compare the integer model with the exported file."""
+        return verify(self.integer, path, batches)
+
+    @checked()
+    def compare(self, batches: Batches, **options: Any) -> Comparison:
+        """Compare the integer model with the float one, layer by layer, with remedies; options are those of `compare`."""
+        from fxquant.reporting.comparison import compare
+
+        return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
+
+    @checked()
+    def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
+        """Write a report of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        from fxquant.reporting.page import report as write_report
+
+        reference = None if batches is None else self.float
+        return write_report(self.integer, path, batches, **{"reference": reference, "prepared": self.prepared, **options})
+
+
+@checked(model=instance("an nn.Module", nn.Module, torch.export.ExportedProgram), observations=OBSERVATIONS)
+def quantize(
+    model: nn.Module,
+    batches: Batches,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    batch_norm: str = "live",
+    observations: Observations | None = None,
+    adapt: bool = False,
+    leaf: Any = None,
+    preserve: Sequence[str] = (),
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    distributed: bool = True,
+    equalize: bool = True,
+    show_progress: bool | None = None,
+) -> Result:
+    """Prepare, calibrate and convert in one call. The first batch also serves as example input.
+
+    The arguments are those of `prepare` and `calibrate`; with `dynamic_shapes={}` every batch must have the size of the first.
+    With `observations`, batches are observed only for the scales that these cannot give.
+    Raises what `prepare`, `calibrate` and `convert` raise.
+    """
+    as_written = float_model(model)
+    backends.get(target), as_mapping(qconfig)  # before a batch is taken
+    batches = as_batches(batches)
+    iterator = iter(batches)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise no_batches(num_batches) from None
+    example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
+    prepared = prepare(
+        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations, adapt=adapt,
+        leaf=leaf, preserve=preserve,
+    )  # fmt: skip
+    calibrate(
+        prepared,
+        itertools.chain([first], iterator),
+        num_batches,
+        batch_fn,
+        distributed=distributed,
+        only_missing=observations is not None,
+        equalize=equalize,
+        show_progress=show_progress,
+    )
+    return Result(model, prepared, convert(prepared))

@@ -1,0 +1,140 @@
+"""Facts on the nodes of integer graphs.
+
+qparams     the grid of the quantized tensor that a node holds
+operation   the operator of the table that a node is the result of
+origin      the name of the prepared node that a node was lowered from
+notes       facts recorded while lowering, as the bits of an accumulator
+kernel      the kernel that computes a node, and the nodes computed with it
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+
+def notes(node: fx.Node) -> dict[str, Any]:
+    """Return the facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
+    value: dict[str, Any] = node.meta.setdefault("notes", {})
+    return value
+
+
+def noted(node: fx.Node, key: str) -> Any:
+    """Return one of the facts in `notes`; None where it was not recorded."""
+    return node.meta.get("notes", {}).get(key)
+
+
+def channel_exponents(node: fx.Node) -> list[Any] | None:
+    """Return the exponents e of a node of an integer graph: its tensor is the float model's times 2^e. None where it is that tensor.
+
+    They are nested lists of its shape without the batch, where a list of one element is for a whole dimension.
+    """
+    known = noted(node, "exponents")
+    return None if known is None else list(json.loads(known))
+
+
+def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
+    """Write the exponents that `channel_exponents` returns."""
+    notes(node)["exponents"] = json.dumps(value)
+
+
+@dataclass(frozen=True)
+class QParams:
+    """The grid of a quantized tensor in an integer graph: an integer q of this dtype stands for (q - zero_point) · scale.
+
+    A 32-bit output may have several scales, along dimension `axis` of the tensor, counted from the end (-1 is the last).
+    """
+
+    scale: float | tuple[float, ...]
+    dtype: str
+    axis: int | None = None
+    zero_point: int = 0
+
+
+def qparams(node: fx.Node) -> QParams | None:
+    """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
+    value = node.meta.get("qparams")
+    return value if isinstance(value, QParams) else None
+
+
+def set_qparams(node: fx.Node, value: QParams) -> None:
+    """Write the dtype, scale and zero point of the node's tensor."""
+    node.meta["qparams"] = value
+
+
+def zero_point(node: fx.Node) -> int:
+    """Return the integer that stands for 0 in the tensor a node of an integer graph holds."""
+    known = qparams(node)
+    return 0 if known is None else known.zero_point
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference, among the arguments of an `Operation`, to the node of this name."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A parameter as integers: the node that holds them, and what one unit stands for.
+
+    With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
+    weight are the output channels', group after group. `zero_point` is the integer that stands for 0, or one for each index of
+    `axis`: that of a bias that holds half a step of the output. Without a scale, (), they stand for themselves: a mask, an index.
+    """
+
+    node: str
+    scale: float | tuple[float, ...]
+    axis: int | None = None
+    zero_point: int | tuple[int, ...] = 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The operator of the table that the primitives behind a quantized tensor compute together.
+
+    name          the operator's name
+    arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
+    constants     its parameters, by role ("weight", "bias")
+    intermediate  the scale and dtype of what a residual is added to, where it is not added in the accumulator
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    constants: dict[str, Constant]
+    intermediate: QParams | None = None
+
+
+def operation(node: fx.Node) -> Operation | None:
+    """Return the operator that a node of an integer graph is the result of; None for any other node."""
+    value = node.meta.get("operation")
+    return value if isinstance(value, Operation) else None
+
+
+def set_operation(node: fx.Node, value: Operation) -> None:
+    """Write the operator whose result the node is."""
+    node.meta["operation"] = value
+
+
+def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
+    """Return the kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None without one."""
+    return node.meta.get("kernel")
+
+
+def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
+    """Write which kernel computes the node, and which nodes with it."""
+    node.meta["kernel"] = name, covers
+
+
+def origin(node: fx.Node) -> str:
+    """Return the name of the prepared node an integer node was lowered from."""
+    return str(node.meta.get("origin", node.name))
+
+
+def is_inner(node: fx.Node) -> bool:
+    """Return whether a node of an integer graph is an inner primitive of a lowered operator, and not its result."""
+    return origin(node) != node.name
