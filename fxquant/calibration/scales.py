@@ -97,7 +97,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
                     f"the scale of {name!r} cannot be set",
                     because=f"the result of %{operator.name} is "
                     + ("float" if operator.operator.dynamic else "boolean or integer")
-                    + ", which have none",
+                    + ", which has no scale",
                     remedy="leave it out",
                 )
             if operator.output.follows_sum:
