@@ -324,6 +324,16 @@ def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str])
     assert Path("file").read_text() == "kept"
 
 
+def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fxq.Result, "compare", interrupt)
+    given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
+    assert called(capsys, *given) == (130, "", "fxquant: interrupted\n")
+    assert not Path("out").exists()
+
+
 def test_a_report_needs_plotly_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)
     assert_refused(called(capsys, "quantize", "absent:Network", "--data", "absent.npy", "--out", "out"), "plotly", "--no-report")
