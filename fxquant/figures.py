@@ -46,8 +46,7 @@ def plot_errors(comparison: Comparison, path: str | os.PathLike[str] | None = No
     kept = {id(layer) for layer in sorted(comparison.layers, key=lambda layer: layer.sqnr)[:n]}
     rows = [*(layer for layer in comparison.layers if id(layer) in kept), *comparison.outputs]
     figure, axes = _rows([layer.name for layer in rows], "the comparison has no layers")
-    end = _values(axes, "with errors from before", [layer.sqnr for layer in rows], 0)
-    _values(axes, "of its own grid", [layer.own for layer in rows], 1, end)
+    _values(axes, {"with errors from before": [layer.sqnr for layer in rows], "of its own grid": [layer.own for layer in rows]})
     axes.axvline(GOOD, color="#999999", linestyle=":", linewidth=1, label="good outputs", zorder=0)
     left = len(comparison.layers) - len(kept)
     title = f"{comparison.labels[1]} against {comparison.labels[0]}" + (f"; {left} layers with less error are left out" if left else "")
@@ -64,8 +63,8 @@ def plot_sensitivity(found: Sensitivity, path: str | os.PathLike[str] | None = N
     ranked = found.ranked()[:n]
     figure, axes = _rows([tensor.name for tensor in ranked], "the model has no tensor whose dtype can be chosen")
     dtypes = sorted({dtype for tensor in ranked for dtype in tensor.loss}, key=lambda dtype: (len(dtype), dtype))
-    for index, dtype in enumerate(dtypes):
-        _values(axes, dtype, [decibels(tensor.loss[dtype]) if dtype in tensor.loss else math.nan for tensor in ranked], index, line="-")
+    curves = {dtype: [decibels(tensor.loss[dtype]) if dtype in tensor.loss else math.nan for tensor in ranked] for dtype in dtypes}
+    _values(axes, curves, line="-")
     left = len(found) - len(ranked)
     title = "one tensor alone rounded" + (f"; {left} less sensitive ones are left out" if left else "")
     return _finished(figure, axes, title, "SQNR of the outputs in dB, more is better", path)
@@ -184,9 +183,10 @@ def _plot_layers(result: TuningResult, path: Any) -> Any:
     before, after = ([ratio(layer.signal, noise) for layer, noise in zip(result, noises, strict=True)] for noises in _noises(result))
     for row, ends in enumerate(zip(before, after, strict=True)):
         axes.plot(ends, (row, row), color="#999999", linewidth=1, zorder=0)
-    end = _values(axes, "before", before, 1)
-    _values(axes, "after", [value if layer.kept else math.nan for layer, value in zip(result, after, strict=True)], 0, end)
-    _values(axes, "after, not kept", [math.nan if layer.kept else value for layer, value in zip(result, after, strict=True)], 6, end)
+    kept, dropped = (
+        [value if layer.kept is is_kept else math.nan for layer, value in zip(result, after, strict=True)] for is_kept in (True, False)
+    )
+    _values(axes, {"before": before, "after": kept, "after, not kept": dropped})
     return _finished(figure, axes, result.summary, "SQNR of the layer's result in dB, held-out samples", path)
 
 
@@ -227,18 +227,17 @@ def _rows(names: Sequence[str], missing: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _values(axes: Any, label: str, values: Sequence[float], index: int, end: float | None = None, line: str = "") -> float:
-    """Plot a value for each row, infinite ones as triangles at `end`, beyond all finite ones; return that end."""
-    finite = [value for value in values if math.isfinite(value)]
-    end = max([*finite, 0.0]) * 1.05 + 5 if end is None else end
-    marker: Any = {"color": _colour(index), "markersize": 5}
-    if finite:
-        shown = [value if math.isfinite(value) else math.nan for value in values]
-        axes.plot(shown, range(len(shown)), label=label, linestyle=line, linewidth=0.8, marker=MARKERS[index], **marker)
-    equal = [row for row, value in enumerate(values) if value == math.inf]
-    if equal:
-        axes.plot([end] * len(equal), equal, label=f"{label}: equal", linestyle="", marker=">", **marker)
-    return end
+def _values(axes: Any, curves: Mapping[str, Sequence[float]], line: str = "") -> None:
+    """Plot the value of each row in several curves by name; infinite ones are triangles at the right end, beyond all finite ones."""
+    end = max([0.0, *(value for values in curves.values() for value in values if math.isfinite(value))]) * 1.05 + 5
+    for index, (label, values) in enumerate(curves.items()):
+        marker: Any = {"color": _colour(index), "markersize": 5}
+        if any(map(math.isfinite, values)):
+            shown = [value if math.isfinite(value) else math.nan for value in values]
+            axes.plot(shown, range(len(shown)), label=label, linestyle=line, linewidth=0.8, marker=MARKERS[index], **marker)
+        equal = [row for row, value in enumerate(values) if value == math.inf]
+        if equal:
+            axes.plot([end] * len(equal), equal, label=f"{label}: equal", linestyle="", marker=">", **marker)
 
 
 def _finished(figure: Any, axes: Any, title: str, along: str | None, path: Any, across: str = "") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -99,16 +100,18 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, st
     return status, shown.out, shown.err
 
 
+def network_of(name: str) -> Any:
+    return getattr(importlib.import_module("networks"), name)()
+
+
 def files_of(folder: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
 
 
 def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.Result:
     """What Python's functions make of the same samples: the last fifth is held back."""
-    import networks
-
     batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
-    return fxq.quantize(networks.Network(), batches, target, qconfig, show_progress=False)
+    return fxq.quantize(network_of("Network"), batches, target, qconfig, show_progress=False)
 
 
 # ---- quantize -----------------------------------------------------------------------------------------------------------
@@ -201,8 +204,6 @@ def test_files_of_before_are_replaced_and_others_stay(capsys: pytest.CaptureFixt
 
 
 def test_data_of_several_inputs_in_every_format() -> None:
-    import networks
-
     image, mask = images(), torch.rand(ROWS, 4, 6, 6)
     np.savez("named.npz", mask=mask.numpy(), image=image.numpy())
     np.savez("ordered.npz", image.numpy(), mask.numpy())
@@ -212,7 +213,7 @@ def test_data_of_several_inputs_in_every_format() -> None:
     np.save("folder/image.npy", image.numpy())
     np.save("folder/mask.npy", mask.numpy())
     for name in ("named.npz", "ordered.npz", "named.pt", "named.safetensors", "folder"):
-        found = samples_from(Path(name), networks.Two())
+        found = samples_from(Path(name), network_of("Two"))
         assert set(found) == {"image", "mask"}
         assert torch.equal(found["image"], image)
         assert torch.equal(found["mask"], mask)
@@ -222,11 +223,9 @@ def test_data_of_several_inputs_in_every_format() -> None:
 
 
 def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    import networks
-
     status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--shape", "1,2,8,8")
     assert status == 1
-    found = fxq.check(networks.Network().eval(), torch.randn(1, 2, 8, 8), "bernoulli2")
+    found = fxq.check(network_of("Network").eval(), torch.randn(1, 2, 8, 8), "bernoulli2")
     assert len(found) >= 3
     assert shown == f"{found}\n"
     assert "networks.py:14 in forward:  return self.head(" in shown
@@ -323,6 +322,16 @@ def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str])
     assert_refused(called(capsys, "check", "networks:Two", "--shape", "1,2,8,8"), "mask")
     assert_refused(called(capsys, "check", "networks:Network", "--shape", "1,2,8,8", "--target", "bayes-f"), "bayes-f")
     assert Path("file").read_text() == "kept"
+
+
+def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fxq.Result, "compare", interrupt)
+    given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
+    assert called(capsys, *given) == (130, "", "fxquant: interrupted\n")
+    assert not Path("out").exists()
 
 
 def test_a_report_needs_plotly_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

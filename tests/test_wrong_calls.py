@@ -438,7 +438,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "plot_pareto": (
         lambda w: (fxq.plot_pareto, {"results": w.searched}),
-        {"results": [None, 5, [], [5], fxq.Report()], "path": PICTURES, "cost": ["", 5, "bytes", [], "latency", "bit_operations"]},
+        {"results": [None, 5, [], [5], fxq.Report()], "path": PICTURES, "cost": ["", 5, "bytes", [], "latency"]},
     ),
     "plot_training": (
         lambda w: (fxq.plot_training, {"course": [1.0, 0.5]}),

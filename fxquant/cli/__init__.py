@@ -1,11 +1,11 @@
 """The command line: the options of a command are next to the function that runs it.
 
-models     quantize, check and demo: from Python to files
-files      inspect, diff, report, segments, export and verify: of files that are there
-boards     conformance
-factories  the model that a command names
-options    what commands share
-summary    what `quantize` prints, and its JSON file
+models      quantize, check and demo: from Python to files
+files       inspect, diff, report, segments, export and verify: of files that are there
+boards      conformance
+factories   the model that a command names
+quantizing  the run of `quantize`, its table and its JSON summary
+options     what commands share
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ COMMANDS = (
     add_quantize, add_check, add_demo, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
 )  # fmt: skip
 
+INTERRUPTED = 130  # the exit status that shells know for Ctrl-C
+
 
 @checked(arguments=Kind("a list of strings", words).or_none("those of the process"))
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend."""
+    """Run a command; returns the exit status.
+
+    0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend, 130 after Ctrl-C.
+    """
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
     except FxQuantError as error:
         print(f"fxquant: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fxquant: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # whoever reads the output has seen enough
         sys.stderr.close()
         return 0
