@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.figures import pareto_front
-from fxquant.reporting.layout import SIDE, drawing
+from fxquant.reporting.layout import drawing
 from fxquant.search.sensitivity import decibels
 from fxquant.tuning.result import TunedLayer, TuningResult
 
@@ -304,13 +304,16 @@ def test_edges_pass_beside_boxes() -> None:
 
     for model in (fxq.trace(Skips(), torch.randn(2, 3)), fxq.trace(Network().eval(), torch.randn(2, 3, 10, 10))):
         found = drawing(model)
-        passing = [(edge, path) for edge in found.graph.edges if len(path := found.path(*edge)) == 4]
-        assert passing
-        for (one, other), path in passing:
-            (_, (side, top), (_, bottom), _) = path
-            for name, (x, y) in found.places.items():
-                if name not in (one, other) and bottom - 0.5 < y < top + 0.5:
-                    assert abs(x - side) >= SIDE - 0.02, (one, other, name)
+        assert found.lanes
+        assert all(found.places[one][1] - found.places[other][1] > 1 for one, other in found.lanes)
+        for one, other in found.lanes:
+            for (x, y), (to_x, to_y) in itertools.pairwise(found.path(one, other)):
+                for name, (middle, row) in found.places.items():
+                    if name in (one, other):
+                        continue
+                    for share in (step / 50 for step in range(51)):
+                        inside = abs(x + share * (to_x - x) - middle) < 0.35 and abs(y + share * (to_y - y) - row) < 0.25
+                        assert not inside, (one, other, name)
 
 
 def test_long_names_lose_their_middle() -> None:

@@ -16,6 +16,7 @@ from fxquant.errors import ConfigurationError
 
 SWEEPS = 4  # in which the places in a row follow those of the neighbours
 SIDE, LANE = 0.6, 0.2  # how far an edge that passes rows bends to the side, and how much further each that passes beside it
+TURN = 0.4  # of a row: how far below a box's middle an edge turns
 LANES = 8  # after which edges share the last one
 
 
@@ -42,7 +43,12 @@ class Drawing:
         """Return the points of an edge: straight to the next row, to the side around what stands between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
         side = self.lanes.get((one, other))
-        return [(x, y), (to_x, to_y)] if side is None else [(x, y), (side, y - 0.6), (side, to_y + 0.6), (to_x, to_y)]
+        if side is None:
+            return [(x, y), (to_x, to_y)]
+        # Where a lane is far, an edge leaves its row before it turns, so that it does not cross the boxes beside it.
+        leave = [(x, y - TURN)] if abs(side - x) > 1 else []
+        enter = [(to_x, to_y + TURN)] if abs(side - to_x) > 1 else []
+        return [(x, y), *leave, (side, y - 0.6), (side, to_y + 0.6), *enter, (to_x, to_y)]
 
 
 def drawing(model: fx.GraphModule, *, steps: bool = True, depth: int | None = None) -> Drawing:
