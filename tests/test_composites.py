@@ -67,8 +67,10 @@ def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str
     _, integer = compiled(head(), [rows()], target)
     dtypes = {str(part(node)): known.dtype for node in integer.graph.nodes if (known := qparams(node)) and part(node)}
     assert dtypes == {
-        "layer_norm: mean": "int16", "layer_norm: sub": "int16", "layer_norm: mul": "int16", "layer_norm: shifted": "int16",
-        "layer_norm: scale_channels": "int8", "softmax: amax": "int8", "softmax: sub": "int16", "softmax: exp": "int16",
+        "layer_norm: mean": "int16", "layer_norm: sub": "int16", "layer_norm: amax": "int8", "layer_norm: amin": "int8",
+        "layer_norm: of_one_magnitude": "int16", "layer_norm: mul": "int16", "layer_norm: shifted": "int16", "layer_norm: add": "int16",
+        "layer_norm: rsqrt": "int16", "layer_norm: scale_channels": "int8",
+        "softmax: amax": "int8", "softmax: sub": "int16", "softmax: exp": "int16",
         "softmax: sum": "int16", "softmax: reciprocal": "int16", "softmax: mul": "int8",
     }  # fmt: skip
     (exponential,) = [qparams(node) for node in integer.graph.nodes if node.name == "softmax_exp"]
