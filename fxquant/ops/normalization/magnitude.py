@@ -45,7 +45,7 @@ def bounded_inverse(input: Tensor, exponent: float = 1.0) -> Tensor:
 
 
 def _bounded_inverse(x: float, exponent: float = 1.0) -> float:
-    return max(x, 1.0) ** -exponent
+    return math.pow(max(x, 1.0), -exponent)
 
 
 unary("bounded_inverse", bounded_inverse, _bounded_inverse, exponent=1.0)
