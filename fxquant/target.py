@@ -85,6 +85,7 @@ class Target:
     operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
     dynamic is whether it quantizes the operands of linear layers at run time.
     former is fxquant's arithmetic from before the chip was measured, used by files of version 1; "bayes-e/former" selects it.
+    normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
     """
 
@@ -102,6 +103,7 @@ class Target:
     roofline: Roofline | None = None
     dynamic: bool = False
     former: Arithmetic | None = None
+    normalizes_items: bool = True
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):

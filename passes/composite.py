@@ -43,7 +43,9 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
         if because is None or because == "":
-            build = Builder(composite.name, node, context.target.activations, real=config.dynamic)
+            build = Builder(
+                composite.name, node, context.target.activations, real=config.dynamic, normalizes_items=context.target.normalizes_items
+            )
             result, because = _expanded(composite, build, arguments)
             for made in build.parts:
                 _leave_in_float(made) if config.dynamic else _settle(made, context)

@@ -1061,7 +1061,8 @@ def test_every_registered_spelling_has_a_sample() -> None:
 def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
-    parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
+    parts |= {"exponential", "inverse_root", "bounded_inverse", "of_one_magnitude", "kept", "added", "masked_softmax"}
+    parts |= {"log_of_one_and_exponential", "angle_of_share"}
     parts |= {"dynamic_linear", "piece", "curve"}  # of tests/test_dynamic.py, tests/test_shape_operators.py and tests/test_pointwise.py
     parts |= {"sum_at", "index_sum", "log_of_base", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"}
     of_samples = {sample.operator for samples in SAMPLES.values() for sample in samples}

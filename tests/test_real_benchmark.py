@@ -60,6 +60,11 @@ def test_a_synthetic_voice_is_heard_where_there_is_no_other(monkeypatch: pytest.
         assert (found.abs().amax(1) > 0.05).all()
         assert voices.mel_power(found).shape == (4, 101, 40)
         assert (voices.mel_power(found).sum(1) > 0).all()
+        silence, tone = torch.zeros(voices.RATE), torch.sin(2 * torch.pi * 440 / voices.RATE * torch.arange(voices.RATE))
+        bins = voices.constant_q(torch.stack((silence, tone)))
+        assert bins.shape == (2, 1, 219)
+        assert bins[0].unique().tolist() == pytest.approx([-138.47], abs=0.01)
+        assert int(bins[1].argmax()) == 3 * 48 + 1 - 16  # 48 semitones above 27.5 Hz, of three bins each, whose second one is the centre
     finally:
         voices.recordings.cache_clear()
 

@@ -119,6 +119,7 @@ MEANINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
     "remainder": (lambda x: x - mp.floor(x / mpf(0.7)) * mpf(0.7), {"other": 0.7}, 3.1),
     "fmod": (lambda x: x - truncated(x / mpf(0.7)) * mpf(0.7), {"other": 0.7}, 3.1),
     "inverse_root": (lambda x: x ** (-1 / mpf(3)) if x > 0 else mpf(0), {"root": 3.0}, 3),
+    "bounded_inverse": (lambda x: max(x, mpf(1)) ** -mpf(1.5), {"exponent": 1.5}, 3),
     "log_of_one_and_exponential": (lambda x: mp.log1p(mp.exp(-abs(x))), {}, 4),
     "log2_of_one_and_power": (lambda x: mp.log(1 + mpf(2) ** -abs(x), 2), {}, 4),
     "smooth_magnitude": (lambda x: x * x / 2 / mpf(0.7) if abs(x) < mpf(0.7) else abs(x) - mpf(0.7) / 2, {"beta": 0.7}, 3),

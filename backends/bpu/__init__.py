@@ -75,7 +75,7 @@ def _fixed(
     *aliases: str,
 ) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, weights, aliases=aliases, former=former)
+    return Target(name, words, arithmetic, activations, weights, aliases=aliases, former=former, normalizes_items=False)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:

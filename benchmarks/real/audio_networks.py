@@ -1,4 +1,4 @@
-"""Published audio networks, with the parameter names of their checkpoints: CREPE (tiny), silero VAD at 16 kHz, Resemblyzer."""
+"""Published audio networks, with the parameter names of their checkpoints: CREPE (tiny), PESTO, silero VAD at 16 kHz, Resemblyzer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,33 @@ class Crepe(nn.Module):
             x = F.max_pool2d(getattr(self, f"conv{index}_BN")(x), (2, 1))
         logits: Tensor = self.classifier(x.permute(0, 2, 1, 3).flatten(1))
         return logits
+
+
+class Pesto(nn.Module):
+    """Pitch of frames of a constant-Q transform of 219 bins, in dB: logits of 384 bins of a third of a semitone each.
+
+    Riou, Lattner, Hadjeres, Peeters: PESTO, ISMIR 2023. Its layer norm sees frames of silence and of speech in one batch.
+    """
+
+    WIDTHS = (40, 30, 30, 10, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layernorm = nn.LayerNorm((1, 219))
+        self.conv1 = nn.Sequential(nn.Conv1d(1, 40, 39, padding=19))
+        self.prefilt_layers = nn.ModuleList(nn.Sequential(nn.Conv1d(40, 40, 39, padding=19)) for _ in range(2))
+        pairs = zip(self.WIDTHS[:-1], self.WIDTHS[1:], strict=True)
+        self.conv_layers = nn.ModuleDict({str(3 * index): nn.Conv1d(*pair, 1) for index, pair in enumerate(pairs)})
+        self.fc = nn.Conv1d(1, 1, 1040, padding=383, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.conv1(self.layernorm(x)), 0.3)
+        for layer in self.prefilt_layers:
+            x = x + F.leaky_relu(layer(x), 0.3)
+        for layer in self.conv_layers.values():
+            x = F.leaky_relu(layer(x), 0.3)
+        logits: Tensor = self.fc(x.flatten(1).unsqueeze(1))
+        return logits.squeeze(1)
 
 
 class Silero(nn.Module):

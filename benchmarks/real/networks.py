@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.real import photographs, voices
-from benchmarks.real.audio_networks import Crepe, Silero, VoiceEncoder
+from benchmarks.real.audio_networks import Crepe, Pesto, Silero, VoiceEncoder
 from benchmarks.real.faces import Proposal, Refinement
 from benchmarks.real.wheels import folder
 from benchmarks.zoo.mobilenet import MobileNetV2
@@ -100,6 +102,30 @@ def _crepe() -> nn.Module:
     return _with(Crepe(), torch.load(path, map_location="cpu", weights_only=True))
 
 
+def _pesto() -> nn.Module:
+    path = folder("pesto", "pesto-pitch") / "weights" / "mir-1k_g7.ckpt"
+    state = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_TensorsAlone)["state_dict"]
+    return _with(Pesto(), {name.removeprefix("encoder."): value for name, value in state.items() if name.startswith("encoder.")})
+
+
+class _TensorsAlone:
+    """What `torch.load` reads checkpoints with whose settings are objects of a package that need not be installed."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module.startswith("torch") or (module, name) == ("collections", "OrderedDict"):
+                return super().find_class(module, name)
+            return _Setting
+
+
+class _Setting:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 def _silero() -> nn.Module:
     from safetensors.torch import load_file
 
@@ -132,6 +158,13 @@ def _mels(count: int, seed: int) -> Tensor:
     return voices.mel_power(voices.windows(count, voices.RATE * 159 // 100, seed))
 
 
+def _frames_of_bins(count: int, seed: int) -> Tensor:
+    """Speech, and silence in every eighth frame, as recordings begin and end."""
+    found = voices.windows(count, 8192, seed)
+    found[::8] = 0
+    return voices.constant_q(found)
+
+
 NETWORKS = {
     network.name: network
     for network in (
@@ -140,6 +173,7 @@ NETWORKS = {
         Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face),
         Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face),
         Network("CREPE", _crepe, _frames, same_pitch),
+        Network("PESTO", _pesto, _frames_of_bins, same_pitch),
         Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice),
         Network("Resemblyzer", _resemblyzer, _mels, cosine),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import subprocess
 import wave
@@ -79,6 +80,25 @@ def mel_power(samples: Tensor, bands: int = 40) -> Tensor:
     rising, falling = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2]), (edges[2:] - bins) / (edges[2:] - edges[1:-1])
     weights = torch.minimum(rising, falling).clamp_min(0) * 2 / (edges[2:] - edges[:-2])
     return (weights @ power).transpose(1, 2)
+
+
+def constant_q(samples: Tensor, bins: int = 219, a_semitone: int = 3, lowest: float = 27.5, gamma: float = 7.0) -> Tensor:
+    """Return a constant-Q transform in dB at the middle of windows of 4096 samples or more, (items, 1, bins); silence has -138 dB.
+
+    The bins are those that PESTO reads of the transform that it was trained with: 16 further ones lie below.
+    """
+    ratio = 2 ** (1 / (12 * a_semitone))
+    centre = samples.shape[1] // 2
+    spectrum = []
+    for bin in range(16, 16 + bins):
+        hertz = lowest / 2 ** ((a_semitone - 1) / (24 * a_semitone)) * ratio**bin
+        length = math.ceil(RATE / (ratio - 1) / (hertz + gamma / (ratio - 1)))
+        places = torch.arange(-(length // 2), length - length // 2)
+        window = torch.hann_window(length, dtype=torch.float64)
+        kernel = window / window.sum() * torch.exp(2j * torch.pi * hertz / RATE * places) * length**0.5
+        spectrum.append(samples[:, centre + places].to(torch.complex128) @ kernel)
+    magnitude = torch.stack(spectrum, 1).abs().float().clamp_min(torch.finfo(torch.float32).eps)
+    return 20 * magnitude.log10().unsqueeze(1)
 
 
 def _mel(hertz: Tensor) -> Tensor:

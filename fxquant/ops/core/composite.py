@@ -28,15 +28,25 @@ class Builder:
     made_by      the pass that writes
     parts        the nodes that were made, in order, without those that are computed from parameters alone
     real         whether the parts compute on float values, where a change of grid does nothing and other composites are not expanded
+    normalizes_items  whether norms bring the items of a batch to one magnitude; see `Target.normalizes_items`
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
-    def __init__(self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        node: fx.Node,
+        activations: Sequence[str],
+        made_by: str = "composite.expand",
+        real: bool = False,
+        normalizes_items: bool = False,
+    ) -> None:
         self.name = name
         self.made_by = made_by
         self.real = real
         self.node = node
         self.activations = activations
+        self.normalizes_items = normalizes_items
         self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
         self.step: int | None = None

@@ -2,7 +2,7 @@
 
     y = c / sqrt(mean c² + ε) · weight + bias,   c = x - mean x
 
-The inverse deviation is one table, with ε in it: on a grid of its own, ε would be rounded to 0 next to the variance.
+Items are brought to one magnitude first; `magnitude` says how, and why.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import WIDE, Operator, Parameter, register
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.ops.elementwise.unary import shifted
 from fxquant.ops.normalization.channels import scale_channels
+from fxquant.ops.normalization.magnitude import CENTRED, extent_of, unit_and_inverse
 from fxquant.ops.pooling.pool import mean
 
 
@@ -33,12 +33,11 @@ def _expand(
     build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, bias: fx.Node | None, eps: float
 ) -> Any:
     dims = list(range(-len(normalized_shape), 0))
-    centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=WIDE)
-    variance = build(mean, build(mul, centred, centred, demand=WIDE), dims, True, demand=WIDE)
-    inverse = build(shifted, variance, "rsqrt", 1.0, float(eps), {}, demand=WIDE)
+    centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=CENTRED if build.normalizes_items else WIDE)
+    unit, inverse = unit_and_inverse(build, centred, lambda: extent_of(build, input, dims), dims, float(eps))
     if weight is None and bias is None:
-        return build(mul, centred, inverse)
-    normalized = build(mul, centred, inverse, demand=WIDE)
+        return build(mul, unit, inverse)
+    normalized = build(mul, unit, inverse, demand=WIDE)
     if weight is not None and len(normalized_shape) == 1:
         return build(scale_channels, normalized, weight, bias)
     if weight is None:

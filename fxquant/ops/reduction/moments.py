@@ -2,7 +2,7 @@
 
     var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)
 
-What is divided by is one table: 1 / sqrt(v + ε) with ε in it, as layer norms have it.
+Norms bring their items to one magnitude first, as layer norms do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.unary import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization.channels import scale_channels
+from fxquant.ops.normalization.magnitude import extent_of, magnitude_of, unit_and_inverse
 from fxquant.ops.pooling.pool import mean, sum
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------
@@ -156,12 +157,10 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
 def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
     shape = numbers(fact(input).shape)
     grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
-    centred = centre(build, grouped, [2])
-    variance = build(mean, build(mul, centred, centred, demand=WIDE), [2], True, demand=WIDE)
-    inverse = build(shifted, variance, "rsqrt", 1.0, float(eps), {}, demand=WIDE)
+    unit, inverse = unit_and_inverse(build, centre(build, grouped, [2]), lambda: extent_of(build, grouped, [2]), [2], float(eps))
     if weight is None and bias is None:
-        return build(reshape, build(mul, centred, inverse), shape)
-    return scaled(build, build(reshape, build(mul, centred, inverse, demand=WIDE), shape), weight, bias)
+        return build(reshape, build(mul, unit, inverse), shape)
+    return scaled(build, build(reshape, build(mul, unit, inverse, demand=WIDE), shape), weight, bias)
 
 
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
@@ -289,12 +288,11 @@ def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
 
 def _expand_rms_norm(build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, eps: float | None) -> Any:
     dims = list(range(-len(normalized_shape), 0))
-    power = build(mean, build(mul, input, input, demand=WIDE), dims, True, demand=WIDE)
     small = torch.finfo(torch.float32).eps if eps is None else float(eps)
-    inverse = build(shifted, power, "rsqrt", 1.0, small, {}, demand=WIDE)
+    unit, inverse = unit_and_inverse(build, input, lambda: magnitude_of(build, input, dims), dims, small)
     if weight is None:
-        return build(mul, input, inverse)
-    normalized = build(mul, input, inverse, demand=WIDE)
+        return build(mul, unit, inverse)
+    normalized = build(mul, unit, inverse, demand=WIDE)
     return build(scale_channels, normalized, weight, None) if len(dims) == 1 else build(mul, normalized, weight)
 
 

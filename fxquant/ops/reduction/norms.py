@@ -2,7 +2,8 @@
 
     norm(x) = (Σ |x|^p)^(1/p)
 
-What is divided by is one table, s^(-1/p), which is 0 where s is: a row of zeros stays one.
+What is divided by is one table, s^(-1/p), which is 0 where s is: a row of zeros stays one. Rows that are divided by their norms are brought
+to one magnitude first, as the items of a layer norm are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.normalization.magnitude import NOT_ZERO, magnitude_of, of_one_magnitude
 from fxquant.ops.pooling.pool import sum
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.ops.reduction.moments import reduced, refuses_reduction
@@ -77,8 +79,11 @@ def _expand_norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepd
 
 
 def _expand_normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float) -> Any:
-    total, root = _powers(build, input, p, dim, True, {"demand": WIDE})
-    return build(mul, input, build(inverse_root, total, root, demand=WIDE))
+    unit = input
+    if build.normalizes_items:
+        unit = build(of_one_magnitude, input, magnitude_of(build, input, dim), NOT_ZERO, demand=WIDE)
+    total, root = _powers(build, unit, p, dim, True, {"demand": WIDE})
+    return build(mul, unit, build(inverse_root, total, root, demand=WIDE))
 
 
 def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> dict[str, Any] | str:
