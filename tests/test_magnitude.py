@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import part, qparams
+from fxquant.ir.integer import qparams
+from fxquant.ir.parts import part
 from fxquant.ops.normalization.magnitude import COARSE
 from tests import contract, oracle
 from tests.contract import compiled
