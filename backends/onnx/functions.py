@@ -19,7 +19,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import Operation, QParams, fact, operation, qparams, resolve
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
-from fxquant.ops.elementwise.unary import exact
+from fxquant.ops.elementwise.table import exact
 from fxquant.primitives.elementwise import lookup
 
 ACCURACY = 2.0**-20

@@ -29,7 +29,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import INNER, WIDE, Operator, Parameter, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.elementwise.table import unary
 from fxquant.ops.pooling.pool import mean, sum
 from fxquant.ops.reduction.distance import xlogy
 
