@@ -137,7 +137,6 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's, without dropout."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -228,7 +227,6 @@ def _multi_head_attention(
     batch_first: bool = False,
     add_zero_attn: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
     turned = batch_first and query.dim() == 3
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
     named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))

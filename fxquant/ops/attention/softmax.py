@@ -28,12 +28,10 @@ AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
 def _softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """Compute exp(x) / Σ exp(x) along one dimension."""
     return F.softmax(input, dim, _stacklevel=5)
 
 
 def _log_softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """Compute x - log Σ exp(x) along one dimension."""
     return F.log_softmax(input, dim, _stacklevel=5)
 
 

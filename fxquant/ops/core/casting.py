@@ -55,12 +55,10 @@ def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def _truncated(input: Tensor, whole: bool = False) -> Tensor:
-    """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid."""
     return input.to(torch.int64)
 
 
 def _to_real(input: Tensor) -> Tensor:
-    """Return booleans or integers as float values, on a grid."""
     return input.to(torch.float32)
 
 

@@ -27,12 +27,12 @@ Function = Callable[..., Any]
 ACTIVATIONS = ("fx.Node", "Quantized")  # annotations of the parameters that take them
 
 
-def composite(*forms: Any, **declared: Any) -> Callable[[Function], Function]:
+def composite(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
     """Declare a composite: the decorated function is `expand(build, **arguments)`. See `declare` for the arguments."""
     return lambda expand: declare(expand, *forms, expand=expand, **declared)
 
 
-def lowered(*forms: Any, **declared: Any) -> Callable[[Function], Function]:
+def lowered(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
     """Declare an operator with primitives of its own: the decorated function is `lower(lowering, **arguments)`. See `declare`."""
     return lambda lower: declare(lower, *forms, lower=lower, **declared)
 
@@ -49,7 +49,7 @@ def declare(
     modules: Mapping[type, Function] | None = None,
     refuses: Guard | Iterable[Guard] = (),
     **fields: Any,
-) -> Function:
+) -> Callable[..., Tensor]:
     """Register an operator and return its float function.
 
     meaning   a function of a builder, or of a lowering, and of the canonical arguments

@@ -28,7 +28,6 @@ from fxquant.primitives import elementwise
 
 
 def _div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input / other for a number, and a fused clamp."""
     value = input / other
     return value if clamp is None else clamped(value, *clamp)
 
@@ -48,7 +47,6 @@ def _onnx_div(c: Call) -> str:
 
 
 def _true_divide(input: Tensor, other: Tensor) -> Tensor:
-    """Compute input / other for two tensors."""
     return torch.true_divide(input, other)
 
 

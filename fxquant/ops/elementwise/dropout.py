@@ -28,7 +28,6 @@ SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that m
 
 
 def _dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
-    """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
     return input
 
 

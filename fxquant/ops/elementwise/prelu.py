@@ -26,7 +26,6 @@ from fxquant.primitives.comparison import choose, compare
 
 
 def _prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp."""
     value = F.prelu(input, weight)
     return value if clamp is None else clamped(value, *clamp)
 

@@ -19,7 +19,6 @@ from fxquant.primitives import comparison
 
 
 def _where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
-    """Return `input` where the condition holds, else `other`; each is a tensor or a number."""
     result = torch.where(condition, input, other)
     return result if result.is_floating_point() else result.float()
 

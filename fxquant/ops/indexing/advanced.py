@@ -178,7 +178,6 @@ register(
 
 
 def _take(input: Tensor, index: Any) -> Tensor:
-    """Return the elements at these places, a list that may be nested, of all elements row by row."""
     return torch.take(input, torch.as_tensor(index, device=input.device))
 
 

@@ -26,7 +26,6 @@ from fxquant.primitives import comparison, shape
 
 
 def _setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
-    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
     return functional.setitem(input, tuple(index), value)
 
 

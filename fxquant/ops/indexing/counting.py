@@ -46,7 +46,6 @@ def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
 
 
 def _count_of(input: Tensor, dim: list[int]) -> Tensor:
-    """Return how many of the numbers along dimensions are not 0: int64."""
     return torch.count_nonzero(input, dim)
 
 

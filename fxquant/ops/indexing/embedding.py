@@ -19,7 +19,6 @@ from fxquant.primitives import shape
 
 
 def _embedding(input: Tensor, weight: Tensor) -> Tensor:
-    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there."""
     return F.embedding(input, weight)
 
 

@@ -32,7 +32,6 @@ WHOLE = builtins.slice(None)
 
 
 def _getitem(input: Tensor, index: list[Any]) -> Tensor:
-    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one."""
     return input[tuple(index)]
 
 
@@ -63,7 +62,6 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
 
 
 def _pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
     places: tuple[Any, ...] = (*[WHOLE] * dim, index)
     return input[places]
 
@@ -352,7 +350,6 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
 
 
 def _flip(input: Tensor, dims: list[int]) -> Tensor:
-    """Return the elements in reverse order along `dims`."""
     return input.flip(dims)
 
 
@@ -387,7 +384,6 @@ def flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
 
 
 def _roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
-    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
     return input.roll(shifts, dims)
 
 

@@ -99,7 +99,6 @@ def cummin(build: Builder, input: fx.Node, dim: int) -> Any:
 
 
 def _quantile(input: Tensor, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Tensor:
-    """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
     of = q if isinstance(q, int | float) else torch.tensor(q, dtype=input.dtype, device=input.device)
     return torch.quantile(input, of, dim, keepdim, interpolation=interpolation)
 

@@ -59,7 +59,6 @@ def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool 
 
 
 def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
 
 

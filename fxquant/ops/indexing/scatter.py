@@ -108,7 +108,6 @@ def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch
 
 
 def _sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.scatter_add(dim, index, src)
 
@@ -142,7 +141,6 @@ def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) 
 
 
 def _index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.index_add(dim, index, src)
 

@@ -87,7 +87,6 @@ def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: 
 
 
 def _scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
-    """Return the largest, or smallest, of an element and those of `src` that have its place; `include_self` is about named places."""
     return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
 
 

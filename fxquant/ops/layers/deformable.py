@@ -72,7 +72,6 @@ def _base(height: int, width: int, geometry: Geometry) -> Tensor:
 
 
 def _deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1) -> Tensor:
-    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
     (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
     groups = offset.shape[1] // (2 * rows * columns)
     moved = offset.reshape(-1, rows, columns, 2, height, width).permute(0, 4, 1, 5, 2, 3).flip(-1)

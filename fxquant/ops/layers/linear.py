@@ -41,7 +41,6 @@ def _linear(
     clamp: Clamp | None = None,
     before_residual: BeforeResidual | None = None,
 ) -> Tensor:
-    """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     if batch_norm is not None:
         weight, bias = fold(weight, bias, batch_norm, 0)
     return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
@@ -107,7 +106,6 @@ def linear(
 
 
 def _matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input · other over the last two dimensions, plus bias, and a fused clamp."""
     value = torch.matmul(input, other)
     return epilogue(value if bias is None else value + bias, None, clamp, None)
 

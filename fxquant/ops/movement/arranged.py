@@ -55,12 +55,10 @@ def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any
 
 
 def _broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, each repeated to the shape of all of them."""
     return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 
 def _meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
-    """Return each line along a dimension of its own, repeated along the others."""
     return tuple(torch.meshgrid(*tensors, indexing=indexing))
 
 
@@ -102,7 +100,6 @@ def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> An
 
 
 def _sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
-    """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
     return input.sum_to_size(sizes)
 
 
@@ -137,7 +134,6 @@ def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
 
 
 def _as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
     return torch.as_strided(input.contiguous(), size, stride, storage_offset)
 
 
@@ -176,12 +172,10 @@ def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_o
 
 
 def _cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
-    """Return the vector products of vectors of three along a dimension."""
     return torch.linalg.cross(input, other, dim=dim)  # type: ignore[no-any-return]
 
 
 def _matrix_power(input: Tensor, n: int) -> Tensor:
-    """Return a square matrix times itself, n factors."""
     return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,6 @@ from fxquant.primitives import shape
 
 
 def _piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """Return one of `count` pieces of equal size along a dimension."""
     return torch.unflatten(input, dim, (count, -1)).select(dim, number)
 
 
@@ -33,7 +32,6 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
 
 
 def _interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
-    """Repeat each item along a dimension this many times, one after another."""
     return input.repeat_interleave(repeats, dim)
 
 

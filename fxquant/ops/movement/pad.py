@@ -23,7 +23,6 @@ from fxquant.primitives import shape
 
 
 def _pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
     return F.pad(input, padding, mode, value if mode == "constant" else None)
 
 

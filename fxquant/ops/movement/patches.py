@@ -184,7 +184,6 @@ def fold(
 
 
 def _unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
     return input.unfold(dimension, size, step)
 
 

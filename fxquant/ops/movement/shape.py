@@ -51,7 +51,6 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def _reshape(input: Tensor, shape: Any) -> Tensor:
-    """Return the elements in another shape."""
     return input.reshape(shape)
 
 
@@ -97,7 +96,6 @@ def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
 
 
 def _identity(input: Tensor) -> Tensor:
-    """Return the input itself."""
     return input
 
 
@@ -171,7 +169,6 @@ def identity(lowering: Lowering, input: Quantized) -> Quantized:
 
 
 def _permute(input: Tensor, dims: list[int]) -> Tensor:
-    """Return the elements with dimensions in another order."""
     return input.permute(dims)
 
 
@@ -250,7 +247,6 @@ def permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
 
 
 def _expand(input: Tensor, sizes: list[int]) -> Tensor:
-    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
     return input.expand(sizes)
 
 
@@ -351,7 +347,6 @@ def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> A
 
 
 def _repeat(input: Tensor, repeats: list[int]) -> Tensor:
-    """Return the whole tensor this many times along each dimension, new ones in front."""
     return input.repeat(repeats)
 
 

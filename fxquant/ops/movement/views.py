@@ -22,7 +22,6 @@ from fxquant.ops.movement.shape import reshape
 
 
 def _put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
-    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
     index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
     return functional.setitem(input, index, value)
 

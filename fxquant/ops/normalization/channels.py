@@ -20,7 +20,6 @@ from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multipl
 
 
 def _batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
-    """Batch normalisation with running statistics, and a fused clamp."""
     bn = batch_norm
     return epilogue(F.batch_norm(input, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps), None, clamp, None)
 
@@ -96,7 +95,6 @@ def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, c
 
 
 def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
     value = input * _shaped(weight, trailing)
     return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
 

@@ -26,7 +26,6 @@ from fxquant.ops.pooling.pool import mean
 def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalize the last dimensions to mean 0 and variance 1, multiply by weight and add bias."""
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 

@@ -16,6 +16,7 @@ from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead, Operator, Same, operator_named, register
 from fxquant.ops.core.traits import Trait
@@ -379,14 +380,12 @@ LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_poo
 # ---- mean and sum -----------------------------------------------------------------------------------------------------------
 
 
-def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """Return the mean over dimensions (all of them if `dim` is None)."""
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     value = input.mean() if dim is None else input.mean(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
 
-def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """Return the sum over dimensions (all of them if `dim` is None)."""
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     value = input.sum() if dim is None else input.sum(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
@@ -394,15 +393,6 @@ def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp |
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
     chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
     return [int(d) for d in chosen]
-
-
-def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
-    dims = _dims(input.shape, dim)
-    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
-
-
-def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
-    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
 
 
 def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
@@ -454,21 +444,25 @@ def _onnx_reduction(c: Call) -> str:
     return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
 
 
-for _name, _reduction, _lower_reduction, _spellings, _verb in (
-    ("mean", mean, _lower_mean, (torch.mean, torch.nanmean), "averages"),  # a quantized tensor has no NaN
-    ("sum", sum, _lower_sum, (torch.sum, torch.nansum), "sums"),
-):
-    register(
-        Operator(
-            _name,
-            _reduction,
-            ("input",),
-            _lower_reduction,
-            functions=dict.fromkeys(_spellings, _reduction_arguments),
-            methods=dict.fromkeys((_name, f"nan{_name}"), _reduction_arguments),
-            absorbs=frozenset({"clamp"}),
-            refuses=_refuses_reduction(_verb),
-            traits=frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
-            onnx=_onnx_reduction,
-        )
-    )
+def _reduces(verb: str) -> dict[str, Any]:
+    """Return the fields that sums and means have alike; `verb` is for the reason of one over the batch."""
+    return {
+        "adapt": _reduction_arguments,
+        "absorbs": frozenset({"clamp"}),
+        "refuses": _refuses_reduction(verb),
+        "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
+        "onnx": _onnx_reduction,
+    }
+
+
+@lowered("nanmean", function=_mean, **_reduces("averages"))  # a quantized tensor has no NaN
+def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the mean over dimensions (all of them if `dim` is None)."""
+    dims = _dims(input.shape, dim)
+    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+
+
+@lowered("nansum", function=_sum, **_reduces("sums"))
+def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the sum over dimensions (all of them if `dim` is None)."""
+    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

@@ -202,7 +202,6 @@ def _float_instance_norm(
     use_input_stats: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
 
 
@@ -260,7 +259,6 @@ def instance_norm(
 
 
 def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return the last dimensions over the root of their mean square, times weight."""
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 

@@ -36,7 +36,6 @@ def _float_norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) 
 
 
 def _normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    """Return the elements over the p-norm of theirs along dimensions."""
     value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
     return value
 
@@ -112,7 +111,6 @@ def _linalg_norm(
 
 
 def _sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
-    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
     sums = input.abs().sum(summed, keepdim=True)
     return (sums.amax if largest else sums.amin)((summed, other), keepdim)
 

@@ -21,7 +21,6 @@ from fxquant.primitives import whole as primitives
 
 
 def _whole_where(condition: Tensor, input: Tensor, other: Tensor) -> Tensor:
-    """Return `input` where the condition holds, else `other`."""
     device = condition.device
     return torch.where(condition, as_whole(input).to(device), as_whole(other).to(device))
 
@@ -123,7 +122,6 @@ def whole_smallest_along(build: Builder, input: fx.Node, dim: int, keepdim: bool
 
 
 def _whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate integers or booleans."""
     return torch.cat(tensors, dim)
 
 

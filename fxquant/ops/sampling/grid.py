@@ -117,7 +117,6 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
 def _grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tensor:
-    """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
@@ -180,7 +179,6 @@ def grid_sample(
 
 
 def _warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
-    """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
     if has_torch_function((input, flow)):
         result: Tensor = handle_torch_function(warp, (input, flow), input, flow, mode, padding_mode)
         return result
@@ -241,7 +239,6 @@ def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: s
 
 
 def _affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
     return F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners))
 
 
