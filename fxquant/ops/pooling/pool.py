@@ -75,24 +75,6 @@ def window_padding(
 # ---- maximum --------------------------------------------------------------------------------------------------------
 
 
-def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    def function(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Tensor:
-        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
-        return result
-
-    def lower(
-        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
-    ) -> Quantized:
-        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
-        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
-
-    function.__name__ = function.__qualname__ = f"max_pool{rank}d"
-    function.__doc__ = f"The maximum over windows in {rank} dimensions."
-    return function, lower
-
-
 def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     """Refuses what `needs_batch` does, and windows that meet no element."""
 
@@ -155,11 +137,6 @@ def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
     return window
 
 
-max_pool1d, _lower_max_pool1d = _max_pool(1)
-max_pool2d, _lower_max_pool2d = _max_pool(2)
-max_pool3d, _lower_max_pool3d = _max_pool(3)
-
-
 def _onnx_max_pool(c: Call) -> str:
     node = c.primitive(pool.max_pool)
     assert node is not None
@@ -168,27 +145,42 @@ def _onnx_max_pool(c: Call) -> str:
     return c.do("MaxPool", c.input, **attributes)
 
 
-for _rank, _function, _lower, _module in (
-    (1, max_pool1d, _lower_max_pool1d, nn.MaxPool1d),
-    (2, max_pool2d, _lower_max_pool2d, nn.MaxPool2d),
-    (3, max_pool3d, _lower_max_pool3d, nn.MaxPool3d),
-):
-    register(
-        Operator(
-            f"max_pool{_rank}d",
-            _function,
-            ("input",),
-            _lower,
-            Same(),
-            functions=dict.fromkeys((MAX_POOLS[_rank], getattr(torch, f"max_pool{_rank}d")), _max_pool_function(_rank)),
-            modules={_module: _max_pool_module(_rank)},
-            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
-            window=_window(_rank),
-            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
-            refuses=refuses_max_pool(_rank),
-            onnx=_onnx_max_pool,
-        )
+def _max_pool(rank: int) -> Callable[..., Tensor]:
+    def function(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Tensor:
+        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
+        return result
+
+    @lowered(
+        name=f"max_pool{rank}d",
+        function=function,
+        adapt=_max_pool_function(rank),
+        modules={getattr(nn, f"MaxPool{rank}d"): _max_pool_module(rank)},
+        demand=Same(),
+        idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
+        window=_window(rank),
+        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+        refuses=refuses_max_pool(rank),
+        onnx=_onnx_max_pool,
     )
+    def max_pool(
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Quantized:
+        """Return the maximum over windows in one, two or three dimensions."""
+        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
+        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+
+    return max_pool
+
+
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 
 
 # ---- average --------------------------------------------------------------------------------------------------------
