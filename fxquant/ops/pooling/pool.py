@@ -305,11 +305,6 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
-avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
-avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
-
-
 def _onnx_layer(c: Call) -> str | None:
     """Write an average as a convolution; return None where it is not one."""
     layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
@@ -344,29 +339,31 @@ def onnx_average_pool(c: Call) -> str:
     return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
 
 
-for _rank, _function, _lower, _avg_module in (
-    (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
-    (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
-    (3, avg_pool3d, _lower_avg_pool3d, nn.AvgPool3d),
-):
+def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    """Register the average of this rank, and return its float function and its integer meaning."""
+    function, lower = _avg_pool(rank)
     register(
         Operator(
-            f"avg_pool{_rank}d",
-            _function,
+            function.__name__,
+            function,
             ("input",),
-            _lower,
-            functions={AVG_POOLS[_rank]: None},
-            modules={_avg_module: _avg_pool_module},
-            normalize=_within(_rank),
+            lower,
+            functions={AVG_POOLS[rank]: None},
+            modules={getattr(nn, f"AvgPool{rank}d"): _avg_pool_module},
+            normalize=_within(rank),
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
-            refuses=_refuses_avg_pool(_rank),
+            refuses=_refuses_avg_pool(rank),
             traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             onnx=onnx_average_pool,
         )
     )
+    return function, lower
 
 
+avg_pool1d, _lower_avg_pool1d = _average(1)
+avg_pool2d, _lower_avg_pool2d = _average(2)
+avg_pool3d, _lower_avg_pool3d = _average(3)
 LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
 
 # ---- mean and sum -----------------------------------------------------------------------------------------------------------
