@@ -39,7 +39,7 @@ from fxquant.ops.core.places import is_arange
 from fxquant.ops.core.promotion import promoted
 from fxquant.ops.core.sizes import settle
 from fxquant.ops.core.unbatched import give_batch
-from fxquant.ops.elementwise.unary import SHIFTED, with_offset
+from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.shape import expand, is_cast, is_power
 from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context

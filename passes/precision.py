@@ -21,7 +21,7 @@ from fxquant.ops import WIDE, Own, Trait, demand, operator_of, shares, traits_of
 from fxquant.ops.core.boundary import quantize
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import true_divide
-from fxquant.ops.elementwise.unary import steep
+from fxquant.ops.elementwise.table import steep
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.pooling.pool import mean
 from fxquant.passes.matching import decide

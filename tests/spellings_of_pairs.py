@@ -58,7 +58,6 @@ LAYERS: dict[type, nn.Module] = {
     nn.BCELoss: nn.BCELoss(reduction="none"), nn.BCEWithLogitsLoss: nn.BCEWithLogitsLoss(reduction="none"),
     nn.KLDivLoss: nn.KLDivLoss(reduction="none", log_target=True), nn.PoissonNLLLoss: nn.PoissonNLLLoss(reduction="none"),
     nn.LPPool1d: nn.LPPool1d(2, 3), nn.LPPool2d: nn.LPPool2d(1, (2, 3), ceil_mode=True), nn.LPPool3d: nn.LPPool3d(3, 2),
-    nn.CrossMapLRN2d: nn.CrossMapLRN2d(3, 0.5),
 }  # fmt: skip
 
 SPELLINGS: dict[Any, Spelled] = {
@@ -87,16 +86,6 @@ SPELLINGS: dict[Any, Spelled] = {
     # ---- losses
     **dict(_losses()),
     # ---- products of many, neighbours
-    torch.prod: _of("prod", lambda x, y: torch.prod(x, -1)),
-    "prod": _of("prod", lambda x, y: y.prod(dim=2, keepdim=True)),
-    torch.cumprod: _of("cumprod", lambda x, y: torch.cumprod(x, 1)),
-    "cumprod": _of("cumprod", lambda x, y: y.cumprod(-1)),
-    "cumprod_": _of("cumprod", lambda x, y: x.cumprod_(2)),
-    torch.diff: _of("diff", lambda x, y: torch.diff(x, 2, 1, y)),
-    "diff": _of("diff", lambda x, y: x.diff(dim=2)),
-    torch.trapezoid: _of("trapezoid", lambda x, y: torch.trapezoid(x, dx=0.3, dim=2)),
-    torch.trapz: _of("trapezoid", lambda x, y: torch.trapz(x)),
-    torch.cumulative_trapezoid: _of("cumulative_trapezoid", lambda x, y: torch.cumulative_trapezoid(x, dim=1)),
     torch.nanmean: _of("mean", lambda x, y: torch.nanmean(x, 1)),
     "nanmean": _of("mean", lambda x, y: x.nanmean((2, 3), keepdim=True)),
     torch.nansum: _of("sum", lambda x, y: torch.nansum(x, 1)),
@@ -120,9 +109,6 @@ SPELLINGS: dict[Any, Spelled] = {
     "matrix_power": _of("matrix_power", lambda x, y: x.matrix_power(5)),
     torch.dist: _of("dist", lambda x, y: torch.dist(x[0], y[0])),
     "dist": _of("dist", lambda x, y: x[0].dist(y[0], 1)),
-    torch.renorm: _of("renorm", lambda x, y: torch.renorm(x, 2, 0, 3.0)),
-    "renorm": _of("renorm", lambda x, y: x.renorm(1, 0, 20.0)),
-    "renorm_": _of("renorm", lambda x, y: x.renorm_(2, 0, 5.0)),
     torch.isclose: ("isclose", lambda m, x, y: torch.isclose(x, y, atol=0.2), False),
     "isclose": ("isclose", lambda m, x, y: x.isclose(y[:, :1], rtol=0, atol=0.3), False),
     # ---- windows, norms, images
@@ -132,7 +118,6 @@ SPELLINGS: dict[Any, Spelled] = {
     nn.LPPool1d: ("lp_pool1d", lambda m, x, y: m.layers["LPPool1d"](x.flatten(2)), True),
     nn.LPPool2d: ("lp_pool2d", lambda m, x, y: m.layers["LPPool2d"](x), True),
     nn.LPPool3d: ("lp_pool3d", lambda m, x, y: m.layers["LPPool3d"](y.unsqueeze(1)), True),
-    nn.CrossMapLRN2d: ("cross_map_norm", lambda m, x, y: m.layers["CrossMapLRN2d"](x), True),
     torch.layer_norm: _of("layer_norm", lambda x, y: torch.layer_norm(x, (6,))),
     torch.grid_sampler: _of("cubic_sample", lambda x, y: torch.grid_sampler(x, x[:, :2].permute(0, 2, 3, 1), 2, 1, False)),
     torch.grid_sampler_2d: _of("grid_sample", lambda x, y: torch.grid_sampler_2d(x, x[:, :2].permute(0, 2, 3, 1), 0, 0, True)),

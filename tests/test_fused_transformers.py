@@ -19,7 +19,7 @@ from fxquant.backends.cpu import native
 from fxquant.numerics import rescaling
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, Grid, table
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.elementwise.unary import _made, _plain
+from fxquant.ops.elementwise.table import _made, _plain
 from fxquant.primitives import elementwise, pool, product
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
@@ -282,7 +282,7 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
 
 @pytest.mark.parametrize(("name", "offset"), [("rsqrt", 1e-5), ("log", 0.0), ("sqrt", -0.01)])
 def test_where_a_function_has_no_value_it_is_not_asked(name: str, offset: float) -> None:
-    from fxquant.ops.elementwise.unary import UNARY, WITHOUT_NEGATIVE
+    from fxquant.ops.elementwise.table import UNARY, WITHOUT_NEGATIVE
 
     input, output = Grid(INT16, torch.tensor(3e-5)), Grid(INT16, torch.tensor(1e-3))
     function, exact = UNARY[name]

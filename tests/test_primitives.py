@@ -22,10 +22,10 @@ from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
 from fxquant.numerics.rescaling import FixedRequantization, Ratio, fixed_requantization, real_multiplier
 from fxquant.numerics.rounding import straight_through
+from fxquant.ops import BY_NAME
 from fxquant.ops.core.sums import lower_add
 from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
-from fxquant.ops.movement.join import _lower_cat
 from fxquant.ops.pooling.pool import _lower_avg_pool2d
 from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
@@ -852,7 +852,7 @@ def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, s
     output = oracle.float32(output)
     with torch.no_grad():
         operator = lowering(arithmetic, output)
-        result = _lower_cat(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
+        result = BY_NAME["cat"].lower(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
     expected = [
         q if scale == output else requantized(arithmetic, q, scale / output, bits=8) for scale in (one, other) for q in range(-128, 128)
     ]
@@ -864,7 +864,7 @@ def test_concatenation_example() -> None:
     for arithmetic, expected in ((CHIP, [83, -64, 3]), (REAL, [83, -64, 2])):
         operand = quantized(torch.tensor([100, -77, 3]), oracle.float32(Fraction("0.1")))
         with torch.no_grad():
-            assert _lower_cat(lowering(arithmetic, oracle.float32(Fraction("0.12"))), [operand], 0).value.tolist() == expected
+            assert BY_NAME["cat"].lower(lowering(arithmetic, oracle.float32(Fraction("0.12"))), [operand], 0).value.tolist() == expected
 
 
 planes = st.tuples(st.integers(3, 6), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)).map(lambda r: (*r[:3], min(r[3], r[1] // 2)))

@@ -15,7 +15,7 @@ from fxquant import primitives
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.ops import BY_NAME, OPERATORS, Operator, Trait
 from fxquant.ops.elementwise.curve import INPUT
-from fxquant.ops.elementwise.unary import UNARY
+from fxquant.ops.elementwise.table import UNARY
 from fxquant.primitives import POINTWISE, PRIMITIVES, Primitive, Role, ZeroPoint
 from tests.c_cases import cases
 

@@ -20,7 +20,7 @@ from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
-from fxquant.ops.elementwise.unary import exact
+from fxquant.ops.elementwise.table import exact
 from fxquant.primitives.elementwise import lookup
 
 ACCURACY = 2.0**-20

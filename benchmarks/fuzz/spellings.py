@@ -477,6 +477,20 @@ def plain(record: Operator) -> Iterator[Spelling]:
             yield Spelling(record.name, "{layer}({0})", f"nn.{module.__name__}()")
 
 
+def sampled(record: Operator) -> Iterator[Spelling]:
+    """The samples of an operator's record, in the first of its functions that has a public name."""
+    public = next((name for function in record.functions if (name := _public(function)) is not None), None)
+    for sample in record.samples if public is not None else ():
+        shape = "{0}" if sample.over is None else f"(torch.sigmoid({{0}}) * {sample.over[1] - sample.over[0]} + {sample.over[0]})"
+        tensors = [name for name, value in sample.arguments.items() if name in record.operands and isinstance(value, tuple)]
+        leads = sum(one == each for one, each in zip(record.parameter_names, tensors, strict=False))
+        operands = [
+            ("" if position < leads else f"{name}=") + shape.replace("{0}", f"{{{position}}}") for position, name in enumerate(tensors)
+        ]
+        settings = [f"{name}={value!r}" for name, value in sample.arguments.items() if name not in tensors]
+        yield Spelling(record.name, f"{public}({', '.join([*operands, *settings])})")
+
+
 def _signature(record: Operator) -> Mapping[str, Any]:
     if record.parameters:
         return record.parameters
@@ -511,7 +525,17 @@ def _all() -> Iterator[Spelling]:
             yield from plain(record)
 
 
-SPELLINGS: tuple[Spelling, ...] = tuple(_all())
+def _and_those_of_records() -> Iterator[Spelling]:
+    """All of these, and, of each operator that none of them writes, its samples."""
+    written = list(_all())
+    names = {spelling.operator.format(rank=rank) for spelling in written for rank in (1, 2, 3)}
+    yield from written
+    for record in OPERATORS.values():
+        if record.name not in names and record.name not in UNWRITTEN:
+            yield from sampled(record)
+
+
+SPELLINGS: tuple[Spelling, ...] = tuple(_and_those_of_records())
 
 
 def by_operator() -> dict[str, list[Spelling]]:

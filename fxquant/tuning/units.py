@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve
-from fxquant.ops.elementwise.unary import UNARY
+from fxquant.ops.elementwise.table import UNARY
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.tuning.real import is_weighted
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run

@@ -21,7 +21,8 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Operator, Parameter, operator_of, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE, Parameter, operator_of
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -127,7 +128,7 @@ def _transposed(node: fx.Node) -> list[int]:
 # ---- scaled dot product ---------------------------------------------------------------------------------------------
 
 
-def scaled_dot_product_attention(
+def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -136,32 +137,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's, without dropout."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _expand_attention(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: fx.Node | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Any:
-    positions, features = fact(query).shape[-2:]
-    mask = Mask(build)
-    if is_causal:
-        mask.causal(positions, fact(key).shape[-2])
-    if attn_mask is not None:
-        constant = repeated(attn_mask)
-        if constant is not None and len(fact(query).shape) == len(fact(attn_mask).shape) == 4:
-            mask.rows, attn_mask = len(constant), build.constant(constant)
-        mask.add(attn_mask)
-    if enable_gqa:
-        key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
-    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale))[0]
 
 
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
@@ -202,17 +178,31 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
 
 
-register(
-    Operator(
-        "scaled_dot_product_attention",
-        scaled_dot_product_attention,
-        ("query", "key", "value"),
-        reads=("attn_mask",),
-        expand=_expand_attention,
-        functions={F.scaled_dot_product_attention: _attention_arguments},
-        refuses=_refuses_attention,
-    )
-)
+@composite(function=_scaled_dot_product_attention, adapt=_attention_arguments, reads=("attn_mask",), refuses=_refuses_attention)
+def scaled_dot_product_attention(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """PyTorch's, without dropout."""
+    positions, features = fact(query).shape[-2:]
+    mask = Mask(build)
+    if is_causal:
+        mask.causal(positions, fact(key).shape[-2])
+    if attn_mask is not None:
+        constant = repeated(attn_mask)
+        if constant is not None and len(fact(query).shape) == len(fact(attn_mask).shape) == 4:
+            mask.rows, attn_mask = len(constant), build.constant(constant)
+        mask.add(attn_mask)
+    if enable_gqa:
+        key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
+    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale))[0]
+
 
 # ---- several heads --------------------------------------------------------------------------------------------------
 
@@ -223,7 +213,7 @@ HELD = (
 )
 
 
-def multi_head_attention(
+def _multi_head_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -237,7 +227,6 @@ def multi_head_attention(
     batch_first: bool = False,
     add_zero_attn: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
     turned = batch_first and query.dim() == 3
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
     named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
@@ -259,54 +248,6 @@ def multi_head_attention(
         **named,
     )
     return result.transpose(0, 1) if turned else result, weights
-
-
-def _expand_heads(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    key_padding_mask: fx.Node | None,
-    need_weights: bool,
-    attn_mask: fx.Node | None,
-    average_attn_weights: bool,
-    is_causal: bool,
-    parameters: Sequence[fx.Node | None],
-    num_heads: int,
-    batch_first: bool,
-    add_zero_attn: bool,
-) -> Any:
-    rank, width = len(fact(query).shape), fact(query).shape[-1]
-    joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
-
-    def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
-        if parameter is None:
-            return None
-        rows: Any = slice(number * width, (number + 1) * width)
-        part: fx.Node = build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
-        return part
-
-    def heads(operand: fx.Node, number: int) -> fx.Node:
-        """Project an operand, and return it as samples, heads, positions, features."""
-        weight = separate[number] if joint is None else third(joint, number)
-        projected = build(linear, operand, weight, third(bias, number))
-        shape = numbers(fact(projected).shape)
-        split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
-        order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
-        turned: fx.Node = build(permute, split, order)
-        return turned
-
-    query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
-    more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides
-    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
-    key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
-    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
-    joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
-    shape = numbers(fact(joined).shape)
-    result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)
-    if not need_weights or not build.reads(1):
-        return result, None
-    return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights
 
 
 def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros: bool) -> fx.Node:
@@ -392,15 +333,58 @@ def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if any(not isinstance(size, int) for known in facts for size in known.shape[2:]) else None
 
 
-register(
-    Operator(
-        "multi_head_attention",
-        multi_head_attention,
-        ("query", "key", "value"),
-        reads=("key_padding_mask", "attn_mask"),
-        expand=_expand_heads,
-        functions={F.multi_head_attention_forward: _heads_function},
-        modules={nn.MultiheadAttention: _heads_module},
-        refuses=_refuses_heads,
-    )
+@composite(
+    "multi_head_attention_forward",
+    function=_multi_head_attention,
+    adapt=_heads_function,
+    modules={nn.MultiheadAttention: _heads_module},
+    reads=("key_padding_mask", "attn_mask"),
+    refuses=_refuses_heads,
 )
+def multi_head_attention(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    key_padding_mask: fx.Node | None = None,
+    need_weights: bool = True,
+    attn_mask: fx.Node | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    parameters: Sequence[fx.Node | None] = (),
+    num_heads: int = 1,
+    batch_first: bool = False,
+    add_zero_attn: bool = False,
+) -> Any:
+    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    rank, width = len(fact(query).shape), fact(query).shape[-1]
+    joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
+
+    def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
+        if parameter is None:
+            return None
+        rows: Any = slice(number * width, (number + 1) * width)
+        part: fx.Node = build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
+        return part
+
+    def heads(operand: fx.Node, number: int) -> fx.Node:
+        """Project an operand, and return it as samples, heads, positions, features."""
+        weight = separate[number] if joint is None else third(joint, number)
+        projected = build(linear, operand, weight, third(bias, number))
+        shape = numbers(fact(projected).shape)
+        split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
+        order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
+        turned: fx.Node = build(permute, split, order)
+        return turned
+
+    query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
+    more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides
+    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
+    key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
+    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
+    joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
+    shape = numbers(fact(joined).shape)
+    result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)
+    if not need_weights or not build.reads(1):
+        return result, None
+    return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights

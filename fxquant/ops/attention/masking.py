@@ -20,6 +20,7 @@ from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import WIDE, Operator, Same, operator_of, register
 from fxquant.ops.core.traits import Trait
@@ -27,7 +28,7 @@ from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.unary import by_table
+from fxquant.ops.elementwise.table import by_table
 from fxquant.ops.pooling.pool import sum
 from fxquant.ops.reduction.extremum import amax
 
@@ -168,7 +169,7 @@ register(
 # ---- softmax --------------------------------------------------------------------------------------------------------
 
 
-def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
+def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
     """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
 
     `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
@@ -218,10 +219,12 @@ def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node 
     return build.host(torch.logical_or, keep, missing if otherwise is None else build.host(torch.logical_and, missing, otherwise))
 
 
-def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str, otherwise: fx.Node | None) -> Any:
+@composite(operands=("input",), function=_masked_softmax, reads=("keep", "otherwise"), traits=frozenset({Trait.SOFTMAX}))
+def masked_softmax(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str = "zeros", otherwise: fx.Node | None = None) -> Any:
+    """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+
+    `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
+    softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
+    what this keeps.
+    """
     return shares(build, input, keep, dim, empty=empty, otherwise=otherwise)
-
-
-register(
-    Operator("masked_softmax", masked_softmax, ("input",), reads=("keep", "otherwise"), expand=_expand, traits=frozenset({Trait.SOFTMAX}))
-)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Fixed, Operator, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE, Fixed
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
@@ -26,24 +27,12 @@ from fxquant.ops.reduction.moments import reduced, refuses_reduction
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
-def softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """Compute exp(x) / Σ exp(x) along one dimension."""
+def _softmax(input: Tensor, dim: int | None = None) -> Tensor:
     return F.softmax(input, dim, _stacklevel=5)
 
 
-def log_softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    """Compute x - log Σ exp(x) along one dimension."""
+def _log_softmax(input: Tensor, dim: int | None = None) -> Tensor:
     return F.log_softmax(input, dim, _stacklevel=5)
-
-
-def softmin(input: Tensor, dim: int | None = None) -> Tensor:
-    """Compute exp(-x) / Σ exp(-x) along one dimension."""
-    return F.softmin(input, dim)
-
-
-def logsumexp(input: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """Compute log Σ exp(x) over dimensions."""
-    return torch.logsumexp(input, dim, keepdim)
 
 
 def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
@@ -52,29 +41,6 @@ def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.N
     difference = build(sub, input, largest, demand=WIDE)
     exponential = build(torch.exp, difference, demand=AT_MOST_ONE)
     return largest, difference, exponential, build(sum, exponential, dims, True, demand=WIDE)
-
-
-def _expand_softmax(build: Builder, input: fx.Node, dim: int) -> Any:
-    _, _, exponential, total = _exponentials(build, input, [dim])
-    return build(mul, exponential, build(torch.reciprocal, total, demand=WIDE))
-
-
-def _expand_log_softmax(build: Builder, input: fx.Node, dim: int) -> Any:
-    _, difference, _, total = _exponentials(build, input, [dim])
-    return build(sub, difference, build(torch.log, total, demand=WIDE))
-
-
-def _expand_softmin(build: Builder, input: fx.Node, dim: int) -> Any:
-    return build(softmax, build(torch.neg, input), dim)
-
-
-def _expand_logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool) -> Any:
-    largest, _, _, total = _exponentials(build, input, dim)
-    logarithm = build(torch.log, total, demand=WIDE)
-    if keepdim:
-        return build(add, largest, logarithm)
-    shape = [size for position, size in enumerate(numbers(fact(largest).shape)) if position not in dim]
-    return build(add, build(reshape, largest, shape), build(reshape, logarithm, shape))
 
 
 def _arguments(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> dict[str, Any] | str:
@@ -110,51 +76,46 @@ def _refuses_logsumexp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return because or (MANY_SIZES if not arguments["keepdim"] and many_sizes(node) else None)
 
 
-register(
-    Operator(
-        "softmax",
-        softmax,
-        ("input",),
-        expand=_expand_softmax,
-        traits=frozenset({Trait.SOFTMAX}),
-        functions={torch.softmax: _method, F.softmax: _arguments, torch.special.softmax: _special},
-        methods={"softmax": _method},
-        modules={nn.Softmax: _module, nn.Softmax2d: lambda m: {"dim": -3}},
-        normalize=_chosen_dimension,
-    )
+@composite(
+    function=_softmax,
+    adapt=_method,
+    calls={F.softmax: _arguments, torch.special.softmax: _special},
+    modules={nn.Softmax: _module, nn.Softmax2d: lambda m: {"dim": -3}},
+    traits=frozenset({Trait.SOFTMAX}),
+    normalize=_chosen_dimension,
 )
-register(
-    Operator(
-        "log_softmax",
-        log_softmax,
-        ("input",),
-        expand=_expand_log_softmax,
-        traits=frozenset({Trait.SOFTMAX}),
-        functions={torch.log_softmax: _method, F.log_softmax: _arguments, torch.special.log_softmax: _special},
-        methods={"log_softmax": _method},
-        modules={nn.LogSoftmax: _module},
-        normalize=_chosen_dimension,
-    )
+def softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
+    """Compute exp(x) / Σ exp(x) along one dimension."""
+    _, _, exponential, total = _exponentials(build, input, [dim])
+    return build(mul, exponential, build(torch.reciprocal, total, demand=WIDE))
+
+
+@composite(
+    function=_log_softmax,
+    adapt=_method,
+    calls={F.log_softmax: _arguments, torch.special.log_softmax: _special},
+    modules={nn.LogSoftmax: _module},
+    traits=frozenset({Trait.SOFTMAX}),
+    normalize=_chosen_dimension,
 )
-register(
-    Operator(
-        "softmin",
-        softmin,
-        ("input",),
-        expand=_expand_softmin,
-        functions={F.softmin: _arguments},
-        modules={nn.Softmin: _module},
-        normalize=_chosen_dimension,
-    )
-)
-register(
-    Operator(
-        "logsumexp",
-        logsumexp,
-        ("input",),
-        expand=_expand_logsumexp,
-        functions={torch.logsumexp: _over_dimensions, torch.special.logsumexp: _over_dimensions},
-        methods={"logsumexp": _over_dimensions},
-        refuses=_refuses_logsumexp,
-    )
-)
+def log_softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
+    """Compute x - log Σ exp(x) along one dimension."""
+    _, difference, _, total = _exponentials(build, input, [dim])
+    return build(sub, difference, build(torch.log, total, demand=WIDE))
+
+
+@composite(adapt=_arguments, modules={nn.Softmin: _module}, normalize=_chosen_dimension)
+def softmin(build: Builder, input: fx.Node, dim: Any = None) -> Any:
+    """Compute exp(-x) / Σ exp(-x) along one dimension."""
+    return build(softmax, build(torch.neg, input), dim)
+
+
+@composite(adapt=_over_dimensions, refuses=_refuses_logsumexp)
+def logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool = False) -> Any:
+    """Compute log Σ exp(x) over dimensions."""
+    largest, _, _, total = _exponentials(build, input, dim)
+    logarithm = build(torch.log, total, demand=WIDE)
+    if keepdim:
+        return build(add, largest, logarithm)
+    shape = [size for position, size in enumerate(numbers(fact(largest).shape)) if position not in dim]
+    return build(add, build(reshape, largest, shape), build(reshape, logarithm, shape))

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.record import Instead, Operator, Plain, Same, operator_of, register
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
@@ -53,28 +54,12 @@ def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     return input.to(dtype)
 
 
-def truncated(input: Tensor, whole: bool = False) -> Tensor:
-    """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid."""
+def _truncated(input: Tensor, whole: bool = False) -> Tensor:
     return input.to(torch.int64)
 
 
-def to_real(input: Tensor) -> Tensor:
-    """Return booleans or integers as float values, on a grid."""
+def _to_real(input: Tensor) -> Tensor:
     return input.to(torch.float32)
-
-
-def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
-    """Lower a truncation; with `whole`, round to the nearest integer, since a grid need not hold integers exactly."""
-    margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
-    constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
-    return lowering.call(primitives.truncated, input.value, *constants)
-
-
-def _lower_to_real(lowering: Lowering, input: Any) -> Any:
-    """Put the integers on a grid, or, where the result has none, return them as they are."""
-    if lowering.plain:
-        return lowering.call(primitives.converted, input, torch.float32)
-    return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
 
 
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -93,8 +78,29 @@ register(
         refuses=_refuses_dtype,
     )
 )
-register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
-register(Operator("to_real", to_real, (), _lower_to_real, carries=("input",), reads=("input",)))
+
+
+@lowered(function=_truncated, demand=WHOLE_NUMBERS)
+def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
+    """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid.
+
+    Lower a truncation; with `whole`, round to the nearest integer, since a grid need not hold integers exactly.
+    """
+    margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
+    constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
+    return lowering.call(primitives.truncated, input.value, *constants)
+
+
+@lowered(function=_to_real, carries=("input",), reads=("input",))
+def to_real(lowering: Lowering, input: Any) -> Any:
+    """Return booleans or integers as float values, on a grid.
+
+    Put the integers on a grid, or, where the result has none, return them as they are.
+    """
+    if lowering.plain:
+        return lowering.call(primitives.converted, input, torch.float32)
+    return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
+
 
 # ---- which of them --------------------------------------------------------------------------------------------------
 

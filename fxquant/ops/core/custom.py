@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from fxquant.errors import ConfigurationError
+from fxquant.ops.core.declare import spelled
 from fxquant.ops.core.record import BY_NAME, Operator, register
-from fxquant.ops.elementwise.unary import spelled
-from fxquant.ops.elementwise.unary import unary as declare
+from fxquant.ops.elementwise.table import unary as declare
 from fxquant.support.arguments import CALLABLE, NAMES, checked, instance, such
 
 MEANING = CALLABLE.or_none("the other argument then defines the operator")

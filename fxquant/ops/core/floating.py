@@ -22,7 +22,7 @@ from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
-from fxquant.ops.elementwise.unary import has_pole
+from fxquant.ops.elementwise.table import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((

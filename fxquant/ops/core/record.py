@@ -21,6 +21,7 @@ from fxquant.ir.parts import stated_demand
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.samples import Sample
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives.arithmetic import Arithmetic
 
@@ -162,6 +163,7 @@ class Operator:
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
     traits     the criteria that it meets, by which passes and backends distinguish operators
+    samples    small calls of it, of which tests and benchmarks make their inputs, for each of its call forms
     """
 
     name: str
@@ -197,6 +199,7 @@ class Operator:
     dynamic: bool = False
     onnx: Callable[[Call], str] | None = None
     traits: frozenset[Trait] = frozenset()
+    samples: tuple[Sample, ...] = ()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
@@ -211,9 +214,10 @@ class Operator:
         bound.update(zip(signature, args, strict=False))
         for name, value in kwargs.items():
             name = _ALIASES.get(name, name) if name not in signature else name
-            if name not in signature:
+            if name in signature:
+                bound[name] = value
+            elif value is not None:  # of a keyword that is None, PyTorch's default, nothing is asked
                 raise TypeError(f"{self.name} has no argument {name!r}")
-            bound[name] = value
         for name, value in bound.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{self.name} is missing its argument {name!r}")

@@ -18,7 +18,7 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead, Operator, Own, Same, register
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.elementwise.unary import UNARY, by_table
+from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.primitives import elementwise
 
 

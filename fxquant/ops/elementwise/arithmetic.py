@@ -153,32 +153,38 @@ def _onnx_sub(c: Call) -> str:
     return c.epilogue(c.do("Sub", _term(c), _scaled(c, "other")))
 
 
-for _name, _function, _lower, _spellings, _methods in (
-    ("add", add, _lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
-    (
+SUMS: dict[str, Any] = {
+    "absorbs": frozenset({"clamp"}),
+    "adds": True,
+    "traits": frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
+    "refuses": needs_activation,
+}
+register(
+    Operator(
+        "add",
+        add,
+        ("input", "other"),
+        _lower_add,
+        functions=dict.fromkeys((torch.add, operator.add, operator.iadd)),
+        methods=dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__")),
+        idle=_adds_zero,
+        onnx=_onnx_add,
+        **SUMS,
+    )
+)
+register(
+    Operator(
         "sub",
         sub,
+        ("input", "other"),
         _lower_sub,
-        (torch.sub, torch.subtract, operator.sub, operator.isub),
-        ("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"),
-    ),
-):
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input", "other"),
-            _lower,
-            functions={**dict.fromkeys(_spellings), **({torch.rsub: _reversed_sub} if _name == "sub" else {})},
-            methods=dict.fromkeys(_methods),
-            absorbs=frozenset({"clamp"}),
-            adds=True,
-            traits=frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
-            refuses=needs_activation,
-            idle=_adds_zero if _name == "add" else _subtracts_zero,
-            onnx=_onnx_add if _name == "add" else _onnx_sub,
-        )
+        functions={**dict.fromkeys((torch.sub, torch.subtract, operator.sub, operator.isub)), torch.rsub: _reversed_sub},
+        methods=dict.fromkeys(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__")),
+        idle=_subtracts_zero,
+        onnx=_onnx_sub,
+        **SUMS,
     )
+)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ integer. Two tensors on different grids are brought to the common scale of a sum
 from __future__ import annotations
 
 import builtins
-import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import declare, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Plain, Same, register
+from fxquant.ops.core.record import Plain, Same
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives import comparison, selection
 
@@ -91,34 +91,34 @@ def _onnx_comparison(relation: str) -> Callable[[Call], str]:
     return write
 
 
-for _name, _long in (("eq", ""), ("ne", "not_equal"), ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")):
-    _spellings = [getattr(torch, _long)] if _long else []
-    register(
-        Operator(
-            _name,
-            getattr(torch, _name),
-            ("input", "other"),
-            _lower_comparison(_name),
-            Plain("bool"),
-            functions=dict.fromkeys([getattr(operator, _name), *_spellings]),
-            methods=dict.fromkeys([_name, f"__{_name}__", *([_long] if _long else [])]),
-            refuses=_refuses_comparison,
-            parameters={"input": inspect.Parameter.empty, "other": inspect.Parameter.empty},
-        )
+def _compares(name: str, *long: str) -> None:
+    """Register one of PyTorch's comparisons; in place, `lt_` and the like, they make numbers, and are not among its call forms."""
+    declare(
+        _lower_comparison(name),
+        name=name,
+        by_name=False,
+        calls=dict.fromkeys((getattr(operator, name), *(getattr(torch, each) for each in long), name, f"__{name}__", *long)),
+        lower=_lower_comparison(name),
+        function=getattr(torch, name),
+        operands=("input", "other"),
+        demand=Plain("bool"),
+        refuses=_refuses_comparison,
     )
 
-register(
-    Operator(
-        "signbit",
-        torch.signbit,
-        ("input",),
-        lambda lowering, input: _lower_comparison("lt")(lowering, input, 0.0),  # integers have no -0
-        Plain("bool"),
-        dtypes={"input": "int16"},  # on 8 bits, what is negative and small is 0
-        methods={"signbit": None},
-        parameters={"input": inspect.Parameter.empty},
-    )
-)
+
+_compares("eq")
+_compares("ne", "not_equal")
+_compares("lt", "less")
+_compares("le", "less_equal")
+_compares("gt", "greater")
+_compares("ge", "greater_equal")
+
+
+@lowered(function=torch.signbit, demand=Plain("bool"), dtypes={"input": "int16"})  # on 8 bits, what is negative and small is 0
+def signbit(lowering: Lowering, input: Quantized) -> Any:
+    """Return whether elements are below 0: integers have no -0."""
+    return _lower_comparison("lt")(lowering, input, 0.0)
+
 
 # ---- of booleans -----------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,6 @@ def _lower_logic(operation: str) -> Callable[..., Any]:
     return lower
 
 
-def _lower_not(lowering: Lowering, input: Any) -> Any:
-    return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
-
-
 def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
         known = fact(value) if isinstance(value, fx.Node) else None
@@ -143,39 +139,35 @@ def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-for _operation, _bitwise in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-    register(
-        Operator(
-            f"logical_{_operation}",
-            getattr(torch, f"logical_{_operation}"),
-            (),
-            _lower_logic(_operation),
-            Plain("bool"),
-            reads=("input", "other"),
-            functions=dict.fromkeys((_bitwise, getattr(torch, f"bitwise_{_operation}"))),
-            methods=dict.fromkeys(
-                name
-                for plain in (f"logical_{_operation}", f"bitwise_{_operation}", f"__{_operation}__")
-                for name in ((plain,) if plain.startswith("__") else (plain, f"{plain}_"))
-            ),
-            refuses=_refuses_logic,
-            parameters={"input": inspect.Parameter.empty, "other": inspect.Parameter.empty},
-        )
-    )
-register(
-    Operator(
-        "logical_not",
-        torch.logical_not,
-        (),
-        _lower_not,
-        Plain("bool"),
-        reads=("input",),
-        functions=dict.fromkeys((operator.invert, torch.bitwise_not)),
-        methods=dict.fromkeys(("logical_not", "logical_not_", "bitwise_not", "bitwise_not_", "__invert__")),
+def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
+    """Register one of PyTorch's functions of two booleans."""
+    declare(
+        _lower_logic(operation),
+        f"bitwise_{operation}",
+        f"__{operation}__",
+        bitwise,
+        name=f"logical_{operation}",
+        lower=_lower_logic(operation),
+        function=getattr(torch, f"logical_{operation}"),
+        operands=(),
+        demand=Plain("bool"),
+        reads=("input", "other"),
         refuses=_refuses_logic,
-        parameters={"input": inspect.Parameter.empty},
     )
+
+
+_combines("and", operator.and_)
+_combines("or", operator.or_)
+_combines("xor", operator.xor)
+
+
+@lowered(
+    "bitwise_not", "__invert__", operator.invert, function=torch.logical_not, reads=("input",), refuses=_refuses_logic, demand=Plain("bool")
 )
+def logical_not(lowering: Lowering, input: Any) -> Any:
+    """PyTorch's logical_not."""
+    return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
+
 
 # ---- what no integer is ----------------------------------------------------------------------------------------------
 
@@ -188,37 +180,19 @@ def _lower_constant(relation: str) -> Callable[..., Any]:
     return lower
 
 
-for _name, _relation in (("isnan", "ne"), ("isinf", "ne"), ("isposinf", "ne"), ("isneginf", "ne"), ("isfinite", "eq"), ("isreal", "eq")):
-    register(
-        Operator(
-            _name,
-            getattr(torch, _name),
-            ("input",),
-            _lower_constant(_relation),
-            Plain("bool"),
-            methods=dict.fromkeys((_name,)) if hasattr(Tensor, _name) else {},
-            parameters={"input": inspect.Parameter.empty},
-        )
-    )
+def _of_finite_numbers(name: str, relation: str) -> None:
+    """Register a test that all elements of a quantized tensor pass, or none."""
+    declare(_lower_constant(relation), name=name, lower=_lower_constant(relation), function=getattr(torch, name), demand=Plain("bool"))
+
+
+_of_finite_numbers("isnan", "ne")
+_of_finite_numbers("isinf", "ne")
+_of_finite_numbers("isposinf", "ne")
+_of_finite_numbers("isneginf", "ne")
+_of_finite_numbers("isfinite", "eq")
+_of_finite_numbers("isreal", "eq")
 
 # ---- of all along dimensions -----------------------------------------------------------------------------------------
-
-
-def any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """Return whether any of the booleans along dimensions is true."""
-    return torch.any(input, dim, keepdim)
-
-
-def all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """Return whether all booleans along dimensions are true."""
-    return torch.all(input, dim, keepdim)
-
-
-def _lower_truth(every: bool) -> Callable[..., Any]:
-    def lower(lowering: Lowering, input: Any, dim: Any, keepdim: bool) -> Any:
-        return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
-
-    return lower
 
 
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -232,37 +206,35 @@ def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"
 
 
-for _function, _every in ((any, False), (all, True)):
-    _name = _function.__name__
-    register(
-        Operator(
-            _name,
-            _function,
-            (),
-            _lower_truth(_every),
-            Plain("bool"),
-            reads=("input",),
-            functions={getattr(torch, _name): None},
-            methods={_name: None},
-            refuses=_refuses_truth,
-        )
-    )
+def _truth(lowering: Lowering, input: Any, dim: Any, keepdim: bool, every: bool) -> Any:
+    return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
 
 
-def nan_to_num(input: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Tensor:
-    """Replace NaN and infinite elements of a tensor by numbers."""
-    return torch.nan_to_num(input, nan, posinf, neginf)
-
-
-register(
-    Operator(
-        "nan_to_num",
-        nan_to_num,
-        ("input",),
-        lambda lowering, input, nan, posinf, neginf: input,
-        Same(),
-        traits=frozenset({Trait.CHOOSES}),
-        functions={torch.nan_to_num: None, torch.nan_to_num_: None},
-        methods={"nan_to_num": None, "nan_to_num_": None},
-    )
+@lowered(
+    function=lambda input, dim=None, keepdim=False: torch.any(input, dim, keepdim),
+    demand=Plain("bool"),
+    reads=("input",),
+    refuses=_refuses_truth,
 )
+def any(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return whether any of the booleans along dimensions is true."""
+    return _truth(lowering, input, dim, keepdim, False)
+
+
+@lowered(
+    function=lambda input, dim=None, keepdim=False: torch.all(input, dim, keepdim),
+    demand=Plain("bool"),
+    reads=("input",),
+    refuses=_refuses_truth,
+)
+def all(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return whether all booleans along dimensions are true."""
+    return _truth(lowering, input, dim, keepdim, True)
+
+
+@lowered(demand=Same(), traits=frozenset({Trait.CHOOSES}))
+def nan_to_num(
+    lowering: Lowering, input: Quantized, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Quantized:
+    """Replace NaN and infinite elements of a tensor by numbers: no grid has them."""
+    return input

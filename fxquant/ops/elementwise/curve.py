@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, register
-from fxquant.ops.elementwise.unary import SINGULAR, UNARY, by_table
+from fxquant.ops.elementwise.table import SINGULAR, UNARY, by_table
 
 INPUT = "input"
 COMPARED = ("le", "lt", "ge", "gt", "eq", "ne", "isnan", "isinf", "isfinite")

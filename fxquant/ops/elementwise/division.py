@@ -18,24 +18,19 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import OPERATORS, WIDE, Instead, Operator, register
+from fxquant.ops.core.record import OPERATORS, WIDE, Instead
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient
-from fxquant.ops.elementwise.unary import SHIFTED, of_inverse, with_offset
+from fxquant.ops.elementwise.table import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
 
 
-def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input / other for a number, and a fused clamp."""
+def _div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
     value = input / other
     return value if clamp is None else clamped(value, *clamp)
-
-
-def _lower_div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
-    step = Ratio((input.scale,), (torch.tensor(abs(float(other)), dtype=torch.float64, device=input.scale.device),))
-    return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
 
 
 def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -52,8 +47,7 @@ def _onnx_div(c: Call) -> str:
 # ---- of two tensors -------------------------------------------------------------------------------------------------
 
 
-def true_divide(input: Tensor, other: Tensor) -> Tensor:
-    """Compute input / other for two tensors."""
+def _true_divide(input: Tensor, other: Tensor) -> Tensor:
     return torch.true_divide(input, other)
 
 
@@ -74,10 +68,6 @@ def reciprocal_of(build: Builder, divisor: fx.Node) -> fx.Node:
         absorb(build.node, divisor)
         made = build(SHIFTED.function, *shifted.values(), demand=WIDE)
     return made
-
-
-def _expand_true_divide(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    return build(mul, input, reciprocal_of(build, other))
 
 
 ROUNDED = {"floor": (floor_quotient, floor_divided), "trunc": (trunc_quotient, trunc_divided)}  # by a tensor, and by a number
@@ -104,19 +94,24 @@ def _reversed(input: Any, other: Any) -> dict[str, Any] | str | Instead:
 
 _FUNCTIONS = (torch.div, torch.divide, torch.true_divide, operator.truediv, operator.itruediv)
 _METHODS = ("div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__", "__div__", "__itruediv__", "__idiv__")
-register(
-    Operator(
-        "div",
-        div,
-        ("input",),
-        _lower_div,
-        functions=dict.fromkeys(_FUNCTIONS, _divided),
-        methods={**dict.fromkeys(_METHODS, _divided), "__rtruediv__": _reversed, "__rdiv__": _reversed},
-        idle=lambda arguments: isinstance(arguments["other"], int | float) and arguments["other"] == 1,
-        traits=frozenset({Trait.AFFINE}),
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_div,
-        onnx=_onnx_div,
-    )
+
+
+@lowered(
+    function=_div,
+    calls={**dict.fromkeys(_FUNCTIONS, _divided), **dict.fromkeys(_METHODS, _divided), "__rtruediv__": _reversed, "__rdiv__": _reversed},
+    idle=lambda arguments: isinstance(arguments["other"], int | float) and arguments["other"] == 1,
+    traits=frozenset({Trait.AFFINE}),
+    absorbs=frozenset({"clamp"}),
+    refuses=_refuses_div,
+    onnx=_onnx_div,
 )
-register(Operator("true_divide", true_divide, ("input", "other"), expand=_expand_true_divide, traits=frozenset({Trait.DIVIDES})))
+def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
+    """Compute input / other for a number, and a fused clamp."""
+    step = Ratio((input.scale,), (torch.tensor(abs(float(other)), dtype=torch.float64, device=input.scale.device),))
+    return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
+
+
+@composite(function=_true_divide, by_name=False, traits=frozenset({Trait.DIVIDES}))
+def true_divide(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    """Compute input / other for two tensors."""
+    return build(mul, input, reciprocal_of(build, other))

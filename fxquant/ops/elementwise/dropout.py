@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.record import Same
 from fxquant.ops.core.traits import Trait
 
 DROPOUTS: dict[type, str] = {
@@ -26,14 +27,8 @@ DROPOUTS: dict[type, str] = {
 SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
 
 
-def dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
-    """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
+def _dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
     return input
-
-
-def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) -> Quantized:
-    """Drop while training: the noise is on float values, which need not lie on the grid; the next operator rounds them to it."""
-    return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:
@@ -51,20 +46,22 @@ def _drops(kind: str) -> Callable[..., dict[str, Any]]:
     return arguments
 
 
-register(
-    Operator(
-        "dropout",
-        dropout,
-        ("input",),
-        _lower_dropout,
-        Same(),
-        idle=lambda arguments: arguments["p"] == 0,
-        traits=frozenset({Trait.HOMOGENEOUS}),
-        functions={
-            **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
-            **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
-            torch.feature_dropout: _drops("dropout2d"),
-        },
-        modules={module: lambda m: {"p": m.p, "kind": DROPOUTS[type(m)]} for module in DROPOUTS},
-    )
+@lowered(
+    function=_dropout,
+    by_name=False,
+    calls={
+        **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
+        **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
+        torch.feature_dropout: _drops("dropout2d"),
+    },
+    modules={module: lambda m: {"p": m.p, "kind": DROPOUTS[type(m)]} for module in DROPOUTS},
+    idle=lambda arguments: arguments["p"] == 0,
+    traits=frozenset({Trait.HOMOGENEOUS}),
+    demand=Same(),
 )
+def dropout(lowering: Lowering, input: Quantized, p: float = 0.5, kind: str = "dropout") -> Quantized:
+    """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p.
+
+    Drop while training: the noise is on float values, which need not lie on the grid; the next operator rounds them to it.
+    """
+    return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input

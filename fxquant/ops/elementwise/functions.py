@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.declare import spelled
 from fxquant.ops.core.record import Instead
-from fxquant.ops.elementwise.unary import spelled, unary
+from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample
+from fxquant.ops.elementwise.table import unary
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
@@ -39,15 +41,15 @@ def by_torch(function: Callable[..., Tensor]) -> Callable[..., float]:
 
 # ---- trigonometric and hyperbolic ------------------------------------------------------------------------------------
 
-unary("asin", torch.asin, within_domain(math.asin), "arcsin", onnx="Asin")
-unary("acos", torch.acos, within_domain(math.acos), "arccos", onnx="Acos")
+unary("asin", torch.asin, within_domain(math.asin), "arcsin", over=WITHIN_ONE, onnx="Asin")
+unary("acos", torch.acos, within_domain(math.acos), "arccos", over=WITHIN_ONE, onnx="Acos")
 unary("atan", torch.atan, math.atan, "arctan", onnx="Atan")
-unary("tan", torch.tan, math.tan, onnx="Tan")
+unary("tan", torch.tan, math.tan, over=(-1.2, 1.2), onnx="Tan")
 unary("sinh", torch.sinh, math.sinh, onnx="Sinh")
 unary("cosh", torch.cosh, math.cosh, onnx="Cosh")
 unary("asinh", torch.asinh, math.asinh, "arcsinh", onnx="Asinh")
-unary("acosh", torch.acosh, within_domain(math.acosh), "arccosh", onnx="Acosh")
-unary("atanh", torch.atanh, by_torch(torch.atanh), "arctanh", onnx="Atanh")
+unary("acosh", torch.acosh, within_domain(math.acosh), "arccosh", over=ABOVE_ONE, onnx="Acosh")
+unary("atanh", torch.atanh, by_torch(torch.atanh), "arctanh", over=WITHIN_ONE, onnx="Atanh")
 unary("sinc", torch.sinc, by_torch(torch.sinc))
 unary("deg2rad", torch.deg2rad, math.radians)
 unary("rad2deg", torch.rad2deg, math.degrees)
@@ -92,27 +94,27 @@ def _logit_number(x: float, eps: float | None = None) -> float:
     return math.log(x / (1 - x)) if 0 < x < 1 else -math.inf if x == 0 else math.inf if x == 1 else math.nan
 
 
-unary("log2", torch.log2, _logarithm(math.log2))
-unary("log10", torch.log10, _logarithm(math.log10))
-unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf))
+unary("log2", torch.log2, _logarithm(math.log2), over=POSITIVE)
+unary("log10", torch.log10, _logarithm(math.log10), over=POSITIVE)
+unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf), over=POSITIVE)
 unary("expm1", torch.expm1, math.expm1)
 unary("exp2", torch.exp2, lambda x: 2.0**x)
-unary("logit", _logit, _logit_number, torch.logit, torch.special.logit, "logit", "logit_", eps=None)
+unary("logit", _logit, _logit_number, eps=None, over=SHARES)
 
 # ---- the error function and its kin -----------------------------------------------------------------------------------
 
 unary("erfc", torch.erfc, math.erfc)
-unary("erfinv", torch.erfinv, by_torch(torch.erfinv))
+unary("erfinv", torch.erfinv, by_torch(torch.erfinv), over=WITHIN_ONE)
 unary("erfcx", torch.special.erfcx, by_torch(torch.special.erfcx))
-unary("lgamma", torch.lgamma, by_torch(torch.lgamma), "gammaln")
-unary("digamma", torch.digamma, by_torch(torch.digamma), "psi")
+unary("lgamma", torch.lgamma, by_torch(torch.lgamma), "gammaln", over=ABOVE_ONE)
+unary("digamma", torch.digamma, by_torch(torch.digamma), "psi", over=ABOVE_ONE)
 unary("i0", torch.i0, by_torch(torch.i0))
-unary("i0e", torch.special.i0e, by_torch(torch.special.i0e))
+unary("i0e", torch.special.i0e, by_torch(torch.special.i0e), samples=(sample(within=NORMED, input=(3, 6, 6)),))
 unary("i1", torch.special.i1, by_torch(torch.special.i1))
 unary("i1e", torch.special.i1e, by_torch(torch.special.i1e))
-unary("entr", torch.special.entr, by_torch(torch.special.entr))
+unary("entr", torch.special.entr, by_torch(torch.special.entr), over=SHARES)
 unary("ndtr", torch.special.ndtr, by_torch(torch.special.ndtr))
-unary("ndtri", torch.special.ndtri, by_torch(torch.special.ndtri))
+unary("ndtri", torch.special.ndtri, by_torch(torch.special.ndtri), over=SHARES)
 unary("log_ndtr", torch.special.log_ndtr, by_torch(torch.special.log_ndtr))
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -136,18 +138,23 @@ def _onnx_rrelu(c: Any) -> str:
     return str(c.do("LeakyRelu", c.input, alpha=float((c["lower"] + c["upper"]) / 2)))
 
 
-unary("celu", F.celu, lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha), nn.CELU, alpha=1.0)
+unary(
+    "celu",
+    F.celu,
+    lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha),
+    alpha=1.0,
+    samples=(sample(input=(3, 6, 6), alpha=0.7), sample(input=(3, 6, 6))),
+)
 unary(
     "threshold",
     _threshold,
     lambda x, threshold, value: x if x > threshold else float(value),
-    F.threshold,
-    nn.Threshold,
     threshold=0.0,
     value=0.0,
+    samples=(sample(input=(3, 6, 6), threshold=0.1, value=-0.3),),
 )
-unary("hardshrink", F.hardshrink, lambda x, lambd=0.5: 0.0 if -lambd <= x <= lambd else x, nn.Hardshrink, lambd=0.5)
-unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) - lambd, 0.0), x), nn.Softshrink, lambd=0.5)
+unary("hardshrink", F.hardshrink, lambda x, lambd=0.5: 0.0 if -lambd <= x <= lambd else x, lambd=0.5)
+unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) - lambd, 0.0), x), lambd=0.5)
 unary(
     "rrelu",
     _rrelu,
@@ -155,6 +162,7 @@ unary(
     onnx=_onnx_rrelu,
     lower=1 / 8,
     upper=1 / 3,
+    samples=(sample(input=(3, 6, 6), lower=0.1, upper=0.3),),
     adapted={F.rrelu: _drawn, torch.rrelu: _drawn},
     module=(nn.RReLU, lambda m: "it draws its slopes" if m.training else {"lower": m.lower, "upper": m.upper}),
 )
@@ -237,6 +245,7 @@ unary(
     floor_divided,
     lambda x, other=1.0: float(x // other),
     other=1.0,
+    samples=(sample(input=(3, 6, 6), other=0.4),),
     adapted={
         **dict.fromkeys((*spelled("floor_divide"), operator.floordiv, operator.ifloordiv), _by(floor_quotient)),
         **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
@@ -249,9 +258,17 @@ unary(
     remainder,
     lambda x, other=1.0: x % other,
     other=1.0,
+    samples=(sample(within=JUMPS, input=(3, 6, 6), other=0.4),),
     adapted={
         **dict.fromkeys((*spelled("remainder"), operator.mod, operator.imod, "__mod__", "__imod__"), _by(floor_remainder)),
         "__rmod__": _by(floor_remainder, reverse=True),
     },
 )
-unary("fmod", fmod, lambda x, other=1.0: math.fmod(x, other), other=1.0, adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)))
+unary(
+    "fmod",
+    fmod,
+    lambda x, other=1.0: math.fmod(x, other),
+    other=1.0,
+    samples=(sample(within=JUMPS, input=(3, 6, 6), other=0.4),),
+    adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)),
+)

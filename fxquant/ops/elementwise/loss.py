@@ -29,7 +29,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import INNER, WIDE, Operator, Parameter, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.elementwise.table import unary
 from fxquant.ops.pooling.pool import mean, sum
 from fxquant.ops.reduction.distance import xlogy
 
@@ -221,32 +221,6 @@ def _adapted(names: tuple[str, ...]) -> Callable[..., dict[str, Any] | str]:
     return adapt
 
 
-_OLD = ("size_average", "reduce", "reduction")
-_LOSSES: tuple[tuple[Any, Any, tuple[str, ...], Any, tuple[str, ...]], ...] = (
-    (mse_loss, _mse, ("input", "target", *_OLD, "weight"), nn.MSELoss, ("reduction",)),
-    (l1_loss, _l1, ("input", "target", *_OLD, "weight"), nn.L1Loss, ("reduction",)),
-    (smooth_l1_loss, _smooth_l1, ("input", "target", *_OLD, "beta"), nn.SmoothL1Loss, ("reduction", "beta")),
-    (huber_loss, _huber, ("input", "target", "reduction", "delta", "weight"), nn.HuberLoss, ("reduction", "delta")),
-    (soft_margin_loss, _soft_margin, ("input", "target", *_OLD), nn.SoftMarginLoss, ("reduction",)),
-    (binary_cross_entropy, _entropy, ("input", "target", "weight", *_OLD), nn.BCELoss, ("reduction", "weight")),
-    (
-        binary_cross_entropy_with_logits,
-        _entropy_of_logits,
-        ("input", "target", "weight", *_OLD, "pos_weight"),
-        nn.BCEWithLogitsLoss,
-        ("reduction", "weight", "pos_weight"),
-    ),
-    (kl_div, _divergence, ("input", "target", *_OLD, "log_target"), nn.KLDivLoss, ("reduction", "log_target")),
-    (
-        poisson_nll_loss,
-        _poisson,
-        ("input", "target", "log_input", "full", "size_average", "eps", "reduce", "reduction"),
-        nn.PoissonNLLLoss,
-        ("reduction", "log_input"),
-    ),
-)
-
-
 def _module(settings: tuple[str, ...]) -> Callable[[Any], dict[str, Any] | str]:
     def of_module(module: Any) -> dict[str, Any] | str:
         if getattr(module, "full", False):
@@ -257,15 +231,34 @@ def _module(settings: tuple[str, ...]) -> Callable[[Any], dict[str, Any] | str]:
     return of_module
 
 
-for _function, _loss, _names, _class, _settings in _LOSSES:
+def _loss(function: Callable[..., Tensor], loss: Callable[..., Any], positions: str, module: type, *settings: str) -> None:
+    """Register a loss: `positions` are the parameters of PyTorch's function, in order, `settings` what its module holds besides."""
     register(
         Operator(
-            _function.__name__,
-            _function,
+            function.__name__,
+            function,
             ("input", "target"),
-            expand=_expand(_loss),
-            functions={getattr(F, _function.__name__): _adapted(_names)},
-            modules={_class: _module(_settings)},
+            expand=_expand(loss),
+            functions={getattr(F, function.__name__): _adapted(tuple(positions.split()))},
+            modules={module: _module(("reduction", *settings))},
             refuses=_refuses,
         )
     )
+
+
+_loss(mse_loss, _mse, "input target size_average reduce reduction weight", nn.MSELoss)
+_loss(l1_loss, _l1, "input target size_average reduce reduction weight", nn.L1Loss)
+_loss(smooth_l1_loss, _smooth_l1, "input target size_average reduce reduction beta", nn.SmoothL1Loss, "beta")
+_loss(huber_loss, _huber, "input target reduction delta weight", nn.HuberLoss, "delta")
+_loss(soft_margin_loss, _soft_margin, "input target size_average reduce reduction", nn.SoftMarginLoss)
+_loss(binary_cross_entropy, _entropy, "input target weight size_average reduce reduction", nn.BCELoss, "weight")
+_loss(
+    binary_cross_entropy_with_logits,
+    _entropy_of_logits,
+    "input target weight size_average reduce reduction pos_weight",
+    nn.BCEWithLogitsLoss,
+    "weight",
+    "pos_weight",
+)
+_loss(kl_div, _divergence, "input target size_average reduce reduction log_target", nn.KLDivLoss, "log_target")
+_loss(poisson_nll_loss, _poisson, "input target log_input full size_average eps reduce reduction", nn.PoissonNLLLoss, "log_input")

@@ -9,28 +9,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, Operator, Plain, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import INNER, Plain
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-
-
-def isclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> Tensor:
-    """Return whether |input - other| <= rtol · |other| + atol."""
-    return torch.isclose(input, other, rtol, atol)
-
-
-def _expand(build: Builder, input: fx.Node, other: fx.Node, rtol: float, atol: float) -> Any:
-    if is_parameter(input) and rtol == 0:
-        input, other = other, input
-    distance = build(torch.abs, build(sub, input, other, demand=INNER), demand=INNER)
-    if rtol == 0:
-        return build(torch.le, distance, float(atol))
-    share = build(mul, build(torch.abs, other, demand=INNER), float(rtol), demand=INNER)
-    return build(torch.le, distance, build(add, share, float(atol), demand=INNER))
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -45,15 +31,13 @@ def _spelled(input: Any, other: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_n
     return {"input": input, "other": other, "rtol": rtol, "atol": atol}  # no grid has a NaN
 
 
-register(
-    Operator(
-        "isclose",
-        isclose,
-        ("input", "other"),
-        demand=Plain("bool"),
-        expand=_expand,
-        functions={torch.isclose: _spelled},
-        methods={"isclose": _spelled},
-        refuses=_refuses,
-    )
-)
+@composite(adapt=_spelled, demand=Plain("bool"), refuses=_refuses)
+def isclose(build: Builder, input: fx.Node, other: fx.Node, rtol: float = 1e-05, atol: float = 1e-08) -> Any:
+    """Return whether |input - other| <= rtol · |other| + atol."""
+    if is_parameter(input) and rtol == 0:
+        input, other = other, input
+    distance = build(torch.abs, build(sub, input, other, demand=INNER), demand=INNER)
+    if rtol == 0:
+        return build(torch.le, distance, float(atol))
+    share = build(mul, build(torch.abs, other, demand=INNER), float(rtol), demand=INNER)
+    return build(torch.le, distance, build(add, share, float(atol), demand=INNER))

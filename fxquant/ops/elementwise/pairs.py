@@ -20,13 +20,16 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.record import INNER, WIDE, Operator, register
+from fxquant.ops.core.samples import POSITIVE, WITHIN_ONE, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.unary import power, spelled, unary
+from fxquant.ops.elementwise.table import unary
+from fxquant.ops.elementwise.unary import power
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
 from fxquant.ops.reduction.extremum import maximum
 
@@ -34,20 +37,6 @@ SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
-
-
-def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
-    few = _values(exponent)
-    if few is None and exponent.target is to_real:
-        return _whole_power(build, input, exponent)
-    if few is None:
-        logarithm = build(log_of_base, input, demand=WIDE)
-        return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
-    values, constant = few
-    result = build(torch.pow, input, values[0])
-    for value in values[1:]:
-        result = build(where, build.constant(constant == value), build(torch.pow, input, value), result)
-    return result
 
 
 def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
@@ -83,15 +72,37 @@ def log_of_base(input: Tensor) -> Tensor:
 
 
 unary("log_of_base", log_of_base, lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
+
+
+def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
+    few = _values(exponent)
+    if few is None and exponent.target is to_real:
+        return _whole_power(build, input, exponent)
+    if few is None:
+        logarithm = build(log_of_base, input, demand=WIDE)
+        return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
+    values, constant = few
+    result = build(torch.pow, input, values[0])
+    for value in values[1:]:
+        result = build(where, build.constant(constant == value), build(torch.pow, input, value), result)
+    return result
+
+
 register(Operator("power", power, ("input", "exponent"), expand=_expand_power, refuses=_refuses_power))
 
 
-def ldexp(input: Tensor, other: Tensor) -> Tensor:
+def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    whole = [value for value in arguments.values() if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact)]
+    return "one of its operands is a number" if [value for value in whole if not _is_parameter(value)] else None
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, fx.Node) and is_parameter(value)
+
+
+@composite(refuses=_two_tensors, samples=(sample(over=WITHIN_ONE, input=(3, 6), other=(3, 6)),))
+def ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute input · 2 ** other."""
-    return torch.ldexp(input, other)
-
-
-def _expand_ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
 
 
@@ -107,41 +118,38 @@ def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Call
     return made
 
 
-def _quotient(rounding: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda build, input, other: _rounded_quotient(build, input, other, rounding)
+def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor]) -> fx.Node:
+    whole = _rounded_quotient(build, input, other, rounding, demand=WIDE)
+    made: fx.Node = build(sub, input, build(mul, whole, other, demand=WIDE))
+    return made
 
 
-def _remainder(rounding: Callable[..., Tensor]) -> Callable[..., Any]:
-    def expand(build: Builder, input: Any, other: fx.Node) -> Any:
-        whole = _rounded_quotient(build, input, other, rounding, demand=WIDE)
-        return build(sub, input, build(mul, whole, other, demand=WIDE))
+def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor]) -> None:
+    """Register what a quotient or remainder by a tensor is; by a number it is a table of `functions`."""
+    register(
+        Operator(
+            function.__name__,
+            function,
+            ("input", "other"),
+            expand=lambda build, input, other: expand(build, input, other, rounding),
+            traits=frozenset({Trait.DIVIDES}),
+        )
+    )
 
-    return expand
 
-
-_ROUNDED: tuple[tuple[str, Callable[..., Tensor], Callable[..., Any]], ...] = (
-    ("floor_quotient", floor_quotient, _quotient(torch.floor)),
-    ("trunc_quotient", trunc_quotient, _quotient(torch.trunc)),
-    ("floor_remainder", floor_remainder, _remainder(torch.floor)),
-    ("trunc_remainder", trunc_remainder, _remainder(torch.trunc)),
-)
-for _name, _function, _expand in _ROUNDED:
-    register(Operator(_name, _function, ("input", "other"), expand=_expand, traits=frozenset({Trait.DIVIDES})))
+_rounded(floor_quotient, _rounded_quotient, torch.floor)
+_rounded(trunc_quotient, _rounded_quotient, torch.trunc)
+_rounded(floor_remainder, _rounded_remainder, torch.floor)
+_rounded(trunc_remainder, _rounded_remainder, torch.trunc)
 
 # ---- signs and steps ---------------------------------------------------------------------------------------------------
 
+HALVES = (sample(input=(3, 6), other=(3, 6)),)
 
-def copysign(input: Tensor, other: Tensor | float) -> Tensor:
+
+@composite(operands=("input", "other"), samples=(sample(input=(3, 6), other=-0.5), *HALVES))
+def copysign(build: Builder, input: fx.Node, other: Any) -> Any:
     """Return the magnitude of input with the sign of other."""
-    return torch.copysign(input, other)
-
-
-def heaviside(input: Tensor, values: Tensor) -> Tensor:
-    """Compute 0 of what is negative, 1 of what is positive, and `values` of 0."""
-    return torch.heaviside(input, values)
-
-
-def _expand_copysign(build: Builder, input: fx.Node, other: Any) -> Any:
     magnitude = build(torch.abs, input)
     if not isinstance(other, fx.Node):
         return build(torch.neg, magnitude) if math.copysign(1, other) < 0 else magnitude
@@ -149,8 +157,12 @@ def _expand_copysign(build: Builder, input: fx.Node, other: Any) -> Any:
     return build(where, below, build(torch.neg, magnitude), magnitude)
 
 
-def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
-    """The sign of what is small is asked of 16 bits, where there are any: what is rounded to 0 would be taken for it."""
+@composite(dtypes={"input": "int16"}, refuses=_two_tensors)
+def heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
+    """Compute 0 of what is negative, 1 of what is positive, and `values` of 0.
+
+    The sign of what is small is asked of 16 bits, where there are any: what is rounded to 0 would be taken for it.
+    """
     above = build(where, build(torch.gt, input, 0.0), 1.0, values)
     return build(where, build(torch.lt, input, 0.0), 0.0, above)
 
@@ -158,14 +170,10 @@ def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
 # ---- logarithms --------------------------------------------------------------------------------------------------------
 
 
-def xlog1py(input: Tensor, other: Tensor) -> Tensor:
+@composite(refuses=_two_tensors, samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
+def xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute input · log(1 + other)."""
-    return torch.special.xlog1py(input, other)  # type: ignore[no-any-return]
-
-
-def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
-    """Compute log2(2 ** input + 2 ** other)."""
-    return torch.logaddexp2(input, other)
+    return build(mul, input, build(torch.log1p, other, demand=WIDE))
 
 
 def log2_of_one_and_power(input: Tensor) -> Tensor:
@@ -173,42 +181,11 @@ def log2_of_one_and_power(input: Tensor) -> Tensor:
     return torch.log2(1 + torch.exp2(-input.abs()))
 
 
-def _expand_xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    return build(mul, input, build(torch.log1p, other, demand=WIDE))
+unary("log2_of_one_and_power", log2_of_one_and_power, lambda x: math.log2(1 + 2.0 ** -abs(x)))
 
 
-def _expand_logaddexp2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+@composite(refuses=_two_tensors, samples=HALVES)
+def logaddexp2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    """Compute log2(2 ** input + 2 ** other)."""
     more = build(log2_of_one_and_power, build(sub, input, other, demand=INNER), demand=INNER)
     return build(add, build(maximum, input, other, demand=INNER), more)
-
-
-def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    whole = [value for value in arguments.values() if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact)]
-    return "one of its operands is a number" if [value for value in whole if not _is_parameter(value)] else None
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, fx.Node) and is_parameter(value)
-
-
-unary("log2_of_one_and_power", log2_of_one_and_power, lambda x: math.log2(1 + 2.0 ** -abs(x)))
-for _name, _function, _expand, _operands, _dtypes in (
-    ("ldexp", ldexp, _expand_ldexp, ("input", "other"), {}),
-    ("copysign", copysign, _expand_copysign, ("input", "other"), {}),
-    ("heaviside", heaviside, _expand_heaviside, ("input", "values"), {"input": "int16"}),
-    ("xlog1py", xlog1py, _expand_xlog1py, ("input", "other"), {}),
-    ("logaddexp2", logaddexp2, _expand_logaddexp2, ("input", "other"), {}),
-):
-    _spellings = spelled(_name)
-    register(
-        Operator(
-            _name,
-            _function,
-            _operands,
-            expand=_expand,
-            dtypes=_dtypes,
-            functions=dict.fromkeys(spelling for spelling in _spellings if callable(spelling)),
-            methods=dict.fromkeys(spelling for spelling in _spellings if isinstance(spelling, str)),
-            refuses=(lambda node, arguments: None) if _name == "copysign" else _two_tensors,
-        )
-    )

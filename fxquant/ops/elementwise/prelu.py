@@ -16,8 +16,9 @@ from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Own, Parameter, register
+from fxquant.ops.core.record import Own, Parameter
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import shape_of
@@ -25,40 +26,9 @@ from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
 
 
-def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp."""
+def _prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
     value = F.prelu(input, weight)
     return value if clamp is None else clamped(value, *clamp)
-
-
-def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:
-    """y = requantize(2^n · max(q, 0) + a_c · min(q, 0), s_x · 2^-n / s_y),  a_c = round_half_even(weight_c · 2^n).
-
-    n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16, and where slopes are so steep
-    that none but a negative one would do), 15 for int8 and slopes up to one. What is above zero is exact, so a slope of one is the
-    identity.
-    """
-    lowering.parameters["its weight"] = weight
-    if not bool(torch.isfinite(weight).all()):
-        raise lowering.not_finite()
-    if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
-        return _by_whole_slope(lowering, input, weight, clamp)
-    if lowering.arithmetic.multiplies_by_layers:
-        return _by_sign(lowering, input, weight, clamp)
-    steepest = float(weight.detach().abs().max())
-    largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
-    wide = input.dtype.bits > 8 or largest > 23
-    bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
-    real = weight * 2.0**bits
-    exact = torch.round(real.detach())
-    slopes = straight_through(real, exact) if real.requires_grad else exact
-    reach = exact.double().abs().clamp_min(2.0**bits)
-    lowering.prove(reach * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
-    shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
-    unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
-    lowering.describe("slope", 1 / unit)
-    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
-    return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
 
 
 def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
@@ -107,19 +77,42 @@ def _onnx_prelu(c: Call) -> str:
     return c.epilogue(c.do("PRelu", c.input, c.e.constant(slope.reshape(1) if slope.dim() == 0 else slope)))
 
 
-register(
-    Operator(
-        "prelu",
-        prelu,
-        ("input",),
-        _lower_prelu,
-        Own(shared_where="slope_bits"),
-        traits=frozenset({Trait.HOMOGENEOUS}),
-        functions={F.prelu: None},
-        methods={"prelu": None},
-        modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_prelu,
-        onnx=_onnx_prelu,
-    )
+@lowered(
+    function=_prelu,
+    modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},
+    traits=frozenset({Trait.HOMOGENEOUS}),
+    absorbs=frozenset({"clamp"}),
+    refuses=_refuses_prelu,
+    onnx=_onnx_prelu,
+    demand=Own(shared_where="slope_bits"),
 )
+def prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:
+    """Compute max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp.
+
+    y = requantize(2^n · max(q, 0) + a_c · min(q, 0), s_x · 2^-n / s_y),  a_c = round_half_even(weight_c · 2^n).
+
+    n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16, and where slopes are so steep
+    that none but a negative one would do), 15 for int8 and slopes up to one. What is above zero is exact, so a slope of one is the
+    identity.
+    """
+    lowering.parameters["its weight"] = weight
+    if not bool(torch.isfinite(weight).all()):
+        raise lowering.not_finite()
+    if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
+        return _by_whole_slope(lowering, input, weight, clamp)
+    if lowering.arithmetic.multiplies_by_layers:
+        return _by_sign(lowering, input, weight, clamp)
+    steepest = float(weight.detach().abs().max())
+    largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
+    wide = input.dtype.bits > 8 or largest > 23
+    bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
+    real = weight * 2.0**bits
+    exact = torch.round(real.detach())
+    slopes = straight_through(real, exact) if real.requires_grad else exact
+    reach = exact.double().abs().clamp_min(2.0**bits)
+    lowering.prove(reach * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
+    shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
+    unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
+    lowering.describe("slope", 1 / unit)
+    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
+    return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)

@@ -12,25 +12,15 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives import comparison
 
 
-def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
-    """Return `input` where the condition holds, else `other`; each is a tensor or a number."""
+def _where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
     result = torch.where(condition, input, other)
     return result if result.is_floating_point() else result.float()
-
-
-def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
-    """Bring each branch to the output's scale, then choose."""
-    chosen = lowering.given("condition", condition, torch.bool)
-    return lowering.result(
-        lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
-        lambda: where(condition, real(input), real(other)),
-    )
 
 
 def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -67,18 +57,25 @@ def _onnx_where(c: Call) -> str:
     return c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other"))
 
 
-register(
-    Operator(
-        "where",
-        where,
-        ("input", "other"),
-        _lower_where,
-        carries=("input", "other"),
-        reads=("condition",),
-        functions={torch.where: _function, torch.masked_fill: _filled},
-        methods={"where": _method, "masked_fill": _filled, "masked_fill_": _filled},
-        refuses=_refuses_where,
-        traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
-        onnx=_onnx_where,
-    )
+@lowered(
+    "masked_fill",
+    operands=("input", "other"),
+    function=_where,
+    adapt=_filled,
+    calls={torch.where: _function, "where": _method},
+    carries=("input", "other"),
+    reads=("condition",),
+    refuses=_refuses_where,
+    traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
+    onnx=_onnx_where,
 )
+def where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
+    """Return `input` where the condition holds, else `other`; each is a tensor or a number.
+
+    Bring each branch to the output's scale, then choose.
+    """
+    chosen = lowering.given("condition", condition, torch.bool)
+    return lowering.result(
+        lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
+        lambda: where(condition, real(input), real(other)),
+    )

@@ -301,19 +301,16 @@ _shifts(whole_rshift, "quotient", "r")
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
-COMPARISONS: dict[str, Callable[..., Any]] = {}
 
-
-def _comparison(relation: str) -> None:
+def _comparison(relation: str) -> Callable[..., Any]:
     def compared(input: Tensor, other: Tensor) -> Tensor:
         result: Tensor = getattr(torch, relation)(as_whole(input), as_whole(other))
         return result
 
     compared.__name__ = compared.__qualname__ = f"whole_{relation}"
     compared.__doc__ = f"torch.{relation} of integers."
-    COMPARISONS[relation] = compared
     _register(compared, lambda steps, input, other: steps.compare(input, other, relation), demand=TRUTH_VALUES)
+    return compared
 
 
-for _relation in comparison.RELATIONS:
-    _comparison(_relation)
+COMPARISONS = {relation: _comparison(relation) for relation in comparison.RELATIONS}

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.places import constant_value, index, index_parts, index_put, pick_each, pick_parts
 from fxquant.ops.core.record import Instead, Operator, Same, register
 from fxquant.ops.elementwise.selection import where
@@ -176,25 +177,13 @@ register(
 # ---- taking from everything ----------------------------------------------------------------------------------------------
 
 
-def take(input: Tensor, index: Any) -> Tensor:
-    """Return the elements at these places, a list that may be nested, of all elements row by row."""
+def _take(input: Tensor, index: Any) -> Tensor:
     return torch.take(input, torch.as_tensor(index, device=input.device))
 
 
 def _taken(input: Any, index: Any) -> dict[str, Any] | str:
     value = constant_value(index)
     return "its index is computed" if value is None else {"input": input, "index": value.tolist()}
-
-
-def _expand_take(build: Builder, input: fx.Node, index: Any) -> Any:
-    """Of a batch of any size the places are in its first item."""
-    shape = build.fact(input).shape
-    if not isinstance(shape[0], int):
-        input = build(getitem, input, [slice(0, 1), *[WHOLE] * (len(shape) - 1)])
-    count = math.prod(size for size in shape if isinstance(size, int))
-    places = _joined_places([index], [count])
-    value = build(getitem, build(reshape, input, [count]), [places.flatten().tolist()])
-    return value if places.dim() == 1 else build(reshape, value, list(places.shape))
 
 
 def _refuses_take(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -208,37 +197,22 @@ def _refuses_take(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if fixed or inside else "it reads samples of the batch other than the first"
 
 
-register(
-    Operator(
-        "take",
-        take,
-        ("input",),
-        demand=Same(),
-        moves=True,
-        expand=_expand_take,
-        functions={torch.take: _taken},
-        methods={"take": _taken},
-        refuses=_refuses_take,
-    )
-)
+@composite(function=_take, adapt=_taken, demand=Same(), moves=True, refuses=_refuses_take)
+def take(build: Builder, input: fx.Node, index: Any) -> Any:
+    """Return the elements at these places, a list that may be nested, of all elements row by row.
+
+    Of a batch of any size the places are in its first item.
+    """
+    shape = build.fact(input).shape
+    if not isinstance(shape[0], int):
+        input = build(getitem, input, [slice(0, 1), *[WHOLE] * (len(shape) - 1)])
+    count = math.prod(size for size in shape if isinstance(size, int))
+    places = _joined_places([index], [count])
+    value = build(getitem, build(reshape, input, [count]), [places.flatten().tolist()])
+    return value if places.dim() == 1 else build(reshape, value, list(places.shape))
+
 
 # ---- diagonals ------------------------------------------------------------------------------------------------------------
-
-
-def diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """Return a diagonal of the matrices that two dimensions hold, as the last dimension."""
-    return torch.diagonal(input, offset, dim1, dim2)
-
-
-def _expand_diagonal(build: Builder, input: fx.Node, offset: int, dim1: int, dim2: int) -> Any:
-    sizes = numbers(build.fact(input).shape)
-    dims = [dim1 % len(sizes), dim2 % len(sizes)]
-    others = [d for d in range(len(sizes)) if d not in dims]
-    value = build(permute, input, [*others, *dims]) if dims != [len(others), len(others) + 1] else input
-    rows, columns = (sizes[d] for d in dims)
-    places = [row * columns + row + offset for row in range(rows) if 0 <= row + offset < columns]
-    value = build(reshape, value, [*(sizes[d] for d in others), rows * columns])
-    return build(getitem, value, [*[WHOLE] * len(others), places])
 
 
 def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -261,28 +235,34 @@ def _linalg_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1)
     return {"input": A, "offset": offset, "dim1": dim1, "dim2": dim2}
 
 
-register(
-    Operator(
-        "diagonal",
-        diagonal,
-        ("input",),
-        demand=Same(),
-        moves=True,
-        expand=_expand_diagonal,
-        functions={torch.diagonal: None, torch.linalg.diagonal: _linalg_diagonal, torch.diag: _diag},
-        methods={"diagonal": None, "diag": _diag},
-        refuses=_refuses_diagonal,
-    )
+@composite(
+    calls={torch.linalg.diagonal: _linalg_diagonal, torch.diag: _diag, "diag": _diag}, demand=Same(), moves=True, refuses=_refuses_diagonal
 )
+def diagonal(build: Builder, input: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """Return a diagonal of the matrices that two dimensions hold, as the last dimension."""
+    sizes = numbers(build.fact(input).shape)
+    dims = [dim1 % len(sizes), dim2 % len(sizes)]
+    others = [d for d in range(len(sizes)) if d not in dims]
+    value = build(permute, input, [*others, *dims]) if dims != [len(others), len(others) + 1] else input
+    rows, columns = (sizes[d] for d in dims)
+    places = [row * columns + row + offset for row in range(rows) if 0 <= row + offset < columns]
+    value = build(reshape, value, [*(sizes[d] for d in others), rows * columns])
+    return build(getitem, value, [*[WHOLE] * len(others), places])
 
 
-def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere."""
-    return torch.diag_embed(input, offset, dim1, dim2)
+def _refuses_diag_embed(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact) or not known.shape or not isinstance(known.shape[-1], int):
+        return "the size of its matrices is not fixed"
+    return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
-def _expand_diag_embed(build: Builder, input: fx.Node, offset: int, dim1: int, dim2: int) -> Any:
-    """Write every row of a matrix as all elements, moved by the offset, and keep what lies on the diagonal."""
+@composite(demand=Same(), refuses=_refuses_diag_embed)
+def diag_embed(build: Builder, input: fx.Node, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """Matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere.
+
+    Write every row of a matrix as all elements, moved by the offset, and keep what lies on the diagonal.
+    """
     sizes = numbers(build.fact(input).shape)
     length, size = sizes[-1], sizes[-1] + abs(offset)
     before = [WHOLE] * (len(sizes) - 1)
@@ -297,24 +277,3 @@ def _expand_diag_embed(build: Builder, input: fx.Node, offset: int, dim1: int, d
         return value
     left = iter(range(rank - 2))
     return build(permute, value, [rank - 2 if d == one else rank - 1 if d == other else next(left) for d in range(rank)])
-
-
-def _refuses_diag_embed(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or not known.shape or not isinstance(known.shape[-1], int):
-        return "the size of its matrices is not fixed"
-    return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
-
-
-register(
-    Operator(
-        "diag_embed",
-        diag_embed,
-        ("input",),
-        demand=Same(),
-        expand=_expand_diag_embed,
-        functions={torch.diag_embed: None},
-        methods={"diag_embed": None},
-        refuses=_refuses_diag_embed,
-    )
-)

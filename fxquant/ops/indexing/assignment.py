@@ -15,17 +15,17 @@ from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.places import index_put, is_list, plain_entries
-from fxquant.ops.core.record import Instead, Operator, register
+from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, dimensions
 from fxquant.ops.movement.views import put_lists
 from fxquant.primitives import comparison, shape
 
 
-def setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
-    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them."""
+def _setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
     return functional.setitem(input, tuple(index), value)
 
 
@@ -39,45 +39,6 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
     else:
         found = [int(position) % size for position in ([entry] if isinstance(entry, int) else torch.as_tensor(entry).flatten().tolist())]
     return None if found == list(range(size)) else found
-
-
-def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
-    """Spread the value out to where it is written, and choose it there."""
-    whole = _sizes(input)
-    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
-    device = lowering.device
-    mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
-    for dim, found in written.items():
-        size = whole[dim]
-        assert isinstance(size, int)
-        along = torch.zeros(size, dtype=torch.bool, device=device)
-        along[found] = True
-        mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
-
-    sizes = _aligned(index, _sizes(value))
-
-    def source(dim: int) -> Tensor:
-        """Return which of the value's elements each position takes; one that is not written to takes any."""
-        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
-        found[written[dim]] = torch.arange(len(written[dim]), device=device)
-        return found
-
-    def exact() -> Any:
-        if isinstance(value, Quantized):
-            spread = on_the_output(lowering, value, "value")
-            if any(isinstance(entry, int) for entry in index) or len(sizes) > len(value.shape):
-                spread = lowering.call(shape.reshape, spread, [size if isinstance(size, int) else -1 for size in sizes])
-            for dim in written:
-                if sizes[dim] != 1:
-                    spread = lowering.call(shape.select, spread, dim, lowering.constant(f"source{dim}", source(dim), torch.int64))
-        else:
-            constant = torch.as_tensor(value, dtype=torch.float32, device=device).reshape(sizes)  # type: ignore[arg-type]
-            for dim in written:
-                constant = constant.index_select(dim, source(dim)) if sizes[dim] != 1 else constant
-            spread = on_the_output(lowering, constant, "value")
-        return lowering.call(comparison.choose, spread, on_the_output(lowering, input, "input"), lowering.given("mask", mask, torch.bool))
-
-    return lowering.result(exact, lambda: setitem(real(input), index, real(value)))
 
 
 def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
@@ -191,29 +152,63 @@ def _onnx_setitem(c: Call) -> str:
     return c.do("Where", c.e.constant(c.real("mask")), c.rounded(value), c.rounded(c.operand("input")))
 
 
-register(
-    Operator(
-        "setitem",
-        setitem,
-        ("input", "value"),
-        _lower_setitem,
-        carries=("input", "value"),
-        functions={
-            functional.setitem: _assigned,
-            torch.slice_scatter: _slice_scattered,
-            torch.select_scatter: _select_scattered,
-            torch.index_copy: _index_copied,
-            torch.index_fill: _index_filled,
-            torch.index_put: _put,
-        },
-        methods={
-            "slice_scatter": _slice_scattered,
-            "select_scatter": _select_scattered,
-            **dict.fromkeys(("index_copy", "index_copy_"), _index_copied),
-            **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
-            **dict.fromkeys(("index_put", "index_put_"), _put),
-        },
-        refuses=_refuses_setitem,
-        onnx=_onnx_setitem,
-    )
+@lowered(
+    operands=("input", "value"),
+    function=_setitem,
+    calls={
+        functional.setitem: _assigned,
+        torch.slice_scatter: _slice_scattered,
+        torch.select_scatter: _select_scattered,
+        torch.index_copy: _index_copied,
+        torch.index_fill: _index_filled,
+        torch.index_put: _put,
+        "slice_scatter": _slice_scattered,
+        "select_scatter": _select_scattered,
+        **dict.fromkeys(("index_copy", "index_copy_"), _index_copied),
+        **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
+        **dict.fromkeys(("index_put", "index_put_"), _put),
+    },
+    carries=("input", "value"),
+    refuses=_refuses_setitem,
+    onnx=_onnx_setitem,
 )
+def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
+    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them.
+
+    Spread the value out to where it is written, and choose it there.
+    """
+    whole = _sizes(input)
+    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
+    device = lowering.device
+    mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
+    for dim, found in written.items():
+        size = whole[dim]
+        assert isinstance(size, int)
+        along = torch.zeros(size, dtype=torch.bool, device=device)
+        along[found] = True
+        mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
+
+    sizes = _aligned(index, _sizes(value))
+
+    def source(dim: int) -> Tensor:
+        """Return which of the value's elements each position takes; one that is not written to takes any."""
+        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
+        found[written[dim]] = torch.arange(len(written[dim]), device=device)
+        return found
+
+    def exact() -> Any:
+        if isinstance(value, Quantized):
+            spread = on_the_output(lowering, value, "value")
+            if any(isinstance(entry, int) for entry in index) or len(sizes) > len(value.shape):
+                spread = lowering.call(shape.reshape, spread, [size if isinstance(size, int) else -1 for size in sizes])
+            for dim in written:
+                if sizes[dim] != 1:
+                    spread = lowering.call(shape.select, spread, dim, lowering.constant(f"source{dim}", source(dim), torch.int64))
+        else:
+            constant = torch.as_tensor(value, dtype=torch.float32, device=device).reshape(sizes)  # type: ignore[arg-type]
+            for dim in written:
+                constant = constant.index_select(dim, source(dim)) if sizes[dim] != 1 else constant
+            spread = on_the_output(lowering, constant, "value")
+        return lowering.call(comparison.choose, spread, on_the_output(lowering, input, "input"), lowering.given("mask", mask, torch.bool))
+
+    return lowering.result(exact, lambda: setitem(real(input), index, real(value)))

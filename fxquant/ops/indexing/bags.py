@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import INNER, Operator, Parameter, register
+from fxquant.ops.core.record import INNER, Parameter
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
@@ -28,7 +29,7 @@ from fxquant.ops.pooling.pool import mean, sum
 from fxquant.ops.reduction.extremum import amax
 
 
-def embedding_bag(
+def _embedding_bag(
     input: Tensor,
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
@@ -62,50 +63,6 @@ def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) 
     size = fact(input).shape[0]
     ends = starts[1:] if include_last_offset else [*starts[1:], size]
     return [range(start, end) for start, end in zip(starts, ends, strict=False)]
-
-
-def _expand(
-    build: Builder,
-    input: fx.Node,
-    offsets: fx.Node | None,
-    per_sample_weights: fx.Node | None,
-    weight: fx.Node,
-    mode: str,
-    include_last_offset: bool,
-    padding_idx: int | None,
-) -> Any:
-    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
-    assert isinstance(rows, int)
-    padding = None if padding_idx is None else padding_idx % rows
-    filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
-    if bags:
-        size = max(1, *map(len, bags))
-        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu", dtype=torch.int64)
-        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu", dtype=torch.bool)
-        input = _arranged(build, input, places)
-        per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
-    weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
-    if filled.any():
-        input = build(whole_mul, input, build.constant((~filled).long()))
-        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
-    taken = build(embedding, input, weight)
-    if per_sample_weights is not None:
-        taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
-    if padding is None and not filled.any():
-        return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
-    if mode == "sum":
-        return build(sum, taken, [1], False)
-    # How many rows of each bag count: known, or counted where the padding is among what is read.
-    count = (~filled).sum(1, keepdim=True) if padding is None else None
-    if mode == "mean":
-        total = build(sum, taken, [1], False, demand=INNER)
-        return build(mul, total, _share(build, input, padding, count))
-    largest = build(amax, taken, [1], False)
-    if count is not None:
-        return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
-    assert padding is not None
-    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
-    return build(where, counted, largest, 0.0)
 
 
 def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
@@ -181,15 +138,59 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_embedding(node, arguments)
 
 
-register(
-    Operator(
-        "embedding_bag",
-        embedding_bag,
-        ("per_sample_weights",),
-        reads=("input",),
-        expand=_expand,
-        functions={F.embedding_bag: _function},
-        modules={nn.EmbeddingBag: _module},
-        refuses=_refuses,
-    )
+@composite(
+    operands=("per_sample_weights",),
+    function=_embedding_bag,
+    by_name=False,
+    calls={F.embedding_bag: _function},
+    modules={nn.EmbeddingBag: _module},
+    reads=("input",),
+    refuses=_refuses,
 )
+def embedding_bag(
+    build: Builder,
+    input: fx.Node,
+    offsets: fx.Node | None = None,
+    per_sample_weights: fx.Node | None = None,
+    weight: Any = None,
+    mode: str = "mean",
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """For each bag the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features]; zeros of an empty one.
+
+    The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
+    have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
+    """
+    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
+    assert isinstance(rows, int)
+    padding = None if padding_idx is None else padding_idx % rows
+    filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
+    if bags:
+        size = max(1, *map(len, bags))
+        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu", dtype=torch.int64)
+        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu", dtype=torch.bool)
+        input = _arranged(build, input, places)
+        per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
+    weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
+    if filled.any():
+        input = build(whole_mul, input, build.constant((~filled).long()))
+        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
+    taken = build(embedding, input, weight)
+    if per_sample_weights is not None:
+        taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
+    if padding is None and not filled.any():
+        return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
+    if mode == "sum":
+        return build(sum, taken, [1], False)
+    # How many rows of each bag count: known, or counted where the padding is among what is read.
+    count = (~filled).sum(1, keepdim=True) if padding is None else None
+    if mode == "mean":
+        total = build(sum, taken, [1], False, demand=INNER)
+        return build(mul, total, _share(build, input, padding, count))
+    largest = build(amax, taken, [1], False)
+    if count is not None:
+        return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
+    assert padding is not None
+    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
+    return build(where, counted, largest, 0.0)

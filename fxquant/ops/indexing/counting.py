@@ -6,30 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Plain, register
+from fxquant.ops.core.record import Instead, Plain
 from fxquant.ops.elementwise.comparison import threshold
 from fxquant.ops.movement.shape import MANY_SIZES, numbers
 from fxquant.primitives import comparison, scatter, selection, shape
 
 # ---- one-hot vectors -----------------------------------------------------------------------------------------------------
-
-
-def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64."""
-    return F.one_hot(input, num_classes)
-
-
-def _lower_one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
-    """Take rows of the unit matrix."""
-    unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
-    return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
 
 
 def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -43,22 +32,20 @@ def _one_hot(tensor: Any, num_classes: int = -1) -> dict[str, Any]:
     return {"input": tensor, "num_classes": num_classes}
 
 
-register(
-    Operator(
-        "one_hot", one_hot, (), _lower_one_hot, Plain("int64"), reads=("input",), functions={F.one_hot: _one_hot}, refuses=_refuses_one_hot
-    )
-)
+@lowered(adapt=_one_hot, reads=("input",), refuses=_refuses_one_hot, demand=Plain("int64"))
+def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
+    """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64.
+
+    Take rows of the unit matrix.
+    """
+    unit = lowering.given("unit", torch.eye(num_classes, dtype=torch.int64, device="cpu"), torch.int64)
+    return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
+
 
 # ---- how many hold -------------------------------------------------------------------------------------------------------
 
 
-def count_nonzero(input: Tensor, dim: list[int]) -> Tensor:
-    """Count how many of the booleans along dimensions are true: int64."""
-    return torch.count_nonzero(input, dim)
-
-
-def count_of(input: Tensor, dim: list[int]) -> Tensor:
-    """Return how many of the numbers along dimensions are not 0: int64."""
+def _count_of(input: Tensor, dim: list[int]) -> Tensor:
     return torch.count_nonzero(input, dim)
 
 
@@ -69,51 +56,31 @@ def _counted(input: Any, dim: Any = None) -> dict[str, Any] | Instead:
     return arguments if fact(input).dtype == torch.bool else Instead(count_of, arguments)
 
 
-def _lower_count(lowering: Lowering, input: Any, dim: list[int]) -> Any:
-    return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
-
-
-def _expand_count(build: Builder, input: fx.Node, dim: list[int]) -> Any:
-    return build(count_nonzero, build(torch.ne, input, 0), dim)
-
-
 def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = shape_of(arguments["input"])
     fixed = sizes and all(isinstance(sizes[d], int) for d in arguments["dim"])
     return None if fixed else "it counts over the batch, whose size is not fixed"
 
 
-register(
-    Operator(
-        "count_nonzero",
-        count_nonzero,
-        (),
-        _lower_count,
-        Plain("int64"),
-        reads=("input",),
-        onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
-        functions={torch.count_nonzero: _counted},
-        methods={"count_nonzero": _counted},
-        refuses=_refuses_count,
-    )
+@lowered(
+    adapt=_counted,
+    reads=("input",),
+    onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
+    refuses=_refuses_count,
+    demand=Plain("int64"),
 )
-register(Operator("count_of", count_of, ("input",), demand=Plain("int64"), expand=_expand_count, refuses=_refuses_count))
+def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
+    """Count how many of the booleans along dimensions are true: int64."""
+    return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
+
+
+@composite(function=_count_of, demand=Plain("int64"), refuses=_refuses_count)
+def count_of(build: Builder, input: fx.Node, dim: list[int]) -> Any:
+    """Return how many of the numbers along dimensions are not 0: int64."""
+    return build(count_nonzero, build(torch.ne, input, 0), dim)
+
 
 # ---- between which of several numbers --------------------------------------------------------------------------------------
-
-
-def bucketize(input: Tensor, boundaries: Tensor, right: bool = False) -> Tensor:
-    """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64."""
-    return torch.bucketize(input, boundaries, right=right)
-
-
-def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool) -> Any:
-    """Compare with each of the boundaries, and count."""
-    relation = "ge" if right else "gt"
-    lowering.describe("boundaries", input.scale)
-    limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
-    value = lowering.call(shape.reshape, input.value, [*numbers(input.shape), 1])
-    return lowering.call(scatter.count, lowering.call(comparison.compare, value, limits, relation), [len(input.shape)], False)
 
 
 def _onnx_bucketize(c: Call) -> str:
@@ -144,33 +111,20 @@ def _searched(
     return {"input": input, "boundaries": sorted_sequence, "right": right or side == "right"}
 
 
-register(
-    Operator(
-        "bucketize",
-        bucketize,
-        ("input",),
-        _lower_bucketize,
-        Plain("int64"),
-        onnx=_onnx_bucketize,
-        functions={torch.bucketize: _bucketized, torch.searchsorted: _searched},
-        refuses=_refuses_bucketize,
-    )
-)
+@lowered(adapt=_bucketized, calls={torch.searchsorted: _searched}, onnx=_onnx_bucketize, refuses=_refuses_bucketize, demand=Plain("int64"))
+def bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool = False) -> Any:
+    """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64.
+
+    Compare with each of the boundaries, and count.
+    """
+    relation = "ge" if right else "gt"
+    lowering.describe("boundaries", input.scale)
+    limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
+    value = lowering.call(shape.reshape, input.value, [*numbers(input.shape), 1])
+    return lowering.call(scatter.count, lowering.call(comparison.compare, value, limits, relation), [len(input.shape)], False)
+
 
 # ---- among which of several numbers ------------------------------------------------------------------------------------------
-
-
-def isin(input: Tensor, elements: Tensor) -> Tensor:
-    """Return whether each integer is one of those of a constant."""
-    return torch.isin(input, elements)
-
-
-def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
-    """Compare with each of the elements."""
-    value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
-    each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
-    known = lowering.given("elements", elements.flatten(), torch.int64)
-    return lowering.call(selection.truth, lowering.call(comparison.compare, each, known, "eq"), [len(input.shape)], False, False)
 
 
 def _onnx_isin(c: Call) -> str:
@@ -192,16 +146,21 @@ def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
-register(
-    Operator(
-        "isin",
-        isin,
-        ("input",),
-        _lower_isin,
-        Plain("bool"),
-        moves=True,
-        functions={torch.isin: _is_in},
-        refuses=_refuses_isin,
-        onnx=_onnx_isin,
-    )
+@lowered(
+    function=lambda input, elements: torch.isin(input, elements),
+    operands=("input",),
+    adapt=_is_in,
+    moves=True,
+    refuses=_refuses_isin,
+    onnx=_onnx_isin,
+    demand=Plain("bool"),
 )
+def isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
+    """Return whether each integer is one of those of a constant.
+
+    Compare with each of the elements.
+    """
+    value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
+    each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
+    known = lowering.given("elements", elements.flatten(), torch.int64)
+    return lowering.call(selection.truth, lowering.call(comparison.compare, each, known, "eq"), [len(input.shape)], False, False)

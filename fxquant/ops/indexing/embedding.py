@@ -12,22 +12,14 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.record import Parameter
 from fxquant.primitives import shape
 
 
-def embedding(input: Tensor, weight: Tensor) -> Tensor:
-    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there."""
+def _embedding(input: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(input, weight)
-
-
-def _lower_embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
-    """Take rows of the table, which is on the output's grid."""
-    indices = lowering.given("input", input, torch.int64)
-    return lowering.result(
-        lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
-    )
 
 
 def _function(
@@ -67,17 +59,22 @@ def _onnx_embedding(c: Call) -> str:
     return c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0)
 
 
-register(
-    Operator(
-        "embedding",
-        embedding,
-        (),
-        _lower_embedding,
-        reads=("input",),
-        functions={F.embedding: _function, torch.embedding: _aten},
-        modules={nn.Embedding: _module},
-        refuses=refuses_embedding,
-        observes=lambda arguments: arguments["weight"],
-        onnx=_onnx_embedding,
-    )
+@lowered(
+    function=_embedding,
+    adapt=_function,
+    calls={torch.embedding: _aten},
+    modules={nn.Embedding: _module},
+    reads=("input",),
+    refuses=refuses_embedding,
+    observes=lambda arguments: arguments["weight"],
+    onnx=_onnx_embedding,
 )
+def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
+    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there.
+
+    Take rows of the table, which is on the output's grid.
+    """
+    indices = lowering.given("input", input, torch.int64)
+    return lowering.result(
+        lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
+    )

@@ -17,9 +17,10 @@ from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
 from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
-from fxquant.ops.core.record import Instead, Operator, Own, Same, register
+from fxquant.ops.core.record import Instead, Own, Same
 from fxquant.ops.indexing.embedding import embedding
 from fxquant.ops.movement.batch import interleave, piece, pieces_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of, with_dims
@@ -30,28 +31,8 @@ from fxquant.primitives import selection, shape
 WHOLE = builtins.slice(None)
 
 
-def getitem(input: Tensor, index: list[Any]) -> Tensor:
-    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one."""
+def _getitem(input: Tensor, index: list[Any]) -> Tensor:
     return input[tuple(index)]
-
-
-def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
-    """Lower to a crop, a selection, and a reshape that drops and adds dimensions; each only where it is needed."""
-    value = input.value
-    entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
-    crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
-    crops = {dim: bounds for dim, bounds in crops.items() if bounds != (0, entries[dim][1], 1) and bounds != (0, shape.UNBOUNDED, 1)}
-    if crops:
-        starts, stops, steps = ([bounds[part] for bounds in crops.values()] for part in range(3))
-        value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
-    for dim, (entry, size) in enumerate(entries):
-        if not isinstance(entry, int | builtins.slice):
-            assert isinstance(size, int)
-            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
-            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
-    if any(entry is None or isinstance(entry, int) for entry in index):
-        value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
-    return input.with_value(value)
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
@@ -80,19 +61,9 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
     return result
 
 
-def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+def _pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     places: tuple[Any, ...] = (*[WHOLE] * dim, index)
     return input[places]
-
-
-def _lower_pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
-    if isinstance(input, Tensor):
-        places = lowering.given("index", index, torch.int64)
-        return lowering.result(
-            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
-        )
-    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
 
 
 def _onnx_pick(c: Call) -> str:
@@ -114,20 +85,24 @@ def _computed(entry: Any) -> bool:
     return isinstance(entry, fx.Node) and not is_parameter(entry) and isinstance(fact(entry), TensorFact)
 
 
-register(
-    Operator(
-        "pick",
-        pick,
-        ("input",),
-        _lower_pick,
-        lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
-        moves=True,
-        reads=("index",),
-        observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
-        onnx=_onnx_pick,
-        refuses=_refuses_pick,
-    )
+@lowered(
+    operands=("input",),
+    function=_pick,
+    moves=True,
+    reads=("index",),
+    observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+    onnx=_onnx_pick,
+    refuses=_refuses_pick,
+    demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
 )
+def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
+    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    if isinstance(input, Tensor):
+        places = lowering.given("index", index, torch.int64)
+        return lowering.result(
+            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
+        )
+    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
@@ -331,42 +306,74 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     return _along(source, dim, builtins.slice(start, start + sizes[number]))
 
 
-register(
-    Operator(
-        "getitem",
-        getitem,
-        ("input",),
-        _lower_getitem,
-        Same(),
-        moves=True,
-        idle=_keeps_everything,
-        functions={
-            operator.getitem: _indexed,
-            torch.narrow: _narrowed,
-            torch.select: _selected,
-            torch.index_select: _selected,
-            torch.repeat_interleave: _interleaved,
-        },
-        methods={
-            "__getitem__": _indexed,
-            "narrow": _narrowed,
-            "select": _selected,
-            "index_select": _selected,
-            "repeat_interleave": _interleaved,
-        },
-        refuses=_refuses_getitem,
-    )
+@lowered(
+    "select",
+    "index_select",
+    function=_getitem,
+    adapt=_selected,
+    calls={
+        operator.getitem: _indexed,
+        torch.narrow: _narrowed,
+        torch.repeat_interleave: _interleaved,
+        "__getitem__": _indexed,
+        "narrow": _narrowed,
+        "repeat_interleave": _interleaved,
+    },
+    moves=True,
+    idle=_keeps_everything,
+    refuses=_refuses_getitem,
+    demand=Same(),
 )
+def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
+    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one.
+
+    Lower to a crop, a selection, and a reshape that drops and adds dimensions; each only where it is needed.
+    """
+    value = input.value
+    entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
+    crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
+    crops = {dim: bounds for dim, bounds in crops.items() if bounds != (0, entries[dim][1], 1) and bounds != (0, shape.UNBOUNDED, 1)}
+    if crops:
+        starts, stops, steps = ([bounds[part] for bounds in crops.values()] for part in range(3))
+        value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
+    for dim, (entry, size) in enumerate(entries):
+        if not isinstance(entry, int | builtins.slice):
+            assert isinstance(size, int)
+            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
+            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
+    if any(entry is None or isinstance(entry, int) for entry in index):
+        value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
+    return input.with_value(value)
+
 
 # ---- reversing and rotating -----------------------------------------------------------------------------------------
 
 
-def flip(input: Tensor, dims: list[int]) -> Tensor:
-    """Return the elements in reverse order along `dims`."""
+def _flip(input: Tensor, dims: list[int]) -> Tensor:
     return input.flip(dims)
 
 
-def _lower_flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+def _refuses_flip(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    flips_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
+    return "it reverses the batch" if flips_batch else None
+
+
+@lowered(
+    function=_flip,
+    adapt=with_dims,
+    calls={
+        torch.fliplr: lambda input: {"input": input, "dims": [1]},
+        torch.flipud: lambda input: {"input": input, "dims": [0]},
+        "fliplr": lambda input: {"input": input, "dims": [1]},
+        "flipud": lambda input: {"input": input, "dims": [0]},
+    },
+    moves=True,
+    refuses=_refuses_flip,
+    demand=Same(),
+)
+def flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    """Return the elements in reverse order along `dims`."""
     value = input.value
     for dim in dims:
         size = input.shape[dim]
@@ -376,51 +383,8 @@ def _lower_flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quanti
     return input.with_value(value)
 
 
-def _refuses_flip(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    flips_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
-    return "it reverses the batch" if flips_batch else None
-
-
-register(
-    Operator(
-        "flip",
-        flip,
-        ("input",),
-        _lower_flip,
-        Same(),
-        moves=True,
-        functions={
-            torch.flip: with_dims,
-            torch.fliplr: lambda input: {"input": input, "dims": [1]},
-            torch.flipud: lambda input: {"input": input, "dims": [0]},
-        },
-        methods={
-            "flip": with_dims,
-            "fliplr": lambda input: {"input": input, "dims": [1]},
-            "flipud": lambda input: {"input": input, "dims": [0]},
-        },
-        refuses=_refuses_flip,
-    )
-)
-
-
-def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
-    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
+def _roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
     return input.roll(shifts, dims)
-
-
-def _lower_roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
-    """Crop the two parts of each dimension, and concatenate them in the other order."""
-    value = input.value
-    for shift, dim in zip(shifts, dims, strict=True):
-        size = input.shape[dim]
-        assert isinstance(size, int)
-        if size and shift % size:
-            cut = size - shift % size
-            ends = ((cut, size), (0, cut))
-            value = lowering.call(shape.concatenate, [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ends], dim)
-    return input.with_value(value)
 
 
 def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
@@ -438,16 +402,18 @@ def _refuses_roll(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "it rolls along the batch" if rolls_batch else None
 
 
-register(
-    Operator(
-        "roll",
-        roll,
-        ("input",),
-        _lower_roll,
-        Same(),
-        moves=True,
-        functions={torch.roll: _rolled},
-        methods={"roll": _rolled},
-        refuses=_refuses_roll,
-    )
-)
+@lowered(function=_roll, adapt=_rolled, moves=True, refuses=_refuses_roll, demand=Same())
+def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
+    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start.
+
+    Crop the two parts of each dimension, and concatenate them in the other order.
+    """
+    value = input.value
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = input.shape[dim]
+        assert isinstance(size, int)
+        if size and shift % size:
+            cut = size - shift % size
+            ends = ((cut, size), (0, cut))
+            value = lowering.call(shape.concatenate, [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ends], dim)
+    return input.with_value(value)

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import INNER, Operator, Same, register
+from fxquant.ops.core.record import INNER, Same
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.indexing.ranking import gather, ranked, sort
@@ -34,36 +35,11 @@ def _fixed(verb: str) -> Any:
 # ---- both extremes ---------------------------------------------------------------------------------------------------------
 
 
-def aminmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+@composite(refuses=_fixed("looks through"))
+def aminmax(build: Builder, input: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the smallest and the largest element along a dimension, or of all."""
-    return torch.aminmax(input, dim=dim, keepdim=keepdim)
-
-
-def _expand_aminmax(build: Builder, input: fx.Node, dim: int | None, keepdim: bool) -> Any:
     dims = [] if dim is None else [dim]
     return build(amin, input, dims, keepdim), build(amax, input, dims, keepdim)
-
-
-register(
-    Operator(
-        "aminmax",
-        aminmax,
-        ("input",),
-        expand=_expand_aminmax,
-        functions={torch.aminmax: None},
-        methods={"aminmax": None},
-        refuses=_fixed("looks through"),
-    )
-)
-
-
-def msort(input: Tensor) -> Tensor:
-    """Return the elements along the first dimension in order."""
-    return torch.msort(input)
-
-
-def _expand_msort(build: Builder, input: fx.Node) -> Any:
-    return build(sort, input, 0)[0]
 
 
 def _refuses_msort(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -71,23 +47,13 @@ def _refuses_msort(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if sizes and isinstance(sizes[0], int) else "it ranks the batch, whose size is not fixed"
 
 
-register(
-    Operator(
-        "msort", msort, ("input",), expand=_expand_msort, functions={torch.msort: None}, methods={"msort": None}, refuses=_refuses_msort
-    )
-)
+@composite(refuses=_refuses_msort)
+def msort(build: Builder, input: fx.Node) -> Any:
+    """Return the elements along the first dimension in order."""
+    return build(sort, input, 0)[0]
+
 
 # ---- running extremes --------------------------------------------------------------------------------------------------------
-
-
-def cummax(input: Tensor, dim: int) -> Any:
-    """Return the largest element so far along a dimension, and where it is."""
-    return torch.cummax(input, dim)
-
-
-def cummin(input: Tensor, dim: int) -> Any:
-    """Return the smallest element so far along a dimension, and where it is."""
-    return torch.cummin(input, dim)
 
 
 def _expand_running(build: Builder, input: fx.Node, dim: int, extremum: Any) -> Any:
@@ -117,29 +83,22 @@ def _refuses_running(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if fact(arguments["input"]).shape[arguments["dim"]] != 1 else "its dimension has one element"
 
 
-for _function, _extremum in ((cummax, maximum), (cummin, minimum)):
+@composite(refuses=_refuses_running)
+def cummax(build: Builder, input: fx.Node, dim: int) -> Any:
+    """Return the largest element so far along a dimension, and where it is."""
+    return _expand_running(build, input, dim, maximum)
 
-    def _expand(build: Builder, input: fx.Node, dim: int, extremum: Any = _extremum) -> Any:
-        return _expand_running(build, input, dim, extremum)
 
-    _name = _function.__name__
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input",),
-            expand=_expand,
-            functions={getattr(torch, _name): None},
-            methods={_name: None},
-            refuses=_refuses_running,
-        )
-    )
+@composite(refuses=_refuses_running)
+def cummin(build: Builder, input: fx.Node, dim: int) -> Any:
+    """Return the smallest element so far along a dimension, and where it is."""
+    return _expand_running(build, input, dim, minimum)
+
 
 # ---- quantiles -----------------------------------------------------------------------------------------------------------------
 
 
-def quantile(input: Tensor, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Tensor:
-    """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
+def _quantile(input: Tensor, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Tensor:
     of = q if isinstance(q, int | float) else torch.tensor(q, dtype=input.dtype, device=input.device)
     return torch.quantile(input, of, dim, keepdim, interpolation=interpolation)
 
@@ -156,7 +115,20 @@ def _share(position: float, interpolation: str) -> float:
     }[interpolation]
 
 
-def _expand_quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool, interpolation: str) -> Any:
+def _of_constants(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> dict[str, Any] | str:
+    value = constant_value(q)
+    if value is not None:
+        q = value.tolist()
+    if not isinstance(q, int | float | list):
+        return "which quantile it takes is computed"
+    if dim is None and len(shape_of(input)) != 1:
+        return "it ranks the flattened tensor"
+    return {"input": input, "q": q, "dim": dim or 0, "keepdim": keepdim, "interpolation": interpolation}
+
+
+@composite("nanquantile", function=_quantile, adapt=_of_constants, refuses=_fixed("ranks"))
+def quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Any:
+    """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
     sizes = build.fact(input).shape
     length, dim = sizes[dim], dim % len(sizes)
     assert isinstance(length, int)
@@ -179,27 +151,3 @@ def _expand_quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: 
     if isinstance(q, int | float):
         return of(float(q))
     return build(stack, [of(float(quantity)) for quantity in q], 0)
-
-
-def _of_constants(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> dict[str, Any] | str:
-    value = constant_value(q)
-    if value is not None:
-        q = value.tolist()
-    if not isinstance(q, int | float | list):
-        return "which quantile it takes is computed"
-    if dim is None and len(shape_of(input)) != 1:
-        return "it ranks the flattened tensor"
-    return {"input": input, "q": q, "dim": dim or 0, "keepdim": keepdim, "interpolation": interpolation}
-
-
-register(
-    Operator(
-        "quantile",
-        quantile,
-        ("input",),
-        expand=_expand_quantile,
-        functions=dict.fromkeys((torch.quantile, torch.nanquantile), _of_constants),
-        methods=dict.fromkeys(("quantile", "nanquantile"), _of_constants),
-        refuses=_fixed("ranks"),
-    )
-)

@@ -14,6 +14,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead, Operator, Plain, Same, register
 from fxquant.ops.indexing.index import getitem
@@ -42,67 +43,36 @@ def _fixed_dimension(verb: str) -> Any:
 # ---- the place of the extremes ---------------------------------------------------------------------------------------
 
 
-def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+@lowered(demand=WHOLE_NUMBERS, refuses=_fixed_dimension("looks through"))
+def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the largest element along a dimension."""
-    return torch.argmax(input, dim, keepdim)
+    return lowering.call(selection.arg_extremum, input.value, dim, keepdim, True)
 
 
-def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+@lowered(demand=WHOLE_NUMBERS, refuses=_fixed_dimension("looks through"))
+def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the smallest element along a dimension."""
-    return torch.argmin(input, dim, keepdim)
+    return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
 
-
-for _function, _largest in ((argmax, True), (argmin, False)):
-
-    def _lower_place(lowering: Lowering, input: Quantized, dim: int, keepdim: bool, largest: bool = _largest) -> Any:
-        return lowering.call(selection.arg_extremum, input.value, dim, keepdim, largest)
-
-    _name = _function.__name__
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input",),
-            _lower_place,
-            WHOLE_NUMBERS,
-            functions={getattr(torch, _name): None},
-            methods={_name: None},
-            refuses=_fixed_dimension("looks through"),
-        )
-    )
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
+def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
-
-
-def _lower_ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
-    return lowering.call(selection.ranking, input.value, dim, count, largest)
 
 
 def _onnx_ranked(c: Call) -> str:
     return c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1)
 
 
-register(
-    Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, moves=True, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked)
-)
+@lowered(function=_ranked, moves=True, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked, demand=WHOLE_NUMBERS)
+def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
+    """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
+    return lowering.call(selection.ranking, input.value, dim, count, largest)
 
 
 # ---- the elements at these places -------------------------------------------------------------------------------------
-
-
-def gather(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return the elements at these places along a dimension."""
-    return torch.gather(input, dim, index)
-
-
-def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
-    places = lowering.given("index", index, torch.int64)
-    return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
 
 
 def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -117,11 +87,6 @@ def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(operand.shape[arguments["dim"]], int) else "it indexes the batch"
 
 
-def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """Return the elements at these places along a dimension; along others tensor and places are broadcast."""
-    return torch.take_along_dim(input, indices, dim)
-
-
 def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
     if dim is None:
         return "it indexes the flattened tensor"
@@ -130,12 +95,6 @@ def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] |
     if mine == other:
         return {"input": input, "dim": dim, "index": indices}
     return Instead(take_along_dim, {"input": input, "indices": indices, "dim": dim})
-
-
-def _expand_taken(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
-    mine, other = build.fact(input).shape, build.fact(indices).shape
-    sizes = [-1 if own == size or d == dim % len(mine) else size for d, (own, size) in enumerate(zip(other, mine, strict=True))]
-    return build(gather, input, dim, build(expand, indices, sizes))
 
 
 def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -153,32 +112,27 @@ def _gathered(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) ->
     return {"input": input, "dim": dim, "index": index}
 
 
-register(
-    Operator(
-        "gather",
-        gather,
-        ("input",),
-        _lower_gather,
-        Same(),
-        moves=True,
-        reads=("index",),
-        functions={torch.gather: _gathered, torch.take_along_dim: _taken},
-        methods={"gather": _gathered, "take_along_dim": _taken},
-        refuses=refuses_index,
-    )
+@lowered(
+    adapt=_gathered,
+    calls={torch.take_along_dim: _taken, "take_along_dim": _taken},
+    moves=True,
+    reads=("index",),
+    refuses=refuses_index,
+    demand=Same(),
 )
-register(
-    Operator(
-        "take_along_dim",
-        take_along_dim,
-        ("input",),
-        demand=Same(),
-        moves=True,
-        reads=("indices",),
-        expand=_expand_taken,
-        refuses=_refuses_taken,
-    )
-)
+def gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
+    """Return the elements at these places along a dimension."""
+    places = lowering.given("index", index, torch.int64)
+    return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
+
+
+@composite(by_name=False, operands=("input",), demand=Same(), moves=True, reads=("indices",), refuses=_refuses_taken)
+def take_along_dim(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
+    """Return the elements at these places along a dimension; along others tensor and places are broadcast."""
+    mine, other = build.fact(input).shape, build.fact(indices).shape
+    sizes = [-1 if own == size or d == dim % len(mine) else size for d, (own, size) in enumerate(zip(other, mine, strict=True))]
+    return build(gather, input, dim, build(expand, indices, sizes))
+
 
 # ---- values with their places -----------------------------------------------------------------------------------------
 
@@ -191,32 +145,7 @@ def _expand_smallest(build: Builder, input: fx.Node, dim: int, keepdim: bool) ->
     return build(amin, input, [dim], keepdim), build(argmin, input, dim, keepdim)
 
 
-def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return the k largest, or smallest, elements along a dimension, and where they are."""
-    return torch.topk(input, k, dim, largest, sorted)
-
-
-def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """Return the elements along a dimension in order, and where they were."""
-    return torch.sort(input, dim=dim, descending=descending, stable=stable)
-
-
-def argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Tensor:
-    """Return where the elements along a dimension are, in order."""
-    return torch.argsort(input, dim=dim, descending=descending, stable=stable)
-
-
-def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """Return the k-th smallest element along a dimension, and where it is."""
-    return torch.kthvalue(input, k, dim, keepdim)
-
-
-def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Return the lower median along a dimension, and where it is."""
-    return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
-
-
-def _expand_kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
+def _kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
     index: list[Any] = [slice(None)] * len(build.fact(input).shape)
     index[dim] = slice(k - 1, k)
     places = build(getitem, build(ranked, input, dim, k, False), index)
@@ -225,10 +154,6 @@ def _expand_kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: 
         return values, places
     index[dim] = 0
     return build(getitem, values, index), build(getitem, places, index)
-
-
-def _expand_median(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
-    return _expand_kthvalue(build, input, (_length(build, input, dim) + 1) // 2, dim, keepdim)
 
 
 def _with_places(build: Builder, input: fx.Node, dim: int, count: int, largest: bool) -> Any:
@@ -242,18 +167,6 @@ def _length(build: Builder, input: fx.Node, dim: int) -> int:
     return size
 
 
-def _expand_topk(build: Builder, input: fx.Node, k: int, dim: int, largest: bool, sorted: bool) -> Any:
-    return _with_places(build, input, dim, k, largest)
-
-
-def _expand_sort(build: Builder, input: fx.Node, dim: int, descending: bool, stable: bool) -> Any:
-    return _with_places(build, input, dim, _length(build, input, dim), descending)
-
-
-def _expand_argsort(build: Builder, input: fx.Node, dim: int, descending: bool, stable: bool) -> Any:
-    return build(ranked, input, dim, _length(build, input, dim), descending)
-
-
 def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = False) -> dict[str, Any]:
     return {"input": input, "dim": dim, "descending": descending, "stable": bool(stable)}
 
@@ -261,46 +174,37 @@ def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool
 _RANKED = _fixed_dimension("ranks")
 register(Operator("max_along", largest_along, ("input",), expand=_expand_largest, refuses=_fixed_dimension("looks through")))
 register(Operator("min_along", smallest_along, ("input",), expand=_expand_smallest, refuses=_fixed_dimension("looks through")))
-register(
-    Operator(
-        "topk", topk, ("input",), moves=True, expand=_expand_topk, functions={torch.topk: None}, methods={"topk": None}, refuses=_RANKED
-    )
-)
-register(
-    Operator(
-        "sort",
-        sort,
-        ("input",),
-        moves=True,
-        expand=_expand_sort,
-        functions={torch.sort: _sorted},
-        methods={"sort": _sorted},
-        refuses=_RANKED,
-    )
-)
-for _composite, _parts, _names in ((kthvalue, _expand_kthvalue, ("kthvalue",)), (median, _expand_median, ("median", "nanmedian"))):
-    register(
-        Operator(
-            _names[0],
-            _composite,
-            ("input",),
-            moves=True,
-            expand=_parts,
-            functions={getattr(torch, name): None for name in _names},
-            methods=dict.fromkeys(_names),
-            refuses=_RANKED,
-        )
-    )
-register(
-    Operator(
-        "argsort",
-        argsort,
-        ("input",),
-        moves=True,
-        demand=WHOLE_NUMBERS,
-        expand=_expand_argsort,
-        functions={torch.argsort: _sorted},
-        methods={"argsort": _sorted},
-        refuses=_RANKED,
-    )
-)
+
+
+@composite(moves=True, refuses=_RANKED)
+def topk(build: Builder, input: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """Return the k largest, or smallest, elements along a dimension, and where they are."""
+    return _with_places(build, input, dim, k, largest)
+
+
+@composite(adapt=_sorted, moves=True, refuses=_RANKED)
+def sort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """Return the elements along a dimension in order, and where they were."""
+    return _with_places(build, input, dim, _length(build, input, dim), descending)
+
+
+@composite(moves=True, refuses=_RANKED)
+def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """Return the k-th smallest element along a dimension, and where it is."""
+    return _kthvalue(build, input, k, dim, keepdim)
+
+
+def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
+
+
+@composite("nanmedian", function=_median, moves=True, refuses=_RANKED)
+def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return the lower median along a dimension, and where it is."""
+    return _kthvalue(build, input, (_length(build, input, dim) + 1) // 2, dim, keepdim)
+
+
+@composite(adapt=_sorted, moves=True, demand=WHOLE_NUMBERS, refuses=_RANKED)
+def argsort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """Return where the elements along a dimension are, in order."""
+    return build(ranked, input, dim, _length(build, input, dim), descending)

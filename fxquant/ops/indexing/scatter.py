@@ -21,8 +21,9 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import INNER, Instead, Operator, register
+from fxquant.ops.core.record import INNER, Instead
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.indexing.ranking import refuses_index
@@ -34,22 +35,6 @@ SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max
 
 # ---- in the place of others ---------------------------------------------------------------------------------------------
-
-
-def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tensor:
-    """Return the tensor with other elements, or one number, at these places along a dimension."""
-    return torch.scatter(input, dim, index, src)
-
-
-def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
-    places = lowering.given("index", index, torch.int64)
-    number = (True,) if not isinstance(src, Quantized) and (not isinstance(src, Tensor) or src.dim() == 0) else ()
-
-    def exact() -> Any:
-        values = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
-        return lowering.call(selection.put_along, *values, dim, places, *number)
-
-    return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
 
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -97,38 +82,34 @@ def _onnx_scatter(c: Call) -> str:
     return c.do("ScatterElements", c.rounded(c.operand("input")), places, source, axis=c["dim"])
 
 
-register(
-    Operator(
-        "scatter",
-        scatter,
-        ("input", "src"),
-        _lower_scatter,
-        carries=("input", "src"),
-        reads=("index",),
-        functions={torch.scatter: _scattered},
-        methods={"scatter": _scattered, "scatter_": _scattered},
-        onnx=_onnx_scatter,
-        refuses=_refuses_scatter,
-        normalize=as_large_as_index,
-    )
+@lowered(
+    function=lambda input, dim, index, src: torch.scatter(input, dim, index, src),
+    operands=("input", "src"),
+    adapt=_scattered,
+    carries=("input", "src"),
+    reads=("index",),
+    onnx=_onnx_scatter,
+    refuses=_refuses_scatter,
+    normalize=as_large_as_index,
 )
+def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
+    """Return the tensor with other elements, or one number, at these places along a dimension."""
+    places = lowering.given("index", index, torch.int64)
+    number = (True,) if not isinstance(src, Quantized) and (not isinstance(src, Tensor) or src.dim() == 0) else ()
+
+    def exact() -> Any:
+        values = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
+        return lowering.call(selection.put_along, *values, dim, places, *number)
+
+    return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
+
 
 # ---- sums --------------------------------------------------------------------------------------------------------------
 
 
-def sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
+def _sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.scatter_add(dim, index, src)
-
-
-def _lower_sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
-    terms = src.shape[dim]
-    assert isinstance(terms, int)
-    largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
-    places = lowering.given("index", index, torch.int64)
-    total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
-    return lowering.requantize(total, Ratio((src.scale,)))
 
 
 def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -148,28 +129,20 @@ def _onnx_sum_at(c: Call) -> str:
     return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places_of(c), c["size"], False)
 
 
-register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at))
+@lowered(function=_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at)
+def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
+    """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
+    terms = src.shape[dim]
+    assert isinstance(terms, int)
+    largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    places = lowering.given("index", index, torch.int64)
+    total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
+    return lowering.requantize(total, Ratio((src.scale,)))
 
 
-def index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places."""
+def _index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
     zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
     return zeros.index_add(dim, index, src)
-
-
-def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
-    """Return the product with a matrix of zeros and ones, along the last dimension."""
-    rank = len(src.shape)
-    matrix = torch.nn.functional.one_hot(index.flatten() % size, size).t().to(torch.float32)
-    terms = float(matrix.sum(1).max())
-    largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
-    order = [d for d in range(rank) if d != dim] + [dim]
-    value = lowering.call(shape.permute, src.value, order)
-    lowering.describe("places", torch.empty(0, device="cpu", dtype=torch.float32))
-    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
-    total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
-    result = lowering.requantize(total, Ratio((src.scale,)))
-    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
 
 
 def _onnx_index_sum(c: Call) -> str:
@@ -184,17 +157,23 @@ def _onnx_index_sum(c: Call) -> str:
     return c.do("Transpose", total, perm=[order.index(d) for d in range(len(order))])
 
 
-register(Operator("index_sum", index_sum, ("src",), _lower_index_sum, onnx=_onnx_index_sum))
+@lowered(function=_index_sum, onnx=_onnx_index_sum)
+def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
+    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places.
 
-
-def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Return the tensor with the elements of `src` added at their places along a dimension."""
-    return torch.scatter_add(input, dim, index, src)
-
-
-def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
-    """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
-    return torch.index_add(input, dim, index, source, alpha=alpha)
+    Return the product with a matrix of zeros and ones, along the last dimension.
+    """
+    rank = len(src.shape)
+    matrix = torch.nn.functional.one_hot(index.flatten() % size, size).t().to(torch.float32)
+    terms = float(matrix.sum(1).max())
+    largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
+    order = [d for d in range(rank) if d != dim] + [dim]
+    value = lowering.call(shape.permute, src.value, order)
+    lowering.describe("places", torch.empty(0, device="cpu", dtype=torch.float32))
+    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
+    total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
+    result = lowering.requantize(total, Ratio((src.scale,)))
+    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
 
 
 def size_along(build: Builder, input: fx.Node, dim: int) -> int:
@@ -202,22 +181,6 @@ def size_along(build: Builder, input: fx.Node, dim: int) -> int:
     size = build.fact(input).shape[dim]
     assert isinstance(size, int)
     return size
-
-
-def _expand_scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
-    alone = made_number(input) == 0
-    total = build(sum_at, src, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
-    return total if alone else build(add, input, total)
-
-
-def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float) -> Any:
-    alone = made_number(input) == 0
-    if is_parameter(source):
-        return build(add, input, build.host(index_sum, source, dim, index, size_along(build, input, dim)), float(alpha))
-    if alpha != 1:
-        source = build(mul, source, alpha, demand=INNER)
-    total = build(index_sum, source, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
-    return total if alone else build(add, input, total)
 
 
 def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -259,27 +222,21 @@ def _index_added(input: Any, dim: int, index: Any, source: Any, alpha: float = 1
     return {"input": input, "dim": _with_dim(dim, input), "index": index, "source": source, "alpha": alpha}
 
 
-register(
-    Operator(
-        "scatter_add",
-        scatter_add,
-        ("input", "src"),
-        reads=("index",),
-        expand=_expand_scatter_add,
-        functions={torch.scatter_add: scatter_added},
-        methods=dict.fromkeys(("scatter_add", "scatter_add_"), scatter_added),
-        refuses=refuses_scatter_add,
-        normalize=as_large_as_index,
-    )
-)
-register(
-    Operator(
-        "index_add",
-        index_add,
-        ("input", "source"),
-        expand=_expand_index_add,
-        functions={torch.index_add: _index_added},
-        methods=dict.fromkeys(("index_add", "index_add_"), _index_added),
-        refuses=_refuses_index_add,
-    )
-)
+@composite(operands=("input", "src"), adapt=scatter_added, reads=("index",), refuses=refuses_scatter_add, normalize=as_large_as_index)
+def scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
+    """Return the tensor with the elements of `src` added at their places along a dimension."""
+    alone = made_number(input) == 0
+    total = build(sum_at, src, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    return total if alone else build(add, input, total)
+
+
+@composite(operands=("input", "source"), adapt=_index_added, refuses=_refuses_index_add)
+def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float = 1) -> Any:
+    """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
+    alone = made_number(input) == 0
+    if is_parameter(source):
+        return build(add, input, build.host(index_sum, source, dim, index, size_along(build, input, dim)), float(alpha))
+    if alpha != 1:
+        source = build(mul, source, alpha, demand=INNER)
+    total = build(index_sum, source, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    return total if alone else build(add, input, total)

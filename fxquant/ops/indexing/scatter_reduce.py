@@ -15,8 +15,9 @@ from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import INNER, Fixed, Instead, Operator, register
+from fxquant.ops.core.record import INNER, Fixed, Instead
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.division import reciprocal_of
@@ -38,16 +39,6 @@ from fxquant.primitives import scatter as primitives
 COUNTS = Fixed(1.0, "int16", otherwise=Fixed(1.0, "int8"))
 
 
-def scatter_sum(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
-    return torch.scatter_reduce(input, dim, index, src, "sum", include_self=False)
-
-
-def scatter_mean(input: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool = True) -> Tensor:
-    """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
-    return torch.scatter_reduce(input, dim, index, src, "mean", include_self=include_self)
-
-
 def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
     """Count how many elements have each place, as float values on a grid of scale 1."""
     ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
@@ -55,13 +46,31 @@ def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
     return many
 
 
-def _expand_scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
+@composite(
+    function=lambda input, dim, index, src: torch.scatter_reduce(input, dim, index, src, "sum", include_self=False),
+    operands=("input", "src"),
+    reads=("index",),
+    refuses=refuses_scatter_add,
+    normalize=as_large_as_index,
+)
+def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
+    """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
     size = size_along(build, input, dim)
     total = build(sum_at, src, dim, index, size)
     return build(where, build(torch.gt, _many(build, dim, index, size), 0.0), total, input)
 
 
-def _expand_scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool) -> Any:
+@composite(
+    function=lambda input, dim, index, src, include_self=True: torch.scatter_reduce(
+        input, dim, index, src, "mean", include_self=include_self
+    ),
+    operands=("input", "src"),
+    reads=("index",),
+    refuses=refuses_scatter_add,
+    normalize=as_large_as_index,
+)
+def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool = True) -> Any:
+    """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
     size = size_along(build, input, dim)
     many = _many(build, dim, index, size)
     total, alone = build(sum_at, src, dim, index, size, demand=INNER), made_number(input) == 0
@@ -74,38 +83,11 @@ def _expand_scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Nod
     return build(where, build(torch.gt, many, 0.0), build(mul, total, share, demand=INNER), input)
 
 
-for _name, _function, _expand in (("scatter_sum", scatter_sum, _expand_scatter_sum), ("scatter_mean", scatter_mean, _expand_scatter_mean)):
-    register(
-        Operator(
-            _name, _function, ("input", "src"), reads=("index",), expand=_expand, refuses=refuses_scatter_add, normalize=as_large_as_index
-        )
-    )
-
 # ---- the larger and the smaller ------------------------------------------------------------------------------------------
 
 
-def scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
-    """Return the largest, or smallest, of an element and those of `src` that have its place; `include_self` is about named places."""
+def _scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
     return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
-
-
-def _lower_scatter_extremum(
-    lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool
-) -> Quantized:
-    """Without the elements themselves: these are as small, or as large, as can be, where a place is named."""
-    places = lowering.given("index", index, torch.int64)
-    terms = src.shape[dim]
-    grid = lowering.output.grid
-
-    def exact() -> Any:
-        value, other = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
-        if not include_self:
-            end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
-            held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
-            value = lowering.call(selection.put_along, value, held, dim, places, True)
-        return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
-
-    return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))
 
 
 def _onnx_scatter_extremum(c: Call) -> str:
@@ -139,17 +121,33 @@ def _scatter_reduced(
     return {**scatter_added(input, dim, index, src), "largest": _REDUCTIONS[reduce], "include_self": include_self}
 
 
-register(
-    Operator(
-        "scatter_extremum",
-        scatter_extremum,
-        ("input", "src"),
-        _lower_scatter_extremum,
-        reads=("index",),
-        onnx=_onnx_scatter_extremum,
-        functions={torch.scatter_reduce: _scatter_reduced},
-        methods=dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _scatter_reduced),
-        refuses=refuses_scatter_add,
-        normalize=as_large_as_index,
-    )
+@lowered(
+    "scatter_reduce",
+    operands=("input", "src"),
+    function=_scatter_extremum,
+    adapt=_scatter_reduced,
+    reads=("index",),
+    onnx=_onnx_scatter_extremum,
+    refuses=refuses_scatter_add,
+    normalize=as_large_as_index,
 )
+def scatter_extremum(
+    lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool = True
+) -> Quantized:
+    """Return the largest, or smallest, of an element and those of `src` that have its place; `include_self` is about named places.
+
+    Without the elements themselves: these are as small, or as large, as can be, where a place is named.
+    """
+    places = lowering.given("index", index, torch.int64)
+    terms = src.shape[dim]
+    grid = lowering.output.grid
+
+    def exact() -> Any:
+        value, other = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
+        if not include_self:
+            end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
+            held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
+            value = lowering.call(selection.put_along, value, held, dim, places, True)
+        return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
+
+    return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))

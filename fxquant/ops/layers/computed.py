@@ -130,15 +130,18 @@ def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 
-for _rank, _function in COMPUTED.items():
+def _convolution(rank: int) -> None:
+    """Register the convolution of this rank with a weight that the model computes."""
 
-    def _expand_rank(build: Builder, rank: int = _rank, **arguments: Any) -> Any:
+    def expand(build: Builder, **arguments: Any) -> Any:
         return _expand(build, **arguments, rank=rank)
 
-    register(
-        Operator(_function.__name__, _function, ("input", "weight", "bias"), expand=_expand_rank, refuses=_refuses(_rank), macs=_products)
-    )
+    function = COMPUTED[rank]
+    register(Operator(function.__name__, function, ("input", "weight", "bias"), expand=expand, refuses=_refuses(rank), macs=_products))
 
+
+_convolution(1)
+_convolution(2)
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 

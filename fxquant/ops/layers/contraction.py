@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import fx, nn
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.equations import added_product, einsum, spelled
 from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.traits import Trait
@@ -291,13 +291,16 @@ register(
 # ---- bilinear -------------------------------------------------------------------------------------------------------
 
 
-def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x · W_o · y + b_o for each output channel o."""
-    return F.bilinear(input1, input2, weight, bias)
+def _bilinear_module(module: Any) -> dict[str, Any]:
+    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
 
 
-def _expand_bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Any:
-    """Return the products of x with every channel's matrix, and then with y."""
+@composite(operands=("input1", "input2"), modules={nn.Bilinear: _bilinear_module})
+def bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
+    """Compute x · W_o · y + b_o for each output channel o.
+
+    Return the products of x with every channel's matrix, and then with y.
+    """
     channels, width, height = fact(weight).shape
     turned = build(reshape, build(permute, weight, [1, 0, 2]), [width, channels * height])
     shape = numbers(fact(input1).shape)
@@ -305,19 +308,3 @@ def _expand_bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: f
     column = build(reshape, input2, [*shape[:-1], height, 1])
     result = build(reshape, build(matmul, first, column), [*shape[:-1], channels])
     return result if bias is None else build(add, result, bias)
-
-
-def _bilinear_module(module: Any) -> dict[str, Any]:
-    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
-
-
-register(
-    Operator(
-        "bilinear",
-        bilinear,
-        ("input1", "input2"),
-        expand=_expand_bilinear,
-        functions={F.bilinear: None, torch.bilinear: None},
-        modules={nn.Bilinear: _bilinear_module},
-    )
-)

@@ -18,8 +18,9 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.record import Same
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d
@@ -31,7 +32,7 @@ from fxquant.primitives.sampling import sample
 Geometry = tuple[Any, Any, Any, Any]  # kernel, stride, padding, dilation
 
 
-def deform_conv2d(
+def _deform_conv2d(
     input: Tensor,
     offset: Tensor,
     weight: Tensor,
@@ -70,8 +71,7 @@ def _base(height: int, width: int, geometry: Geometry) -> Tensor:
     return torch.stack((columns.expand(len(rows), -1), rows.unsqueeze(1).expand(-1, len(columns))), -1)
 
 
-def deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1) -> Tensor:
-    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
+def _deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1) -> Tensor:
     (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
     groups = offset.shape[1] // (2 * rows * columns)
     moved = offset.reshape(-1, rows, columns, 2, height, width).permute(0, 4, 1, 5, 2, 3).flip(-1)
@@ -81,34 +81,6 @@ def deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any =
     extent = torch.tensor([input.shape[3], input.shape[2]], dtype=moved.dtype, device=moved.device)
     taps = F.grid_sample(images, (2 * absolute + 1) / extent - 1, "bilinear", "zeros", False)
     return taps.reshape(-1, input.shape[1], height * rows, width * columns)
-
-
-def _lower_taps(
-    lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any
-) -> Quantized:
-    (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
-    channels, *spatial = input.shape[1:]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    assert isinstance(channels, int)
-    assert isinstance(offset.shape[1], int)
-    groups = offset.shape[1] // (2 * rows * columns)
-
-    def exact() -> Any:
-        moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
-        moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
-        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
-        moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
-        moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
-        images = input.value
-        if groups > 1:
-            images = lowering.call(shape.reshape, images, [-1, channels // groups, *spatial])
-        image = replace(input, value=images, shape=(input.shape[0], channels // groups, *spatial))
-        positions = Positions([1.0, 1.0], _base(height, width, (kernel_size, stride, padding, dilation)), False)
-        taps = lower_sample(lowering, image, offset.with_value(moved), positions, "bilinear", "zeros")
-        return lowering.call(shape.reshape, taps, [-1, channels, height * rows, width * columns])
-
-    return lowering.result(exact, lambda: deformed_taps(input.real(), offset.real(), kernel_size, stride, padding, dilation))
 
 
 def _onnx_taps(c: Call) -> str:
@@ -145,19 +117,41 @@ def _refuses_taps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_image(arguments["input"], "bilinear", "zeros")
 
 
-register(
-    Operator(
-        "deformed_taps",
-        deformed_taps,
-        ("input", "offset"),
-        _lower_taps,
-        Same(("input",)),
-        dtypes={"offset": "int16"},
-        keeps=lambda arguments, after: EVERYTHING,
-        refuses=_refuses_taps,
-        onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
-    )
+@lowered(
+    function=_deformed_taps,
+    dtypes={"offset": "int16"},
+    keeps=lambda arguments, after: EVERYTHING,
+    refuses=_refuses_taps,
+    onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
+    demand=Same(("input",)),
 )
+def deformed_taps(
+    lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1
+) -> Quantized:
+    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
+    (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
+    channels, *spatial = input.shape[1:]
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    assert isinstance(channels, int)
+    assert isinstance(offset.shape[1], int)
+    groups = offset.shape[1] // (2 * rows * columns)
+
+    def exact() -> Any:
+        moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
+        moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
+        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
+        moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
+        moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
+        images = input.value
+        if groups > 1:
+            images = lowering.call(shape.reshape, images, [-1, channels // groups, *spatial])
+        image = replace(input, value=images, shape=(input.shape[0], channels // groups, *spatial))
+        positions = Positions([1.0, 1.0], _base(height, width, (kernel_size, stride, padding, dilation)), False)
+        taps = lower_sample(lowering, image, offset.with_value(moved), positions, "bilinear", "zeros")
+        return lowering.call(shape.reshape, taps, [-1, channels, height * rows, width * columns])
+
+    return lowering.result(exact, lambda: deformed_taps(input.real(), offset.real(), kernel_size, stride, padding, dilation))
 
 
 # ---- the composite --------------------------------------------------------------------------------------------------
@@ -172,17 +166,32 @@ def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
     return spread.reshape(-1, channels, height * rows, width * columns)
 
 
-def _expand(
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if shape_of(arguments["weight"]) is None:
+        return "its weight is not a tensor of known shape"
+    mask = fact(arguments["mask"]) if isinstance(arguments["mask"], fx.Node) else None
+    if isinstance(mask, TensorFact) and not all(isinstance(size, int) for size in mask.shape[1:]):
+        return "the size of its mask is not known"
+    return _refuses_taps(node, arguments)
+
+
+@composite(operands=("input", "offset", "mask"), function=_deform_conv2d, refuses=_refuses)
+def deform_conv2d(
     build: Builder,
     input: fx.Node,
     offset: fx.Node,
     weight: fx.Node,
-    bias: fx.Node | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    mask: fx.Node | None,
+    bias: fx.Node | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    mask: fx.Node | None = None,
 ) -> Any:
+    """Deformable convolution, version 2 with a mask, with the arguments of torchvision.ops.deform_conv2d.
+
+    input (N, C, H, W); offset (N, 2·groups·kh·kw, H', W'), in pixels, y before x; mask (N, groups·kh·kw, H', W'), a factor for each tap;
+    weight (O, C / groups of the convolution, kh, kw). Outside of the image is 0. From: Zhu et al., Deformable ConvNets v2, 2019.
+    """
     weights = shape_of(weight)
     assert weights is not None
     rows, columns = (int(size) for size in weights[2:])  # type: ignore[arg-type]
@@ -197,15 +206,3 @@ def _expand(
             factors = build(expand, factors, [-1, -1, channels // groups, -1, -1])
         taps = build(mul, taps, build(reshape, factors, [-1, channels if groups > 1 else 1, tall, wide]))
     return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // int(weights[1]))  # type: ignore[arg-type]
-
-
-def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if shape_of(arguments["weight"]) is None:
-        return "its weight is not a tensor of known shape"
-    mask = fact(arguments["mask"]) if isinstance(arguments["mask"], fx.Node) else None
-    if isinstance(mask, TensorFact) and not all(isinstance(size, int) for size in mask.shape[1:]):
-        return "the size of its mask is not known"
-    return _refuses_taps(node, arguments)
-
-
-register(Operator("deform_conv2d", deform_conv2d, ("input", "offset", "mask"), expand=_expand, refuses=_refuses))

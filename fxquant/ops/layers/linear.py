@@ -16,9 +16,10 @@ from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Parameter, register
+from fxquant.ops.core.record import Instead, Parameter
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
@@ -31,7 +32,7 @@ PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
 # ---- linear -----------------------------------------------------------------------------------------------------------
 
 
-def linear(
+def _linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -41,23 +42,9 @@ def linear(
     clamp: Clamp | None = None,
     before_residual: BeforeResidual | None = None,
 ) -> Tensor:
-    """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     if batch_norm is not None:
         weight, bias = fold(weight, bias, batch_norm, 0)
     return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
-
-
-def _lower_linear(
-    lowering: Lowering,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-) -> Quantized:
-    return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 
 
 def _onnx_linear(c: Call) -> str:
@@ -87,56 +74,41 @@ def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Inste
     return Instead(computed_linear, given) if is_computed(weight) else given
 
 
-register(
-    Operator(
-        "linear",
-        linear,
-        ("input",),
-        _lower_linear,
-        functions={F.linear: _called},
-        traits=frozenset({Trait.OUTPUTS_FIRST}),
-        modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
-        absorbs=ABSORBED,
-        refuses=refuses_weighted,
-        sums=True,
-        folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
-        weight=lambda weight, **_: weight,
-        channels=lambda arguments: -1,
-        rescaled=rescaled,
-        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
-        onnx=_onnx_linear,
-    )
+@lowered(
+    function=_linear,
+    adapt=_called,
+    modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
+    traits=frozenset({Trait.OUTPUTS_FIRST}),
+    absorbs=ABSORBED,
+    refuses=refuses_weighted,
+    sums=True,
+    folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
+    weight=lambda weight, **_: weight,
+    channels=lambda arguments: -1,
+    rescaled=rescaled,
+    macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    onnx=_onnx_linear,
 )
+def linear(
+    lowering: Lowering,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
+) -> Quantized:
+    """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
+    return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 
 
 # ---- matrix product -------------------------------------------------------------------------------------------------
 
 
-def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input · other over the last two dimensions, plus bias, and a fused clamp."""
+def _matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
     value = torch.matmul(input, other)
     return epilogue(value if bias is None else value + bias, None, clamp, None)
-
-
-def _lower_matmul(
-    lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
-) -> Quantized:
-    """Lower a matrix parameter on the right as a linear layer's weight; a product of two activations has one step, s_x · s_y."""
-    if isinstance(other, Tensor):
-        if isinstance(input, Quantized) and other.dim() == 2:
-            return lower_weighted(lowering, PRODUCT, input, other.t(), bias, clamp=clamp)
-        other = lowering.quantize_constant(other, "other")
-    if isinstance(input, Tensor):
-        input = lowering.quantize_constant(input, "input")
-    terms = float(input.shape[-1])  # type: ignore[arg-type]
-    long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
-    product_bound = torch.tensor(terms * input.grid.magnitude * other.grid.magnitude, dtype=torch.float64, device="cpu")
-    largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
-    if largest >= FLOAT32_EXACT:
-        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
-    multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
-    accumulator = lowering.call(multiply, input.value, other.value)
-    return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest, kind=MATRIX)
 
 
 def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -173,25 +145,46 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     return Instead(added_product, given)
 
 
-register(
-    Operator(
-        "matmul",
-        matmul,
-        ("input", "other"),
-        _lower_matmul,
-        traits=frozenset({Trait.MATRIX_PRODUCT}),
-        functions={
-            **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
-            torch.bmm: _two,
-            torch.mm: _two,
-            torch.addmm: _addmm,
-        },
-        methods={"matmul": with_vectors, "__matmul__": with_vectors, "bmm": _two, "mm": _two, "addmm": _addmm},
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_matmul,
-        sums=True,
-        weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
-        macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
-        onnx=_onnx_linear,
-    )
+@lowered(
+    operands=("input", "other"),
+    function=_matmul,
+    calls={
+        **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
+        torch.bmm: _two,
+        torch.mm: _two,
+        torch.addmm: _addmm,
+        **dict.fromkeys(("matmul", "__matmul__"), with_vectors),
+        "bmm": _two,
+        "mm": _two,
+        "addmm": _addmm,
+    },
+    traits=frozenset({Trait.MATRIX_PRODUCT}),
+    absorbs=frozenset({"clamp"}),
+    refuses=_refuses_matmul,
+    sums=True,
+    weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
+    macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
+    onnx=_onnx_linear,
 )
+def matmul(
+    lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None
+) -> Quantized:
+    """Compute input · other over the last two dimensions, plus bias, and a fused clamp.
+
+    Lower a matrix parameter on the right as a linear layer's weight; a product of two activations has one step, s_x · s_y.
+    """
+    if isinstance(other, Tensor):
+        if isinstance(input, Quantized) and other.dim() == 2:
+            return lower_weighted(lowering, PRODUCT, input, other.t(), bias, clamp=clamp)
+        other = lowering.quantize_constant(other, "other")
+    if isinstance(input, Tensor):
+        input = lowering.quantize_constant(input, "input")
+    terms = float(input.shape[-1])  # type: ignore[arg-type]
+    long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
+    product_bound = torch.tensor(terms * input.grid.magnitude * other.grid.magnitude, dtype=torch.float64, device="cpu")
+    largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
+    if largest >= FLOAT32_EXACT:
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
+    multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
+    accumulator = lowering.call(multiply, input.value, other.value)
+    return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest, kind=MATRIX)

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, Operator, Same, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import INNER, Same
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import flip, getitem
 from fxquant.ops.layers.linear import matmul
@@ -32,12 +33,14 @@ def sizes_of(value: Any) -> tuple[Size, ...]:
 # ---- turns -----------------------------------------------------------------------------------------------------------
 
 
-def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
+def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = sizes_of(arguments["input"])
+    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it rotates the batch"
+
+
+@composite(demand=Same(), refuses=_refuses_turn)
+def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any:
     """Return the plane of two dimensions turned by k quarters, from the first towards the second."""
-    return torch.rot90(input, k, dims)
-
-
-def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
     one, other = (dim % len(sizes_of(input)) for dim in dims)
     if k % 4 == 2:
         return build(flip, input, [one, other])
@@ -48,52 +51,15 @@ def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
     return build(flip, build(permute, input, order), [other]) if k % 4 == 3 else input
 
 
-def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = sizes_of(arguments["input"])
-    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it rotates the batch"
-
-
-register(
-    Operator(
-        "rot90",
-        rot90,
-        ("input",),
-        demand=Same(),
-        expand=_expand_rot90,
-        functions={torch.rot90: None},
-        methods={"rot90": None},
-        refuses=_refuses_turn,
-    )
-)
-
 # ---- several tensors in one shape ------------------------------------------------------------------------------------
 
 
-def broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, each repeated to the shape of all of them."""
+def _broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 
-def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
-    """Return each line along a dimension of its own, repeated along the others."""
+def _meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
     return tuple(torch.meshgrid(*tensors, indexing=indexing))
-
-
-def _expand_broadcast(build: Builder, tensors: list[fx.Node]) -> Any:
-    common = fact(build.node)[0].shape
-    return tuple(repeated(build, tensor, tuple(common)) for tensor in tensors)
-
-
-def _expand_meshgrid(build: Builder, tensors: list[fx.Node], indexing: str) -> Any:
-    places = list(range(len(tensors)))
-    if indexing == "xy" and len(tensors) > 1:
-        places[:2] = [1, 0]
-    found = []
-    for tensor, place, known in zip(tensors, places, fact(build.node), strict=True):
-        shape = [1] * len(tensors)
-        (shape[place],) = numbers(build.fact(tensor).shape) or [1]
-        found.append(repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
-    return tuple(found)
 
 
 def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -112,34 +78,29 @@ def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
     return {"tensors": list(tensors), **{name: value for name, value in named.items() if value is not None}}
 
 
-register(
-    Operator(
-        "broadcast_tensors",
-        broadcast_tensors,
-        ("tensors",),
-        expand=_expand_broadcast,
-        functions={torch.broadcast_tensors: _listed},
-        refuses=_refuses_broadcast,
-    )
-)
-register(
-    Operator("meshgrid", meshgrid, ("tensors",), expand=_expand_meshgrid, functions={torch.meshgrid: _listed}, refuses=_refuses_meshgrid)
-)
+@composite(operands=("tensors",), function=_broadcast_tensors, adapt=_listed, refuses=_refuses_broadcast)
+def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
+    """Return the tensors, each repeated to the shape of all of them."""
+    common = fact(build.node)[0].shape
+    return tuple(repeated(build, tensor, tuple(common)) for tensor in tensors)
 
 
-def sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
-    """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
+@composite(operands=("tensors",), function=_meshgrid, adapt=_listed, refuses=_refuses_meshgrid)
+def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> Any:
+    """Return each line along a dimension of its own, repeated along the others."""
+    places = list(range(len(tensors)))
+    if indexing == "xy" and len(tensors) > 1:
+        places[:2] = [1, 0]
+    found = []
+    for tensor, place, known in zip(tensors, places, fact(build.node), strict=True):
+        shape = [1] * len(tensors)
+        (shape[place],) = numbers(build.fact(tensor).shape) or [1]
+        found.append(repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
+    return tuple(found)
+
+
+def _sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
     return input.sum_to_size(sizes)
-
-
-def _expand_sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
-    present, wanted = build.fact(input).shape, build.fact(build.node).shape
-    new = len(present) - len(wanted)
-    dims = [dim for dim, size in enumerate(present) if dim < new or (size != 1 and wanted[dim - new] == 1)]
-    if not dims:
-        return input
-    total = build(sum, input, dims, True)
-    return build(reshape, total, numbers(wanted)) if new else total
 
 
 def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -157,17 +118,22 @@ def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
     return {"input": input, "sizes": list(wanted)}
 
 
-register(
-    Operator(
-        "sum_to_size", sum_to_size, ("input",), expand=_expand_sum_to_size, methods={"sum_to_size": _summed}, refuses=_refuses_sum_to_size
-    )
-)
+@composite(function=_sum_to_size, adapt=_summed, refuses=_refuses_sum_to_size)
+def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
+    """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
+    present, wanted = build.fact(input).shape, build.fact(build.node).shape
+    new = len(present) - len(wanted)
+    dims = [dim for dim, size in enumerate(present) if dim < new or (size != 1 and wanted[dim - new] == 1)]
+    if not dims:
+        return input
+    total = build(sum, input, dims, True)
+    return build(reshape, total, numbers(wanted)) if new else total
+
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
+def _as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     return torch.as_strided(input.contiguous(), size, stride, storage_offset)
 
 
@@ -177,15 +143,6 @@ def _places(arguments: dict[str, Any]) -> Tensor:
     for count, step in zip(arguments["size"], arguments["stride"], strict=True):
         places = places.unsqueeze(-1) + torch.arange(count, device="cpu") * step
     return places
-
-
-def _expand_as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_offset: int | None) -> Any:
-    places = _places({"size": size, "stride": stride, "storage_offset": storage_offset})
-    shape = build.fact(input).shape
-    if not isinstance(shape[0], int):
-        input, shape = along(build, input, 0, slice(0, 1)), (1, *shape[1:])
-    flat = build(reshape, input, [math.prod(numbers(shape))])
-    return build(reshape, build(getitem, flat, [places.flatten().tolist()]), list(size))
 
 
 def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -200,54 +157,31 @@ def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if places.numel() and int(places.max()) < count else "it reads more than the first sample's memory"
 
 
-register(
-    Operator(
-        "as_strided",
-        as_strided,
-        ("input",),
-        expand=_expand_as_strided,
-        functions={torch.as_strided: None},
-        methods={"as_strided": None},
-        refuses=_refuses_as_strided,
-    )
-)
+@composite(function=_as_strided, by_name=False, calls=dict.fromkeys((torch.as_strided, "as_strided")), refuses=_refuses_as_strided)
+def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
+    places = _places({"size": size, "stride": stride, "storage_offset": storage_offset})
+    shape = build.fact(input).shape
+    if not isinstance(shape[0], int):
+        input, shape = along(build, input, 0, slice(0, 1)), (1, *shape[1:])
+    flat = build(reshape, input, [math.prod(numbers(shape))])
+    return build(reshape, build(getitem, flat, [places.flatten().tolist()]), list(size))
+
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def kron(input: Tensor, other: Tensor) -> Tensor:
-    """Return every element of one tensor times the whole of another, block by block."""
-    return torch.kron(input, other)
-
-
-def cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
-    """Return the vector products of vectors of three along a dimension."""
+def _cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
     return torch.linalg.cross(input, other, dim=dim)  # type: ignore[no-any-return]
 
 
-def matrix_power(input: Tensor, n: int) -> Tensor:
-    """Return a square matrix times itself, n factors."""
+def _matrix_power(input: Tensor, n: int) -> Tensor:
     return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
-
-
-def _expand_kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    shapes = [numbers(build.fact(value).shape) for value in (input, other)]
-    rank = max(map(len, shapes))
-    one, two = ([*[1] * (rank - len(shape)), *shape] for shape in shapes)
-    rows = build(reshape, input, [size for each in one for size in (each, 1)])
-    columns = build(reshape, other, [size for each in two for size in (1, each)])
-    blocks = [-1 if -1 in pair else pair[0] * pair[1] for pair in zip(one, two, strict=True)]
-    return build(reshape, build(mul, rows, columns), blocks)
 
 
 def _refuses_kron(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     varying = [varying_sizes(sizes_of(arguments[name])) for name in ("input", "other")]
     return None if varying[0] + varying[1] <= 1 else MANY_SIZES
-
-
-def _expand_cross(build: Builder, input: fx.Node, other: fx.Node, dim: int) -> Any:
-    (one, two), (three, four) = ((along(build, value, dim, [1, 2, 0]), along(build, value, dim, [2, 0, 1])) for value in (input, other))
-    return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
 
 
 def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
@@ -266,17 +200,6 @@ def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _expand_matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
-    """Expand to repeated squares, by the bits of n."""
-    square, result = input, None
-    for bit in range(n.bit_length()):
-        if bit:
-            square = build(matmul, square, square, demand=INNER)
-        if n >> bit & 1:
-            result = square if result is None else build(matmul, result, square, demand=INNER)
-    return result
-
-
 def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     n = arguments["n"]
     if not isinstance(n, int) or not 1 <= n <= MOST_MATRICES:
@@ -284,30 +207,40 @@ def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | Non
     return None if all(isinstance(size, int) for size in sizes_of(arguments["input"])[-2:]) else "its matrices are as large as the batch"
 
 
-register(
-    Operator(
-        "kron", kron, ("input", "other"), expand=_expand_kron, functions={torch.kron: None}, methods={"kron": None}, refuses=_refuses_kron
-    )
+@composite(refuses=_refuses_kron)
+def kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    """Return every element of one tensor times the whole of another, block by block."""
+    shapes = [numbers(build.fact(value).shape) for value in (input, other)]
+    rank = max(map(len, shapes))
+    one, two = ([*[1] * (rank - len(shape)), *shape] for shape in shapes)
+    rows = build(reshape, input, [size for each in one for size in (each, 1)])
+    columns = build(reshape, other, [size for each in two for size in (1, each)])
+    blocks = [-1 if -1 in pair else pair[0] * pair[1] for pair in zip(one, two, strict=True)]
+    return build(reshape, build(mul, rows, columns), blocks)
+
+
+@composite(
+    function=_cross,
+    adapt=_crossed,
+    calls={torch.linalg.cross: lambda input, other, *, dim=-1: {"input": input, "other": other, "dim": dim}},
+    refuses=_refuses_cross,
 )
-register(
-    Operator(
-        "cross",
-        cross,
-        ("input", "other"),
-        expand=_expand_cross,
-        functions={torch.cross: _crossed, torch.linalg.cross: lambda input, other, *, dim=-1: {"input": input, "other": other, "dim": dim}},
-        methods={"cross": _crossed},
-        refuses=_refuses_cross,
-    )
-)
-register(
-    Operator(
-        "matrix_power",
-        matrix_power,
-        ("input",),
-        expand=_expand_matrix_power,
-        functions=dict.fromkeys((torch.matrix_power, torch.linalg.matrix_power)),
-        methods={"matrix_power": None},
-        refuses=_refuses_matrix_power,
-    )
-)
+def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
+    """Return the vector products of vectors of three along a dimension."""
+    (one, two), (three, four) = ((along(build, value, dim, [1, 2, 0]), along(build, value, dim, [2, 0, 1])) for value in (input, other))
+    return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
+
+
+@composite(torch.linalg.matrix_power, function=_matrix_power, refuses=_refuses_matrix_power)
+def matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
+    """Return a square matrix times itself, n factors.
+
+    Expand to repeated squares, by the bits of n.
+    """
+    square, result = input, None
+    for bit in range(n.bit_length()):
+        if bit:
+            square = build(matmul, square, square, demand=INNER)
+        if n >> bit & 1:
+            result = square if result is None else build(matmul, result, square, demand=INNER)
+    return result

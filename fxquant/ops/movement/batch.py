@@ -11,21 +11,14 @@ from torch import Tensor, fx
 from fxquant.ir.facts import BatchDim, Size
 from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.record import Same
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes
 from fxquant.primitives import shape
 
 
-def piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """Return one of `count` pieces of equal size along a dimension."""
+def _piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
     return torch.unflatten(input, dim, (count, -1)).select(dim, number)
-
-
-def _lower_piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
-    before, behind = input.shape[:dim], input.shape[dim + 1 :]
-    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *behind])
-    value = lowering.call(shape.crop, value, [dim], [number], [number + 1], [1])
-    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
 
 
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
@@ -38,16 +31,8 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
     return (int(count), int(number)) if exact and number < count else None
 
 
-def interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
-    """Repeat each item along a dimension this many times, one after another."""
+def _interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
     return input.repeat_interleave(repeats, dim)
-
-
-def _lower_interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
-    before, behind = input.shape[:dim], input.shape[dim + 1 :]
-    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *behind])
-    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(behind)])
-    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -55,5 +40,19 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if several or many_sizes(node) else None
 
 
-register(Operator("piece", piece, ("input",), _lower_piece, Same(), moves=True, refuses=_refuses))
-register(Operator("interleave", interleave, ("input",), _lower_interleave, Same(), moves=True, refuses=_refuses))
+@lowered(function=_piece, moves=True, refuses=_refuses, demand=Same())
+def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
+    """Return one of `count` pieces of equal size along a dimension."""
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *behind])
+    value = lowering.call(shape.crop, value, [dim], [number], [number + 1], [1])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+
+
+@lowered(function=_interleave, moves=True, refuses=_refuses, demand=Same())
+def interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
+    """Repeat each item along a dimension this many times, one after another."""
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *behind])
+    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(behind)])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))

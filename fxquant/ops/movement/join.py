@@ -6,24 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Demand, Operator, Own, register
+from fxquant.ops.core.record import Demand, Own
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.primitives import shape
 
 # ---- concatenation --------------------------------------------------------------------------------------------------
-
-
-def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Return the tensors one after another along `dim`."""
-    return torch.cat(tensors, dim)
 
 
 def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
@@ -36,18 +32,6 @@ def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
 
 def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
     return Own(shared_where="share_concat")
-
-
-def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Requantize each operand to the output's scale, round a parameter to it, and concatenate them."""
-    if lowering.plain:
-        return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
-
-    def join() -> Any:
-        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
-        return lowering.call(shape.concatenate, parts, dim)
-
-    return lowering.result(join, lambda: torch.cat([real(tensor) for tensor in tensors], dim))
 
 
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -85,35 +69,52 @@ def _joined(c: Call) -> list[str]:
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 
-register(
-    Operator(
-        "cat",
-        cat,
-        ("tensors",),
-        _lower_cat,
-        functions={
-            **dict.fromkeys((torch.cat, torch.concat, torch.concatenate)),
-            **dict.fromkeys((torch.hstack, torch.column_stack), _along(1, 2)),
-            **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
-            torch.dstack: _along(2, 3),
-        },
-        demand=_demands,
-        moves=True,
-        refuses=_refuses_cat,
-        normalize=_without_nothing,
-        idle=lambda arguments: len(arguments["tensors"]) == 1,
-        onnx=_onnx_cat,
-    )
+@lowered(
+    operands=("tensors",),
+    calls={
+        **dict.fromkeys((torch.cat, torch.concat, torch.concatenate)),
+        **dict.fromkeys((torch.hstack, torch.column_stack), _along(1, 2)),
+        **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
+        torch.dstack: _along(2, 3),
+    },
+    demand=_demands,
+    moves=True,
+    refuses=_refuses_cat,
+    normalize=_without_nothing,
+    idle=lambda arguments: len(arguments["tensors"]) == 1,
+    onnx=_onnx_cat,
 )
+def cat(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
+    """Return the tensors one after another along `dim`.
+
+    Requantize each operand to the output's scale, round a parameter to it, and concatenate them.
+    """
+    if lowering.plain:
+        return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
+
+    def join() -> Any:
+        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, parts, dim)
+
+    return lowering.result(join, lambda: torch.cat([real(tensor) for tensor in tensors], dim))
 
 
-def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Return the tensors one after another along a new dimension."""
-    return torch.stack(tensors, dim)
+def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
 
 
-def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
-    """Requantize each operand to the output's scale, insert the new dimension, and concatenate them."""
+def _onnx_stack(c: Call) -> str:
+    axis = c["dim"] % len(fact(c.node).shape)
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
+
+
+@lowered(operands=("tensors",), demand=_demands, moves=True, refuses=_refuses_stack, onnx=_onnx_stack)
+def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
+    """Return the tensors one after another along a new dimension.
+
+    Requantize each operand to the output's scale, insert the new dimension, and concatenate them.
+    """
     first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
     position = dim % (len(first.shape) + 1)
     sizes = numbers(first.shape)
@@ -127,28 +128,3 @@ def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
         return lowering.call(shape.concatenate, [lowering.call(shape.reshape, part, sizes) for part in parts], position)
 
     return lowering.result(join, lambda: torch.stack([real(tensor) for tensor in tensors], dim))
-
-
-def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
-
-
-def _onnx_stack(c: Call) -> str:
-    axis = c["dim"] % len(fact(c.node).shape)
-    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
-    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
-
-
-register(
-    Operator(
-        "stack",
-        stack,
-        ("tensors",),
-        _lower_stack,
-        demand=_demands,
-        moves=True,
-        functions={torch.stack: None},
-        refuses=_refuses_stack,
-        onnx=_onnx_stack,
-    )
-)

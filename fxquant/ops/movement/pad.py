@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Own, Same, operator_of, register
+from fxquant.ops.core.record import Own, Same, operator_of
 from fxquant.primitives import shape
 
 # ---- padding --------------------------------------------------------------------------------------------------------
 
 
-def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
+def _pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
     return F.pad(input, padding, mode, value if mode == "constant" else None)
 
 
@@ -38,22 +38,6 @@ def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
     """Return (before, behind) of every dimension, first to last."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
-
-
-def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
-    """Pad with a constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of the tensor's elements."""
-    margins = margins_of(padding, len(input.shape))
-    if mode == "constant":
-        return _lower_constant_pad(lowering, input, margins, value)
-    result = input.value
-    for dim, (begin, end) in enumerate(margins):
-        if (begin, end) != (0, 0):
-            size = input.shape[dim]
-            assert isinstance(size, int)
-            indices = elements(mode, size, begin, end)
-            chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
-            result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
-    return input.with_value(result)
 
 
 def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
@@ -163,28 +147,41 @@ def _onnx_pad(c: Call) -> str:
     return c.do("Pad", c.input, c.integers(pads), c.number(c["value"]))
 
 
-register(
-    Operator(
-        "pad",
-        pad,
-        ("input",),
-        _lower_pad,
-        lambda node, arguments: Own() if _brings(node, arguments) else Same(),
-        carries=("input", "value"),
-        idle=lambda arguments: not any(arguments["padding"]),
-        functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
-        modules={
-            getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
-            for kind, mode in (
-                ("Zero", "constant"),
-                ("Constant", "constant"),
-                ("Reflection", "reflect"),
-                ("Replication", "replicate"),
-                ("Circular", "circular"),
-            )
-            for rank in (1, 2, 3)
-        },
-        refuses=_refuses_pad,
-        onnx=_onnx_pad,
-    )
+@lowered(
+    function=_pad,
+    adapt=_pad_arguments,
+    calls={torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
+    modules={
+        getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
+        for kind, mode in (
+            ("Zero", "constant"),
+            ("Constant", "constant"),
+            ("Reflection", "reflect"),
+            ("Replication", "replicate"),
+            ("Circular", "circular"),
+        )
+        for rank in (1, 2, 3)
+    },
+    carries=("input", "value"),
+    idle=lambda arguments: not any(arguments["padding"]),
+    refuses=_refuses_pad,
+    onnx=_onnx_pad,
+    demand=lambda node, arguments: Own() if _brings(node, arguments) else Same(),
 )
+def pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str = "constant", value: float = 0.0) -> Quantized:
+    """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …
+
+    Pad with a constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of the tensor's elements.
+    """
+    margins = margins_of(padding, len(input.shape))
+    if mode == "constant":
+        return _lower_constant_pad(lowering, input, margins, value)
+    result = input.value
+    for dim, (begin, end) in enumerate(margins):
+        if (begin, end) != (0, 0):
+            size = input.shape[dim]
+            assert isinstance(size, int)
+            indices = elements(mode, size, begin, end)
+            chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
+            result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
+    return input.with_value(result)

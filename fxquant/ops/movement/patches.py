@@ -13,9 +13,10 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
-from fxquant.ops.core.record import Demand, Operator, Own, Same, register
+from fxquant.ops.core.record import Demand, Own, Same
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of
 from fxquant.ops.pooling.pool import needs_batch
@@ -39,31 +40,6 @@ def _windows(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> list
 # ---- unfold ---------------------------------------------------------------------------------------------------------
 
 
-def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
-    """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column."""
-    return F.unfold(input, kernel_size, dilation, padding, stride)
-
-
-def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Quantized:
-    """Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows."""
-    windows = _windows(kernel_size, dilation, padding, stride)
-    value, parts = input.value, []
-    if any(window[2] for window in windows):
-        margins = [0, 0, windows[0][2], windows[1][2]]
-        value = lowering.call(shape.pad, value, margins, margins, 0)
-    for axis, window in enumerate(windows):
-        length = input.shape[2 + axis]
-        assert isinstance(length, int)
-        places = _taps(length, window)
-        chosen = torch.tensor(places, dtype=torch.int64, device=input.scale.device)
-        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen.flatten(), torch.int64))
-        parts += [len(places), len(places[0])]
-    channels, taps = input.shape[1], parts[0] * parts[2]
-    assert isinstance(channels, int)
-    value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
-    return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
-
-
 def _onnx_unfold(c: Call) -> str:
     """Write the unfold in ONNX on float values."""
     windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
@@ -85,32 +61,31 @@ def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return needs_batch(2)(node, arguments)
 
 
-def _unfold_module(module: Any) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in ("kernel_size", "dilation", "padding", "stride")}
+@lowered(nn.Unfold, by_name=False, calls={F.unfold: None}, carries=("input",), refuses=_refuses_unfold, onnx=_onnx_unfold, demand=Same())
+def unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Quantized:
+    """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
 
-
-register(
-    Operator(
-        "unfold",
-        unfold,
-        ("input",),
-        _lower_unfold,
-        Same(),
-        carries=("input",),
-        functions={F.unfold: None},
-        modules={nn.Unfold: _unfold_module},
-        refuses=_refuses_unfold,
-        onnx=_onnx_unfold,
-    )
-)
+    Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
+    """
+    windows = _windows(kernel_size, dilation, padding, stride)
+    value, parts = input.value, []
+    if any(window[2] for window in windows):
+        margins = [0, 0, windows[0][2], windows[1][2]]
+        value = lowering.call(shape.pad, value, margins, margins, 0)
+    for axis, window in enumerate(windows):
+        length = input.shape[2 + axis]
+        assert isinstance(length, int)
+        places = _taps(length, window)
+        chosen = torch.tensor(places, dtype=torch.int64, device=input.scale.device)
+        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen.flatten(), torch.int64))
+        parts += [len(places), len(places[0])]
+    channels, taps = input.shape[1], parts[0] * parts[2]
+    assert isinstance(channels, int)
+    value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
+    return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
 
 
 # ---- fold -----------------------------------------------------------------------------------------------------------
-
-
-def fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
-    """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image."""
-    return F.fold(input, output_size, kernel_size, dilation, padding, stride)
 
 
 def _places(length: int, window: Window) -> list[list[int]]:
@@ -156,26 +131,6 @@ def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
     return shape[1] // (parts[0] * parts[2]), parts
 
 
-def _lower_fold(
-    lowering: Lowering, input: Quantized, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
-) -> Quantized:
-    """The columns as an image of all taps of all windows, of which each pixel takes those that lie on it."""
-    given = {"output_size": output_size, "kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
-    channels, (rows, down, columns, across) = _parts(input.shape, given)
-    value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
-    value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
-    lengths = [rows * down, columns * across]
-    value = lowering.call(shape.reshape, value, [-1, channels, *lengths])
-    axes = _axes(given)
-    if not _moves_only(given):
-        image = replace(input, value=value, shape=(input.shape[0], channels, *lengths))
-        return weighted_sums(lowering, image, _matrices(axes, lengths), Ratio((input.scale,)))
-    for axis, elements in enumerate(axes):
-        chosen = torch.tensor([element for (element,) in elements], dtype=torch.int64, device=input.scale.device)
-        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen, torch.int64))
-    return input.with_value(value)
-
-
 def _refuses_fold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact):
@@ -201,43 +156,35 @@ def _onnx_fold(c: Call) -> str:
     return onnx_matrices(c, value, [-1, channels, *lengths], _matrices(_axes(c.arguments), lengths))
 
 
-def _fold_module(module: Any) -> dict[str, Any]:
-    return {"output_size": module.output_size, **_unfold_module(module)}
+@lowered(refuses=_refuses_fold, onnx=_onnx_fold, demand=_fold_demand)
+def fold(
+    lowering: Lowering, input: Quantized, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Quantized:
+    """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image.
 
-
-register(
-    Operator(
-        "fold",
-        fold,
-        ("input",),
-        _lower_fold,
-        _fold_demand,
-        functions={F.fold: None},
-        modules={nn.Fold: _fold_module},
-        refuses=_refuses_fold,
-        onnx=_onnx_fold,
-    )
-)
+    The columns as an image of all taps of all windows, of which each pixel takes those that lie on it.
+    """
+    given = {"output_size": output_size, "kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+    channels, (rows, down, columns, across) = _parts(input.shape, given)
+    value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
+    value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
+    lengths = [rows * down, columns * across]
+    value = lowering.call(shape.reshape, value, [-1, channels, *lengths])
+    axes = _axes(given)
+    if not _moves_only(given):
+        image = replace(input, value=value, shape=(input.shape[0], channels, *lengths))
+        return weighted_sums(lowering, image, _matrices(axes, lengths), Ratio((input.scale,)))
+    for axis, elements in enumerate(axes):
+        chosen = torch.tensor([element for (element,) in elements], dtype=torch.int64, device=input.scale.device)
+        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen, torch.int64))
+    return input.with_value(value)
 
 
 # ---- windows of one dimension ---------------------------------------------------------------------------------------
 
 
-def unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
+def _unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
     return input.unfold(dimension, size, step)
-
-
-def _lower_unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
-    rank, length = len(input.shape), input.shape[dimension]
-    assert isinstance(length, int)
-    starts = range(0, length - size + 1, step)
-    chosen = torch.tensor([start + tap for start in starts for tap in range(size)], dtype=torch.int64, device=input.scale.device)
-    value = lowering.call(shape.select, input.value, dimension, lowering.constant("indices", chosen, torch.int64))
-    split = numbers(input.shape)
-    split[dimension : dimension + 1] = [len(starts), size]
-    order = [dim for dim in range(rank + 1) if dim != dimension + 1]
-    return input.with_value(lowering.call(shape.permute, lowering.call(shape.reshape, value, split), [*order, dimension + 1]))
 
 
 def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, Any] | str:
@@ -253,14 +200,15 @@ def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str |
     return MANY_SIZES if many_sizes(node) else None
 
 
-register(
-    Operator(
-        "unfold_dimension",
-        unfold_dimension,
-        ("input",),
-        _lower_unfold_dimension,
-        Same(),
-        methods={"unfold": _windows_of},
-        refuses=_refuses_unfold_dimension,
-    )
-)
+@lowered(function=_unfold_dimension, calls={"unfold": _windows_of}, refuses=_refuses_unfold_dimension, demand=Same())
+def unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
+    """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
+    rank, length = len(input.shape), input.shape[dimension]
+    assert isinstance(length, int)
+    starts = range(0, length - size + 1, step)
+    chosen = torch.tensor([start + tap for start in starts for tap in range(size)], dtype=torch.int64, device=input.scale.device)
+    value = lowering.call(shape.select, input.value, dimension, lowering.constant("indices", chosen, torch.int64))
+    split = numbers(input.shape)
+    split[dimension : dimension + 1] = [len(starts), size]
+    order = [dim for dim in range(rank + 1) if dim != dimension + 1]
+    return input.with_value(lowering.call(shape.permute, lowering.call(shape.reshape, value, split), [*order, dimension + 1]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.record import Same
+from fxquant.ops.core.samples import sample
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.primitives import shape
 
@@ -36,44 +36,6 @@ def _last(input: Quantized, count: int) -> list[int]:
     return sizes
 
 
-def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
-    """Channels moved into blocks of `upscale_factor`² pixels."""
-    return F.pixel_shuffle(input, upscale_factor)
-
-
-def _lower_pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
-    factor = upscale_factor
-    channels, height, width = _last(input, 3)
-    channels //= factor * factor
-    joined = [channels, height * factor, width * factor]
-    return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
-
-
-def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
-    """Blocks of `downscale_factor`² pixels moved into channels."""
-    return F.pixel_unshuffle(input, downscale_factor)
-
-
-def _lower_pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
-    factor = downscale_factor
-    channels, height, width = _last(input, 3)
-    height, width = height // factor, width // factor
-    joined = [channels * factor * factor, height, width]
-    return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
-
-
-def channel_shuffle(input: Tensor, groups: int) -> Tensor:
-    """Return the channels of `groups` groups in turn."""
-    return F.channel_shuffle(input, groups)
-
-
-def _lower_channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
-    channels, *spatial = _last(input, len(input.shape) - 1)
-    order = [1, 0, *range(2, 2 + len(spatial))]
-    split = [groups, channels // groups, *spatial]
-    return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])
-
-
 def _needs_sizes(count: int | None) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     """Refuses an operator that rearranges a dimension whose size depends on the batch: one of the last `count`, or of all but one."""
 
@@ -89,27 +51,32 @@ def _needs_sizes(count: int | None) -> Callable[[fx.Node, dict[str, Any]], str |
     return refuses
 
 
-def _read(attribute: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda module: {attribute: getattr(module, attribute)}
+@lowered(demand=Same(), carries=("input",), refuses=_needs_sizes(3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
+def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
+    """Channels moved into blocks of `upscale_factor`² pixels."""
+    factor = upscale_factor
+    channels, height, width = _last(input, 3)
+    channels //= factor * factor
+    joined = [channels, height * factor, width * factor]
+    return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
 
 
-_SAME = {"channel_shuffle": (torch.native_channel_shuffle,)}
+@lowered(demand=Same(), carries=("input",), refuses=_needs_sizes(3), samples=(sample(input=(3, 6, 6), downscale_factor=3),))
+def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
+    """Blocks of `downscale_factor`² pixels moved into channels."""
+    factor = downscale_factor
+    channels, height, width = _last(input, 3)
+    height, width = height // factor, width // factor
+    joined = [channels * factor * factor, height, width]
+    return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
 
-for _name, _function, _lower, _original, _parameter, _module, _count in (
-    ("pixel_shuffle", pixel_shuffle, _lower_pixel_shuffle, F.pixel_shuffle, "upscale_factor", nn.PixelShuffle, 3),
-    ("pixel_unshuffle", pixel_unshuffle, _lower_pixel_unshuffle, F.pixel_unshuffle, "downscale_factor", nn.PixelUnshuffle, 3),
-    ("channel_shuffle", channel_shuffle, _lower_channel_shuffle, F.channel_shuffle, "groups", nn.ChannelShuffle, None),
-):
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input",),
-            _lower,
-            Same(),
-            carries=("input",),
-            functions=dict.fromkeys((_original, getattr(torch, _name), *_SAME.get(_name, ()))),
-            modules={_module: _read(_parameter)},
-            refuses=_needs_sizes(_count),
-        )
-    )
+
+@lowered(
+    "native_channel_shuffle", demand=Same(), carries=("input",), refuses=_needs_sizes(None), samples=(sample(input=(6, 2, 2), groups=2),)
+)
+def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
+    """Return the channels of `groups` groups in turn."""
+    channels, *spatial = _last(input, len(input.shape) - 1)
+    order = [1, 0, *range(2, 2 + len(spatial))]
+    split = [groups, channels // groups, *spatial]
+    return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])

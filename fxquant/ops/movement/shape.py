@@ -19,8 +19,9 @@ from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Demand, Instead, Operator, Own, Plain, Same, register
+from fxquant.ops.core.record import Demand, Instead, Own, Plain, Same
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
@@ -49,13 +50,8 @@ def many_sizes(node: fx.Node) -> bool:
 # ---- reshape --------------------------------------------------------------------------------------------------------
 
 
-def reshape(input: Tensor, shape: Any) -> Tensor:
-    """Return the elements in another shape."""
+def _reshape(input: Tensor, shape: Any) -> Tensor:
     return input.reshape(shape)
-
-
-def _lower_reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
-    return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
 
 
 def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
@@ -72,38 +68,34 @@ def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
 
 _shape = shape
 _RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
-register(
-    Operator(
-        "reshape",
-        reshape,
-        ("input",),
-        _lower_reshape,
-        Same(),
-        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
-        moves=True,
-        functions={
-            function: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
-            for function in (
-                *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
-                *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
-            )
-        },
-        methods={name: functools.partial(_any_sizes) for name in _RESHAPES},
-        modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
-        normalize=_plain_shape,
-        idle=lambda arguments: True,
-    )
+
+
+@lowered(
+    function=_reshape,
+    calls={
+        form: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
+        for form in (
+            *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
+            *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
+            *_RESHAPES,
+        )
+    },
+    modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
+    traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+    moves=True,
+    normalize=_plain_shape,
+    idle=lambda arguments: True,
+    demand=Same(),
 )
+def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
+    """Return the elements in another shape."""
+    return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
+
 
 # ---- nothing at all -------------------------------------------------------------------------------------------------
 
 
-def identity(input: Tensor) -> Tensor:
-    """Return the input itself."""
-    return input
-
-
-def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
+def _identity(input: Tensor) -> Tensor:
     return input
 
 
@@ -148,45 +140,36 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
     return lambda input, **_: _cast(input, dtype)
 
 
-register(
-    Operator(
-        "identity",
-        identity,
-        ("input",),
-        _lower_identity,
-        Same(),
-        traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
-        moves=True,
-        idle=lambda arguments: True,
-        functions={
-            torch.clone: lambda input, **_: {"input": input},
-            torch.detach: None,
-            torch.positive: lambda input: {"input": input},
-            operator.pos: lambda input: {"input": input},
-        },
-        methods={
-            "contiguous": lambda input, **_: {"input": input},
-            "clone": lambda input, **_: {"input": input},
-            "detach": lambda input: {"input": input},
-            "positive": lambda input: {"input": input},
-            **dict.fromkeys(("to", "type", "type_as"), _cast),
-            **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
-            "cpu": lambda input, **_: {"input": input},
-        },
-        modules={nn.Identity: lambda m: {}},
-    )
+@lowered(
+    function=_identity,
+    calls={
+        torch.clone: lambda input, **_: {"input": input},
+        torch.detach: None,
+        torch.positive: lambda input: {"input": input},
+        operator.pos: lambda input: {"input": input},
+        "contiguous": lambda input, **_: {"input": input},
+        "clone": lambda input, **_: {"input": input},
+        "detach": lambda input: {"input": input},
+        "positive": lambda input: {"input": input},
+        **dict.fromkeys(("to", "type", "type_as"), _cast),
+        **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
+        "cpu": lambda input, **_: {"input": input},
+    },
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
+    moves=True,
+    idle=lambda arguments: True,
+    demand=Same(),
 )
+def identity(lowering: Lowering, input: Quantized) -> Quantized:
+    """Return the input itself."""
+    return input
+
 
 # ---- permute --------------------------------------------------------------------------------------------------------
 
 
-def permute(input: Tensor, dims: list[int]) -> Tensor:
-    """Return the elements with dimensions in another order."""
+def _permute(input: Tensor, dims: list[int]) -> Tensor:
     return input.permute(dims)
-
-
-def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
-    return input.with_value(lowering.call(shape.permute, input.value, dims))
 
 
 def rank_of(input: Any) -> int:
@@ -233,53 +216,38 @@ def _property(input: Any, name: str) -> dict[str, Any] | str:
     return _reversed(input) if name == "T" else _swapped(input, -1, -2)
 
 
-register(
-    Operator(
-        "permute",
-        permute,
-        ("input",),
-        _lower_permute,
-        Same(),
-        traits=frozenset({Trait.REARRANGES}),
-        moves=True,
-        functions={
-            torch.permute: with_dims,
-            torch.t: _reversed,
-            builtins.getattr: _property,
-            **dict.fromkeys((torch.transpose, torch.swapdims), _transposed),
-            torch.swapaxes: _swapped_axes,
-            **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
-            torch.adjoint: lambda input: _swapped(input, -1, -2),
-        },
-        idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
-        methods={
-            "permute": with_dims,
-            "t": _reversed,
-            **dict.fromkeys(("transpose", "swapdims"), _transposed),
-            "swapaxes": _swapped_axes,
-            **dict.fromkeys(("movedim", "moveaxis"), _moved),
-            "adjoint": lambda input: _swapped(input, -1, -2),
-        },
-    )
+@lowered(
+    function=_permute,
+    calls={
+        torch.permute: with_dims,
+        torch.t: _reversed,
+        builtins.getattr: _property,
+        **dict.fromkeys((torch.transpose, torch.swapdims), _transposed),
+        torch.swapaxes: _swapped_axes,
+        **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
+        torch.adjoint: lambda input: _swapped(input, -1, -2),
+        "permute": with_dims,
+        "t": _reversed,
+        **dict.fromkeys(("transpose", "swapdims"), _transposed),
+        "swapaxes": _swapped_axes,
+        **dict.fromkeys(("movedim", "moveaxis"), _moved),
+        "adjoint": lambda input: _swapped(input, -1, -2),
+    },
+    traits=frozenset({Trait.REARRANGES}),
+    moves=True,
+    idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
+    demand=Same(),
 )
+def permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    """Return the elements with dimensions in another order."""
+    return input.with_value(lowering.call(shape.permute, input.value, dims))
+
 
 # ---- repeating ------------------------------------------------------------------------------------------------------
 
 
-def expand(input: Tensor, sizes: list[int]) -> Tensor:
-    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+def _expand(input: Tensor, sizes: list[int]) -> Tensor:
     return input.expand(sizes)
-
-
-def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
-    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
-    if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
-    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
-    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
-        return input
-    return input.with_value(lowering.call(shape.expand, input.value, sizes))
 
 
 def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
@@ -351,37 +319,35 @@ def _size_of(wanted: Any, present: Size) -> Any:
     return wanted if isinstance(wanted, fx.Node) else None
 
 
-register(
-    Operator(
-        "expand",
-        expand,
-        ("input",),
-        _lower_expand,
-        _demanded_by,
-        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
-        moves=True,
-        reads=("sizes",),
-        refuses=_refuses_parameter,
-        onnx=_onnx_expand,
-        idle=lambda arguments: True,
-        functions={torch.broadcast_to: _expanded, functional.copy: _copied},
-        methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
-    )
+@lowered(
+    "broadcast_to",
+    "expand_as",
+    operands=("input",),
+    function=_expand,
+    adapt=_expanded,
+    calls={functional.copy: _copied},
+    traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+    moves=True,
+    reads=("sizes",),
+    refuses=_refuses_parameter,
+    onnx=_onnx_expand,
+    idle=lambda arguments: True,
+    demand=_demanded_by,
 )
-
-
-def repeat(input: Tensor, repeats: list[int]) -> Tensor:
-    """Return the whole tensor this many times along each dimension, new ones in front."""
-    return input.repeat(repeats)
-
-
-def _lower_repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
-    sizes = numbers(input.shape)
+def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
+    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
     if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
+        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
     if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
-    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
+    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
+    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
+        return input
+    return input.with_value(lowering.call(shape.expand, input.value, sizes))
+
+
+def _repeat(input: Tensor, repeats: list[int]) -> Tensor:
+    return input.repeat(repeats)
 
 
 def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
@@ -417,22 +383,26 @@ def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
-register(
-    Operator(
-        "repeat",
-        repeat,
-        ("input",),
-        _lower_repeat,
-        _demanded_by,
-        moves=True,
-        reads=("repeats",),
-        idle=lambda arguments: True,
-        functions={torch.tile: _repeated},
-        methods={"repeat": _repeated, "tile": _repeated},
-        refuses=_refuses_repeat,
-        onnx=_onnx_repeat,
-    )
+@lowered(
+    "tile",
+    operands=("input",),
+    function=_repeat,
+    adapt=_repeated,
+    moves=True,
+    reads=("repeats",),
+    idle=lambda arguments: True,
+    refuses=_refuses_repeat,
+    onnx=_onnx_repeat,
+    demand=_demanded_by,
 )
+def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
+    """Return the whole tensor this many times along each dimension, new ones in front."""
+    sizes = numbers(input.shape)
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
+    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
 
 
 def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:

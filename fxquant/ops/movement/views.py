@@ -14,14 +14,14 @@ from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.record import Operator, register
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
 
 
-def put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
-    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
+def _put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
     index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
     return functional.setitem(input, index, value)
 
@@ -74,13 +74,6 @@ class Lists(list[Any]):
 
 def _index(lists: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if entry is None else torch.tensor(entry, device="cpu") for entry in lists)
-
-
-def _expand_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
-    places = _places(build.fact(input).shape, Lists(lists))
-    if is_parameter(value) and places is not None:
-        value = build.host(torch.broadcast_to, value, list(places.shape))
-    return _expand(build, input, value, Lists(lists))
 
 
 def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -148,4 +141,12 @@ register(
         refuses=_refuses,
     )
 )
-register(Operator("put_lists", put_lists, ("input", "value"), carries=("input", "value"), expand=_expand_lists, refuses=_refuses_lists))
+
+
+@composite(function=_put_lists, carries=("input", "value"), refuses=_refuses_lists)
+def put_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
+    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
+    places = _places(build.fact(input).shape, Lists(lists))
+    if is_parameter(value) and places is not None:
+        value = build.host(torch.broadcast_to, value, list(places.shape))
+    return _expand(build, input, value, Lists(lists))

@@ -12,26 +12,17 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
 
 
-def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
-    """Batch normalisation with running statistics, and a fused clamp."""
+def _batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
     bn = batch_norm
     return epilogue(F.batch_norm(input, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps), None, clamp, None)
-
-
-def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
-    """Fold it into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
-    mean = batch_norm.running_mean
-    assert mean is not None
-    trailing = len(input.shape) - 2
-    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
-    return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
 def _functional(
@@ -78,41 +69,39 @@ def _onnx_batch_norm(c: Call) -> str:
     return c.epilogue(c.do("Add", c.do("Mul", c.input, weight), bias))
 
 
-register(
-    Operator(
-        "batch_norm",
-        batch_norm,
-        ("input",),
-        _lower_batch_norm,
-        functions={F.batch_norm: _functional, torch.batch_norm: _by_function},
-        modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses,
-        channels=lambda arguments: 1,
-        rescaled=_rescaled_batch_norm,
-        onnx=_onnx_batch_norm,
-    )
+@lowered(
+    function=_batch_norm,
+    adapt=_functional,
+    calls={torch.batch_norm: _by_function},
+    modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
+    absorbs=frozenset({"clamp"}),
+    refuses=_refuses,
+    channels=lambda arguments: 1,
+    rescaled=_rescaled_batch_norm,
+    onnx=_onnx_batch_norm,
 )
+def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
+    """Batch normalisation with running statistics, and a fused clamp.
+
+    Fold it into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps.
+    """
+    mean = batch_norm.running_mean
+    assert mean is not None
+    trailing = len(input.shape) - 2
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
 # ---- one dimension's channels, behind which so many others follow -----------------------------------------------------
 
 
-def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
     value = input * _shaped(weight, trailing)
     return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
 
 
 def _shaped(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing)
-
-
-def _lower_scale_channels(
-    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, trailing: int = 0, *, clamp: Clamp | None = None
-) -> Quantized:
-    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
-    return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)
 
 
 def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
@@ -129,17 +118,18 @@ def _onnx_scale_channels(c: Call) -> str:
     return c.epilogue(scaled if bias is None else c.do("Add", scaled, bias))
 
 
-register(
-    Operator(
-        "scale_channels",
-        scale_channels,
-        ("input",),
-        _lower_scale_channels,
-        absorbs=frozenset({"clamp"}),
-        refuses=refuses_weighted,
-        weight=lambda weight, **_: weight.unsqueeze(1),
-        channels=lambda arguments: -1 - arguments.get("trailing", 0),
-        rescaled=_rescaled_channels,
-        onnx=_onnx_scale_channels,
-    )
+@lowered(
+    function=_scale_channels,
+    absorbs=frozenset({"clamp"}),
+    refuses=refuses_weighted,
+    weight=lambda weight, **_: weight.unsqueeze(1),
+    channels=lambda arguments: -1 - arguments.get("trailing", 0),
+    rescaled=_rescaled_channels,
+    onnx=_onnx_scale_channels,
 )
+def scale_channels(
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None
+) -> Quantized:
+    """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)

@@ -15,36 +15,18 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Operator, Parameter, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE, Parameter
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.magnitude import CENTRED, extent_of, unit_and_inverse
 from fxquant.ops.pooling.pool import mean
 
 
-def layer_norm(
+def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalize the last dimensions to mean 0 and variance 1, multiply by weight and add bias."""
     return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-
-
-def _expand(
-    build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, bias: fx.Node | None, eps: float
-) -> Any:
-    dims = list(range(-len(normalized_shape), 0))
-    centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=CENTRED if build.normalizes_items else WIDE)
-    unit, inverse = unit_and_inverse(build, centred, lambda: extent_of(build, input, dims), dims, float(eps))
-    if weight is None and bias is None:
-        return build(mul, unit, inverse)
-    normalized = build(mul, unit, inverse, demand=WIDE)
-    if weight is not None and len(normalized_shape) == 1:
-        return build(scale_channels, normalized, weight, bias)
-    if weight is None:
-        return build(add, normalized, bias)
-    if bias is None:
-        return build(mul, normalized, weight)
-    return build(add, build(mul, normalized, weight, demand=WIDE), bias)
 
 
 def _module(module: Any) -> dict[str, Any]:
@@ -64,14 +46,26 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if all(isinstance(value, int | float) for value in given) else "one of its settings is computed, not a number"
 
 
-register(
-    Operator(
-        "layer_norm",
-        layer_norm,
-        ("input",),
-        expand=_expand,
-        functions={F.layer_norm: None, torch.layer_norm: _low_level},
-        modules={nn.LayerNorm: _module},
-        refuses=_refuses,
-    )
-)
+@composite(function=_layer_norm, calls={torch.layer_norm: _low_level}, modules={nn.LayerNorm: _module}, refuses=_refuses)
+def layer_norm(
+    build: Builder,
+    input: fx.Node,
+    normalized_shape: Sequence[int],
+    weight: fx.Node | None = None,
+    bias: fx.Node | None = None,
+    eps: float = 1e-05,
+) -> Any:
+    """Normalize the last dimensions to mean 0 and variance 1, multiply by weight and add bias."""
+    dims = list(range(-len(normalized_shape), 0))
+    centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=CENTRED if build.normalizes_items else WIDE)
+    unit, inverse = unit_and_inverse(build, centred, lambda: extent_of(build, input, dims), dims, float(eps))
+    if weight is None and bias is None:
+        return build(mul, unit, inverse)
+    normalized = build(mul, unit, inverse, demand=WIDE)
+    if weight is not None and len(normalized_shape) == 1:
+        return build(scale_channels, normalized, weight, bias)
+    if weight is None:
+        return build(add, normalized, bias)
+    if bias is None:
+        return build(mul, normalized, weight)
+    return build(add, build(mul, normalized, weight, demand=WIDE), bias)

@@ -30,7 +30,7 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import WIDE, Operator, Own, register
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.ops.elementwise.unary import shifted, unary
+from fxquant.ops.elementwise.table import shifted, unary
 from fxquant.ops.pooling.pool import mean
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.primitives import elementwise

@@ -10,41 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import fx
 
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Operator, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import mul
-from fxquant.ops.elementwise.unary import SHIFTED
+from fxquant.ops.elementwise.table import SHIFTED
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d, avg_pool3d, needs_batch
 
 AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
-
-
-def _lp_pool(rank: int) -> Callable[..., Tensor]:
-    pool = getattr(F, f"lp_pool{rank}d")
-
-    def function(input: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Tensor:
-        result: Tensor = pool(input, norm_type, kernel_size, stride, ceil_mode)
-        return result
-
-    function.__name__ = function.__qualname__ = f"lp_pool{rank}d"
-    function.__doc__ = f"The p-norm of windows in {rank} dimensions."
-    return function
-
-
-def _expand(rank: int) -> Callable[..., Any]:
-    def expand(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any, ceil_mode: bool) -> Any:
-        count = float(math.prod(sizes(kernel_size, rank)))
-        if norm_type == 1:
-            return build(mul, build(AVERAGES[rank], input, kernel_size, stride, 0, ceil_mode, demand=WIDE), count)
-        powers = build(torch.square, input, demand=WIDE) if norm_type == 2 else build(torch.pow, input, float(norm_type), demand=WIDE)
-        means = build(AVERAGES[rank], powers, kernel_size, stride, 0, ceil_mode, demand=WIDE)
-        return build(SHIFTED.function, means, "pow", count, 0.0, {"exponent": 1 / norm_type})
-
-    return expand
 
 
 def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
@@ -57,15 +33,18 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     return refuses
 
 
-for _rank, _class in ((1, nn.LPPool1d), (2, nn.LPPool2d), (3, nn.LPPool3d)):
-    register(
-        Operator(
-            f"lp_pool{_rank}d",
-            _lp_pool(_rank),
-            ("input",),
-            expand=_expand(_rank),
-            functions={getattr(F, f"lp_pool{_rank}d"): None},
-            modules={_class: lambda m: {name: getattr(m, name) for name in ("norm_type", "kernel_size", "stride", "ceil_mode")}},
-            refuses=_refuses(_rank),
-        )
-    )
+def _lp_pool(rank: int) -> Callable[..., Any]:
+    @composite(name=f"lp_pool{rank}d", refuses=_refuses(rank))
+    def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+        """Return the p-norm of windows in one, two or three dimensions."""
+        count = float(math.prod(sizes(kernel_size, rank)))
+        if norm_type == 1:
+            return build(mul, build(AVERAGES[rank], input, kernel_size, stride, 0, ceil_mode, demand=WIDE), count)
+        powers = build(torch.square, input, demand=WIDE) if norm_type == 2 else build(torch.pow, input, float(norm_type), demand=WIDE)
+        means = build(AVERAGES[rank], powers, kernel_size, stride, 0, ceil_mode, demand=WIDE)
+        return build(SHIFTED.function, means, "pow", count, 0.0, {"exponent": 1 / norm_type})
+
+    return lp_pool
+
+
+lp_pool1d, lp_pool2d, lp_pool3d = map(_lp_pool, (1, 2, 3))

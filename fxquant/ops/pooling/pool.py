@@ -17,6 +17,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead, Operator, Same, operator_named, register
 from fxquant.ops.core.traits import Trait
@@ -73,24 +74,6 @@ def window_padding(
 
 
 # ---- maximum --------------------------------------------------------------------------------------------------------
-
-
-def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    def function(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Tensor:
-        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
-        return result
-
-    def lower(
-        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
-    ) -> Quantized:
-        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
-        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
-
-    function.__name__ = function.__qualname__ = f"max_pool{rank}d"
-    function.__doc__ = f"The maximum over windows in {rank} dimensions."
-    return function, lower
 
 
 def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
@@ -155,11 +138,6 @@ def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
     return window
 
 
-max_pool1d, _lower_max_pool1d = _max_pool(1)
-max_pool2d, _lower_max_pool2d = _max_pool(2)
-max_pool3d, _lower_max_pool3d = _max_pool(3)
-
-
 def _onnx_max_pool(c: Call) -> str:
     node = c.primitive(pool.max_pool)
     assert node is not None
@@ -168,27 +146,42 @@ def _onnx_max_pool(c: Call) -> str:
     return c.do("MaxPool", c.input, **attributes)
 
 
-for _rank, _function, _lower, _module in (
-    (1, max_pool1d, _lower_max_pool1d, nn.MaxPool1d),
-    (2, max_pool2d, _lower_max_pool2d, nn.MaxPool2d),
-    (3, max_pool3d, _lower_max_pool3d, nn.MaxPool3d),
-):
-    register(
-        Operator(
-            f"max_pool{_rank}d",
-            _function,
-            ("input",),
-            _lower,
-            Same(),
-            functions=dict.fromkeys((MAX_POOLS[_rank], getattr(torch, f"max_pool{_rank}d")), _max_pool_function(_rank)),
-            modules={_module: _max_pool_module(_rank)},
-            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
-            window=_window(_rank),
-            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
-            refuses=refuses_max_pool(_rank),
-            onnx=_onnx_max_pool,
-        )
+def _max_pool(rank: int) -> Callable[..., Tensor]:
+    def function(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Tensor:
+        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
+        return result
+
+    @lowered(
+        name=f"max_pool{rank}d",
+        function=function,
+        adapt=_max_pool_function(rank),
+        modules={getattr(nn, f"MaxPool{rank}d"): _max_pool_module(rank)},
+        demand=Same(),
+        idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
+        window=_window(rank),
+        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+        refuses=refuses_max_pool(rank),
+        onnx=_onnx_max_pool,
     )
+    def max_pool(
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Quantized:
+        """Return the maximum over windows in one, two or three dimensions."""
+        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
+        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+
+    return max_pool
+
+
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 
 
 # ---- average --------------------------------------------------------------------------------------------------------
@@ -313,11 +306,6 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
-avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
-avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
-
-
 def _onnx_layer(c: Call) -> str | None:
     """Write an average as a convolution; return None where it is not one."""
     layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
@@ -352,42 +340,42 @@ def onnx_average_pool(c: Call) -> str:
     return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
 
 
-for _rank, _function, _lower, _avg_module in (
-    (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
-    (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
-    (3, avg_pool3d, _lower_avg_pool3d, nn.AvgPool3d),
-):
+def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    """Register the average of this rank, and return its float function and its integer meaning."""
+    function, lower = _avg_pool(rank)
     register(
         Operator(
-            f"avg_pool{_rank}d",
-            _function,
+            function.__name__,
+            function,
             ("input",),
-            _lower,
-            functions={AVG_POOLS[_rank]: None},
-            modules={_avg_module: _avg_pool_module},
-            normalize=_within(_rank),
+            lower,
+            functions={AVG_POOLS[rank]: None},
+            modules={getattr(nn, f"AvgPool{rank}d"): _avg_pool_module},
+            normalize=_within(rank),
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
-            refuses=_refuses_avg_pool(_rank),
+            refuses=_refuses_avg_pool(rank),
             traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             onnx=onnx_average_pool,
         )
     )
+    return function, lower
 
 
+avg_pool1d, _lower_avg_pool1d = _average(1)
+avg_pool2d, _lower_avg_pool2d = _average(2)
+avg_pool3d, _lower_avg_pool3d = _average(3)
 LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
 
 # ---- mean and sum -----------------------------------------------------------------------------------------------------------
 
 
-def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """Return the mean over dimensions (all of them if `dim` is None)."""
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     value = input.mean() if dim is None else input.mean(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
 
-def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """Return the sum over dimensions (all of them if `dim` is None)."""
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     value = input.sum() if dim is None else input.sum(dim, keepdim)
     return value if clamp is None else clamped(value, *clamp)
 
@@ -395,15 +383,6 @@ def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp |
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
     chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
     return [int(d) for d in chosen]
-
-
-def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
-    dims = _dims(input.shape, dim)
-    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
-
-
-def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
-    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
 
 
 def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
@@ -455,21 +434,25 @@ def _onnx_reduction(c: Call) -> str:
     return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
 
 
-for _name, _reduction, _lower_reduction, _spellings, _verb in (
-    ("mean", mean, _lower_mean, (torch.mean, torch.nanmean), "averages"),  # a quantized tensor has no NaN
-    ("sum", sum, _lower_sum, (torch.sum, torch.nansum), "sums"),
-):
-    register(
-        Operator(
-            _name,
-            _reduction,
-            ("input",),
-            _lower_reduction,
-            functions=dict.fromkeys(_spellings, _reduction_arguments),
-            methods=dict.fromkeys((_name, f"nan{_name}"), _reduction_arguments),
-            absorbs=frozenset({"clamp"}),
-            refuses=_refuses_reduction(_verb),
-            traits=frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
-            onnx=_onnx_reduction,
-        )
-    )
+def _reduces(verb: str) -> dict[str, Any]:
+    """Return the fields that sums and means have alike; `verb` is for the reason of one over the batch."""
+    return {
+        "adapt": _reduction_arguments,
+        "absorbs": frozenset({"clamp"}),
+        "refuses": _refuses_reduction(verb),
+        "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
+        "onnx": _onnx_reduction,
+    }
+
+
+@lowered("nanmean", function=_mean, **_reduces("averages"))  # a quantized tensor has no NaN
+def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the mean over dimensions (all of them if `dim` is None)."""
+    dims = _dims(input.shape, dim)
+    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+
+
+@lowered("nansum", function=_sum, **_reduces("sums"))
+def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the sum over dimensions (all of them if `dim` is None)."""
+    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

@@ -16,7 +16,7 @@ from fxquant.ops.core.record import INNER, Demand, Fixed, Own, Same, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout
-from fxquant.ops.elementwise.unary import shifted
+from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.join import cat, stack

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from fxquant.ir.facts import Size
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, WIDE, Operator, Own, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.guards import nodes, one_of
+from fxquant.ops.core.record import INNER, WIDE, Own
+from fxquant.ops.core.samples import NORMED, POSITIVE, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.unary import SHIFTED, unary
+from fxquant.ops.elementwise.table import SHIFTED, unary
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
@@ -31,64 +33,37 @@ from fxquant.ops.reduction.extremum import maximum
 # ---- fused arithmetic ------------------------------------------------------------------------------------------------
 
 
-def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, value: float = 1) -> Tensor:
+@composite(samples=(sample(input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=-0.7),))
+def addcmul(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float = 1) -> Any:
     """input + value · tensor1 · tensor2."""
-    return torch.addcmul(input, tensor1, tensor2, value=value)
-
-
-def addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, value: float = 1) -> Tensor:
-    """input + value · tensor1 / tensor2."""
-    return torch.addcdiv(input, tensor1, tensor2, value=value)
-
-
-def lerp(input: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
-    """input + weight · (end - input)."""
-    return torch.lerp(input, end, weight)
-
-
-def _expand_addcmul(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float) -> Any:
     return build(add, input, build(mul, tensor1, tensor2, demand=INNER), value)
 
 
-def _expand_addcdiv(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float) -> Any:
+@composite(samples=(sample(over=POSITIVE, input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=0.5),))
+def addcdiv(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float = 1) -> Any:
+    """input + value · tensor1 / tensor2."""
     return build(add, input, build(true_divide, tensor1, tensor2, demand=WIDE), value)
 
 
-def _expand_lerp(build: Builder, input: fx.Node, end: fx.Node, weight: Any) -> Any:
+@composite(operands=("input", "end", "weight"), samples=(sample(input=(3, 6), end=(3, 6), weight=0.3),))
+def lerp(build: Builder, input: fx.Node, end: fx.Node, weight: Any) -> Any:
+    """input + weight · (end - input)."""
     difference = build(sub, end, input, demand=INNER)
     if isinstance(weight, fx.Node):
         return build(add, input, build(mul, difference, weight, demand=INNER))
     return build(add, input, difference, weight)
 
 
-_FUSED: tuple[tuple[str, Callable[..., Tensor], tuple[str, ...], Callable[..., Any]], ...] = (
-    ("addcmul", addcmul, ("input", "tensor1", "tensor2"), _expand_addcmul),
-    ("addcdiv", addcdiv, ("input", "tensor1", "tensor2"), _expand_addcdiv),
-    ("lerp", lerp, ("input", "end", "weight"), _expand_lerp),
-)
-for _name, _function, _operands, _expand in _FUSED:
-    register(
-        Operator(
-            _name, _function, _operands, expand=_expand, functions={getattr(torch, _name): None}, methods={_name: None, f"{_name}_": None}
-        )
-    )
-
 # ---- of two numbers --------------------------------------------------------------------------------------------------
 
+TWO = (sample(input=(3, 6), other=(3, 6)),)
 
-def hypot(input: Tensor, other: Tensor) -> Tensor:
+
+@composite(refuses=nodes("input", "other"), samples=TWO)
+def hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute √(input² + other²)."""
-    return torch.hypot(input, other)
-
-
-def _expand_hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     squares = (build(torch.square, value, demand=WIDE) for value in (input, other))
     return build(torch.sqrt, build(add, *squares, demand=WIDE))
-
-
-def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    """Compute log(exp(input) + exp(other))."""
-    return torch.logaddexp(input, other)
 
 
 def log_of_one_and_exponential(input: Tensor) -> Tensor:
@@ -96,14 +71,14 @@ def log_of_one_and_exponential(input: Tensor) -> Tensor:
     return torch.log1p(torch.exp(-input.abs()))
 
 
-def _expand_logaddexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+unary("log_of_one_and_exponential", log_of_one_and_exponential, lambda x: math.log1p(math.exp(-abs(x))))
+
+
+@composite(refuses=nodes("input", "other"), samples=TWO)
+def logaddexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    """Compute log(exp(input) + exp(other))."""
     more = build(log_of_one_and_exponential, build(sub, input, other, demand=INNER), demand=INNER)
     return build(add, build(maximum, input, other, demand=INNER), more)
-
-
-def atan2(input: Tensor, other: Tensor) -> Tensor:
-    """Return the angle of the point (other, input)."""
-    return torch.atan2(input, other)
 
 
 NOT_ZERO = 2.0**-24  # a divisor of 0, at the origin alone, whose angle is 0 then
@@ -114,8 +89,15 @@ def angle_of_share(input: Tensor) -> Tensor:
     return torch.atan2(input, 1 - input.abs())
 
 
-def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    """By the ordinate's share t of |y| + |x|, which is bounded; on the left it is mirrored: ±π minus the angle."""
+unary("angle_of_share", angle_of_share, lambda x: math.atan2(x, 1 - abs(x)))
+
+
+@composite("arctan2", refuses=nodes("input", "other"), samples=TWO)
+def atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    """Return the angle of the point (other, input).
+
+    By the ordinate's share t of |y| + |x|, which is bounded; on the left it is mirrored: ±π minus the angle.
+    """
     length = build(add, build(torch.abs, input, demand=WIDE), build(torch.abs, other, demand=WIDE), demand=WIDE)
     inverse = build(SHIFTED.function, length, "reciprocal", 1.0, NOT_ZERO, {}, demand=WIDE)
     angle = build(angle_of_share, build(mul, input, inverse, demand=WIDE), demand=WIDE)
@@ -123,65 +105,23 @@ def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(where, build(torch.lt, other, 0.0), build(sub, half_turn, angle, demand=WIDE), angle)
 
 
-def xlogy(input: Tensor | float, other: Tensor | float) -> Tensor:
-    """Compute input · log(other); one of them may be a number."""
-    value: Tensor = torch.xlogy(input, other)  # type: ignore[arg-type]
-    return value
-
-
-def _expand_xlogy(build: Builder, input: Any, other: Any) -> Any:
-    if not isinstance(other, fx.Node):
-        return build(mul, input, math.log(other))
-    return build(mul, build(torch.log, other, demand=WIDE), input)
-
-
-def _refuses_logarithm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def _positive(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     numbers = [value for value in arguments.values() if not isinstance(value, fx.Node)]
     positive = all(isinstance(value, int | float) and math.isfinite(value) and value > 0 for value in numbers)
     return None if positive else f"one of its operands is {numbers[0]}"
 
 
-def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if all(isinstance(arguments[name], fx.Node) for name in ("input", "other")) else "one of its operands is a number"
+@composite(operands=("input", "other"), refuses=_positive, samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
+def xlogy(build: Builder, input: Any, other: Any) -> Any:
+    """Compute input · log(other); one of them may be a number."""
+    if not isinstance(other, fx.Node):
+        return build(mul, input, math.log(other))
+    return build(mul, build(torch.log, other, demand=WIDE), input)
 
-
-unary("log_of_one_and_exponential", log_of_one_and_exponential, lambda x: math.log1p(math.exp(-abs(x))))
-unary("angle_of_share", angle_of_share, lambda x: math.atan2(x, 1 - abs(x)))
-for _name, _function, _expand, _more in (
-    ("hypot", hypot, _expand_hypot, ()),
-    ("logaddexp", logaddexp, _expand_logaddexp, ()),
-    ("atan2", atan2, _expand_atan2, ("arctan2",)),
-    ("xlogy", xlogy, _expand_xlogy, ()),
-):
-    _names = (_name, *_more)
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input", "other"),
-            expand=_expand,
-            functions=dict.fromkeys(getattr(place, name) for name in _names for place in (torch, torch.special) if hasattr(place, name)),
-            methods=dict.fromkeys(name for plain in _names for name in (plain, f"{plain}_") if hasattr(Tensor, name)),
-            refuses=_refuses_logarithm if _name == "xlogy" else _two_tensors,
-        )
-    )
 
 # ---- distances -------------------------------------------------------------------------------------------------------
 
-
-def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    """Compute ‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
-    return F.pairwise_distance(x1, x2, p, eps, keepdim)
-
-
-def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
-    return F.cosine_similarity(x1, x2, dim, eps)
-
-
-def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """Return the distance of every row of x1 from every row of x2."""
-    return torch.cdist(x1, x2, p, compute_mode)
+norms = one_of("p", 1, 2, because=lambda p: f"its norm is the {p}-norm, and 1 and 2 are computed in integers")
 
 
 def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: float = 0.0) -> Any:
@@ -197,11 +137,19 @@ def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: fl
     return build(torch.sqrt, build(sum, each("square", torch.square, WIDE), [-1], keepdim, demand=WIDE))
 
 
-def _expand_pairwise_distance(build: Builder, x1: fx.Node, x2: fx.Node, p: float, eps: float, keepdim: bool) -> Any:
+@composite(
+    modules={nn.PairwiseDistance: lambda m: {"p": m.norm, "eps": m.eps, "keepdim": m.keepdim}},
+    refuses=norms,
+    samples=(sample(x1=(3, 8), x2=(3, 8)), sample(x1=(3, 8), x2=(3, 8), p=1.0)),
+)
+def pairwise_distance(build: Builder, x1: fx.Node, x2: fx.Node, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    """Compute ‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
     return length(build, build(sub, x1, x2, demand=INNER), p, keepdim, eps)
 
 
-def _expand_cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float, compute_mode: str) -> Any:
+@composite(refuses=norms, samples=(sample(x1=(4, 6), x2=(3, 6)), sample(x1=(4, 6), x2=(3, 6), p=1.0)))
+def cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Any:
+    """Return the distance of every row of x1 from every row of x2."""
     rows = build(getitem, x1, [*[slice(None)] * (len(build.fact(x1).shape) - 1), None, slice(None)])
     columns = build(getitem, x2, [*[slice(None)] * (len(build.fact(x2).shape) - 2), None, slice(None), slice(None)])
     return length(build, build(sub, rows, columns, demand=INNER), p, False)
@@ -215,16 +163,15 @@ def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[
     return behind, [[*sizes[:behind], size, *sizes[len(sizes) + behind + 1 :]] for sizes in padded]
 
 
-def _refuses_cosine(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def _repeats(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     shapes = [fact(arguments[name]).shape for name in ("x1", "x2") if isinstance(arguments[name], fx.Node)]
-    for sizes, wanted in zip(shapes, _alike_along(shapes, arguments["dim"])[1], strict=True):
-        because = why_not_repeated([sizes], wanted)
-        if because is not None:
-            return because
-    return None
+    pairs = zip(shapes, _alike_along(shapes, arguments["dim"])[1], strict=True)
+    return next((because for sizes, wanted in pairs if (because := why_not_repeated([sizes], wanted)) is not None), None)
 
 
-def _expand_cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int, eps: float) -> Any:
+@composite(refuses=_repeats, samples=(sample(within=NORMED, x1=(3, 8), x2=(3, 8)), sample(within=NORMED, x1=(3, 8), x2=(3, 8), dim=-1)))
+def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension."""
     dim, shapes = _alike_along([build.fact(x1).shape, build.fact(x2).shape], dim)
     x1, x2 = (repeated(build, operand, sizes) for operand, sizes in zip((x1, x2), shapes, strict=True))  # a sum counts what is repeated
     product = build(sum, build(mul, x1, x2, demand=WIDE), [dim], False, demand=WIDE)
@@ -235,43 +182,23 @@ def _expand_cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int
     return product
 
 
-def _refuses_distance(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if arguments["p"] in (1, 2) else f"it computes the {arguments['p']}-norm, and only p=1 and p=2 have an integer form"
-
-
-register(
-    Operator(
-        "pairwise_distance",
-        pairwise_distance,
-        ("x1", "x2"),
-        expand=_expand_pairwise_distance,
-        functions={F.pairwise_distance: None, torch.pairwise_distance: None},
-        modules={nn.PairwiseDistance: lambda m: {"p": m.norm, "eps": m.eps, "keepdim": m.keepdim}},
-        refuses=_refuses_distance,
-    )
-)
-register(Operator("cdist", cdist, ("x1", "x2"), expand=_expand_cdist, functions={torch.cdist: None}, refuses=_refuses_distance))
-register(
-    Operator(
-        "cosine_similarity",
-        cosine_similarity,
-        ("x1", "x2"),
-        expand=_expand_cosine_similarity,
-        functions={F.cosine_similarity: None, torch.cosine_similarity: None},
-        modules={nn.CosineSimilarity: lambda m: {"dim": m.dim, "eps": m.eps}},
-        refuses=_refuses_cosine,
-    )
-)
-
 # ---- across channels -------------------------------------------------------------------------------------------------
 
 
-def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
+def _divided(build: Builder, input: fx.Node, total: fx.Node, size: int, alpha: float, beta: float, k: float) -> Any:
+    """Return input · (alpha / size · total + k) ** -beta, the factor by one table."""
+    factor = build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE)
+    return build(mul, input, factor)
+
+
+def _channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape = Builder.fact(arguments["input"]).shape
+    return None if len(shape) > 2 and isinstance(shape[1], int) else "its operand has no channels of a fixed number"
+
+
+@composite(refuses=_channels, samples=(sample(input=(4, 5, 5), size=3, alpha=0.5), sample(input=(4, 5, 5), size=2)))
+def local_response_norm(build: Builder, input: fx.Node, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
     """Compute input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
-    return F.local_response_norm(input, size, alpha, beta, k)
-
-
-def _expand_local_response_norm(build: Builder, input: fx.Node, size: int, alpha: float, beta: float, k: float) -> Any:
     shape = build.fact(input).shape
     squares = build(torch.square, input, demand=WIDE)
     around = [0, 0] * (len(shape) - 2) + [size // 2, (size - 1) // 2]
@@ -280,30 +207,10 @@ def _expand_local_response_norm(build: Builder, input: fx.Node, size: int, alpha
     for first in range(size):
         window = build(getitem, padded, [slice(None), slice(first, first + shape[1]), *[slice(None)] * (len(shape) - 2)])  # type: ignore[operator]
         total = window if total is None else build(add, total, window, demand=WIDE)
-    factor = build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE)
-    return build(mul, input, factor)
+    return _divided(build, input, total, size, alpha, beta, k)
 
 
-def _refuses_channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = Builder.fact(arguments["input"]).shape
-    return None if len(shape) > 2 and isinstance(shape[1], int) else "its operand has no channels of a fixed number"
-
-
-register(
-    Operator(
-        "local_response_norm",
-        local_response_norm,
-        ("input",),
-        expand=_expand_local_response_norm,
-        functions={F.local_response_norm: None},
-        modules={nn.LocalResponseNorm: lambda m: {"size": m.size, "alpha": m.alpha, "beta": m.beta, "k": m.k}},
-        refuses=_refuses_channels,
-    )
-)
-
-
-def cross_map_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Tensor:
-    """nn.CrossMapLRN2d: as local_response_norm, but that channel 0 counts in every window from channel (size + 1) // 2 on."""
+def _crossed(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Tensor:
     kept = _windows_across(input.shape[1], size).to(input)
     totals = torch.einsum("dc,bchw->bdhw", kept, input.square())
     return input * (totals * (alpha / size) + k) ** -beta
@@ -323,26 +230,15 @@ def _windows_across(channels: int, size: int) -> Tensor:
     return kept
 
 
-def _expand_cross_map_norm(build: Builder, input: fx.Node, size: int, alpha: float, beta: float, k: float) -> Any:
-    shape = numbers(build.fact(input).shape)
-    squares = build(reshape, build(torch.square, input, demand=WIDE), [*shape[:2], math.prod(shape[2:])])
-    totals = build(matmul, build.constant(_windows_across(shape[1], size)), squares, demand=WIDE)
-    total = build(reshape, totals, shape)
-    return build(mul, input, build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE))
-
-
-def _refuses_maps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def _maps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     shape = Builder.fact(arguments["input"]).shape
     return None if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]) else "its operand has no images of a fixed size"
 
 
-register(
-    Operator(
-        "cross_map_norm",
-        cross_map_norm,
-        ("input",),
-        expand=_expand_cross_map_norm,
-        modules={nn.CrossMapLRN2d: lambda m: {"size": m.size, "alpha": m.alpha, "beta": m.beta, "k": m.k}},
-        refuses=_refuses_maps,
-    )
-)
+@composite(nn.CrossMapLRN2d, function=_crossed, refuses=_maps, samples=(sample(input=(4, 5, 5), size=3, alpha=0.5),))
+def cross_map_norm(build: Builder, input: fx.Node, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Any:
+    """nn.CrossMapLRN2d: as local_response_norm, but that channel 0 counts in every window from channel (size + 1) // 2 on."""
+    shape = numbers(build.fact(input).shape)
+    squares = build(reshape, build(torch.square, input, demand=WIDE), [*shape[:2], math.prod(shape[2:])])
+    totals = build(matmul, build.constant(_windows_across(shape[1], size)), squares, demand=WIDE)
+    return _divided(build, input, build(reshape, totals, shape), size, alpha, beta, k)

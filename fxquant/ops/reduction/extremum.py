@@ -15,6 +15,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import spelled
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Adapt, Instead, Operator, Same, register
 from fxquant.ops.core.traits import Trait
@@ -126,23 +127,26 @@ def amin(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return torch.amin(input, dim, keepdim)
 
 
-for _name, _function, _primitive, _short, _operator, _adapt in (
-    ("maximum", maximum, product.maximum, torch.max, "Max", _one_or_two(amax, largest_along)),
-    ("minimum", minimum, product.minimum, torch.min, "Min", _one_or_two(amin, smallest_along)),
-):
+def _of_two(function: Callable[..., Tensor], primitive: Callable[..., Tensor], onnx: str, calls: dict[Any, Any], *traits: Trait) -> None:
     register(
         Operator(
-            _name,
-            _function,
+            function.__name__,
+            function,
             ("input", "other"),
-            _extremum(_function, _primitive),
-            functions={getattr(torch, _name): None, _short: _adapt, **({torch.fmax: None} if _short is torch.max else {torch.fmin: None})},
-            methods={_name: None, _short.__name__: _adapt, **({"fmax": None} if _short is torch.max else {"fmin": None})},
+            _extremum(function, primitive),
+            functions={form: adapt for form, adapt in calls.items() if callable(form)},
+            methods={form: adapt for form, adapt in calls.items() if isinstance(form, str)},
             refuses=_refuses_extremum,
-            traits=frozenset({Trait.HOMOGENEOUS} | ({Trait.BOUNDED_BELOW} if _name == "maximum" else set())),
-            onnx=_onnx_extremum(_operator),
+            traits=frozenset({Trait.HOMOGENEOUS, *traits}),
+            onnx=_onnx_extremum(onnx),
         )
     )
+
+
+_larger = {**dict.fromkeys((torch.max, "max"), _one_or_two(amax, largest_along)), **dict.fromkeys((torch.fmax, "fmax"))}
+_of_two(maximum, product.maximum, "Max", {**dict.fromkeys(spelled("maximum")), **_larger}, Trait.BOUNDED_BELOW)
+_smaller = {**dict.fromkeys((torch.min, "min"), _one_or_two(amin, smallest_along)), **dict.fromkeys((torch.fmin, "fmin"))}
+_of_two(minimum, product.minimum, "Min", {**dict.fromkeys(spelled("minimum")), **_smaller})
 
 
 # ---- along dimensions -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Norms bring their items to one magnitude first, as layer norms do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,37 +18,19 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.record import WIDE, Operator, Parameter, register
+from fxquant.ops.core.samples import NORMED, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
-from fxquant.ops.elementwise.unary import shifted
+from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.magnitude import extent_of, magnitude_of, unit_and_inverse
 from fxquant.ops.pooling.pool import mean, sum
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------
-
-
-def var(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Return the variance over dimensions, of whose n elements n - correction are free."""
-    return torch.var(input, dim, correction=correction, keepdim=keepdim)
-
-
-def std(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Return the root of the variance."""
-    return torch.std(input, dim, correction=correction, keepdim=keepdim)
-
-
-def var_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean."""
-    return torch.var_mean(input, dim, correction=correction, keepdim=keepdim)
-
-
-def std_mean(input: Tensor, dim: list[int], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the deviation and the mean."""
-    return torch.std_mean(input, dim, correction=correction, keepdim=keepdim)
 
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
@@ -66,23 +48,6 @@ def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> 
 
 def _sizes(input: fx.Node, dims: list[int]) -> list[Any]:
     return [fact(input).shape[dim] for dim in dims]
-
-
-def _expand_var(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
-    total, count = _squares(build, input, dim, keepdim)
-    return build(div, total, float(count - correction))
-
-
-def _expand_std(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
-    total, count = _squares(build, input, dim, keepdim)
-    return build(shifted, total, "sqrt", 1 / (count - correction), 0.0, {})
-
-
-def _with_mean(expand: Callable[..., Any]) -> Callable[..., Any]:
-    def expand_both(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
-        return expand(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
-
-    return expand_both
 
 
 def _statistics(
@@ -127,24 +92,42 @@ def refuses_reduction(input: Any, dims: list[int]) -> str | None:
     return None if all(isinstance(known.shape[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
 
 
-for _name, _function, _expand, _spelling in (
-    ("var", var, _expand_var, torch.var),
-    ("std", std, _expand_std, torch.std),
-    ("var_mean", var_mean, _with_mean(_expand_var), torch.var_mean),
-    ("std_mean", std_mean, _with_mean(_expand_std), torch.std_mean),
-):
-    register(
-        Operator(
-            _name,
-            _function,
-            ("input",),
-            expand=_expand,
-            functions={_spelling: _statistics},
-            methods={} if "_" in _name else {_name: _statistics},
-            refuses=_refuses_statistics,
-            traits=frozenset() if "_" in _name else frozenset({Trait.STATISTIC}),
-        )
-    )
+def _var(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
+    total, count = _squares(build, input, dim, keepdim)
+    return build(div, total, float(count - correction))
+
+
+def _std(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
+    total, count = _squares(build, input, dim, keepdim)
+    return build(shifted, total, "sqrt", 1 / (count - correction), 0.0, {})
+
+
+SPREADS = (sample(within=NORMED, input=(3, 6), dim=[1, 2], correction=0), sample(within=NORMED, input=(3, 6), dim=[2], keepdim=True))
+
+
+@composite(adapt=_statistics, refuses=_refuses_statistics, traits=frozenset({Trait.STATISTIC}), samples=SPREADS)
+def var(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+    """Return the variance over dimensions, of whose n elements n - correction are free."""
+    return _var(build, input, dim, correction, keepdim)
+
+
+@composite(adapt=_statistics, refuses=_refuses_statistics, traits=frozenset({Trait.STATISTIC}), samples=SPREADS)
+def std(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+    """Return the root of the variance."""
+    return _std(build, input, dim, correction, keepdim)
+
+
+@composite(adapt=_statistics, refuses=_refuses_statistics)
+def var_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+    """Return the variance and the mean."""
+    return _var(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
+
+
+@composite(adapt=_statistics, refuses=_refuses_statistics)
+def std_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+    """Return the deviation and the mean."""
+    return _std(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
+
 
 # ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
 
@@ -209,7 +192,7 @@ register(
 )
 
 
-def instance_norm(
+def _float_instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -218,26 +201,7 @@ def instance_norm(
     use_input_stats: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
-
-
-def _expand_instance_norm(
-    build: Builder,
-    input: fx.Node,
-    running_mean: fx.Node | None,
-    running_var: fx.Node | None,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    use_input_stats: bool,
-    eps: float,
-) -> Any:
-    if use_input_stats:
-        return _expand_group_norm(build, input, fact(input).shape[1], weight, bias, eps)
-    factor = build(shifted, running_var, "rsqrt", 1.0, float(eps), {})
-    factor = factor if weight is None else build(mul, factor, weight)
-    offset = build(mul, running_mean, factor)
-    return scaled(build, input, factor, build(torch.neg, offset) if bias is None else build(sub, bias, offset))
 
 
 def _instance_norm(
@@ -268,32 +232,33 @@ def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | No
     return _refuses_group_norm(node, {**arguments, "num_groups": shape[1] if isinstance(shape[1], int) else 1})
 
 
-register(
-    Operator(
-        "instance_norm",
-        instance_norm,
-        ("input",),
-        expand=_expand_instance_norm,
-        functions={F.instance_norm: _instance_norm, torch.instance_norm: _instance_norm},
-        modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
-        refuses=_refuses_instance_norm,
-    )
+@composite(
+    function=_float_instance_norm,
+    adapt=_instance_norm,
+    modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
+    refuses=_refuses_instance_norm,
 )
+def instance_norm(
+    build: Builder,
+    input: fx.Node,
+    running_mean: fx.Node | None = None,
+    running_var: fx.Node | None = None,
+    weight: fx.Node | None = None,
+    bias: fx.Node | None = None,
+    use_input_stats: bool = True,
+    eps: float = 1e-05,
+) -> Any:
+    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
+    if use_input_stats:
+        return _expand_group_norm(build, input, fact(input).shape[1], weight, bias, eps)
+    factor = build(shifted, running_var, "rsqrt", 1.0, float(eps), {})
+    factor = factor if weight is None else build(mul, factor, weight)
+    offset = build(mul, running_mean, factor)
+    return scaled(build, input, factor, build(torch.neg, offset) if bias is None else build(sub, bias, offset))
 
 
-def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return the last dimensions over the root of their mean square, times weight."""
+def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return F.rms_norm(input, list(normalized_shape), weight, eps)
-
-
-def _expand_rms_norm(build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, eps: float | None) -> Any:
-    dims = list(range(-len(normalized_shape), 0))
-    small = torch.finfo(torch.float32).eps if eps is None else float(eps)
-    unit, inverse = unit_and_inverse(build, input, lambda: magnitude_of(build, input, dims), dims, small)
-    if weight is None:
-        return build(mul, unit, inverse)
-    normalized = build(mul, unit, inverse, demand=WIDE)
-    return build(scale_channels, normalized, weight, None) if len(dims) == 1 else build(mul, normalized, weight)
 
 
 def _rms_norm_module(module: Any) -> dict[str, Any]:
@@ -306,14 +271,15 @@ def _refuses_rms_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if all(isinstance(value, int | float) for value in given) else "one of its settings is computed, not a number"
 
 
-register(
-    Operator(
-        "rms_norm",
-        rms_norm,
-        ("input",),
-        expand=_expand_rms_norm,
-        functions={F.rms_norm: None, torch.rms_norm: None},
-        modules={nn.RMSNorm: _rms_norm_module},
-        refuses=_refuses_rms_norm,
-    )
-)
+@composite(function=_rms_norm, modules={nn.RMSNorm: _rms_norm_module}, refuses=_refuses_rms_norm)
+def rms_norm(
+    build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None = None, eps: float | None = None
+) -> Any:
+    """Return the last dimensions over the root of their mean square, times weight."""
+    dims = list(range(-len(normalized_shape), 0))
+    small = torch.finfo(torch.float32).eps if eps is None else float(eps)
+    unit, inverse = unit_and_inverse(build, input, lambda: magnitude_of(build, input, dims), dims, small)
+    if weight is None:
+        return build(mul, unit, inverse)
+    normalized = build(mul, unit, inverse, demand=WIDE)
+    return build(scale_channels, normalized, weight, None) if len(dims) == 1 else build(mul, normalized, weight)

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Instead, Operator, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE, Instead
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.elementwise.table import unary
 from fxquant.ops.normalization.magnitude import NOT_ZERO, magnitude_of, of_one_magnitude
 from fxquant.ops.pooling.pool import sum
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.ops.reduction.moments import reduced, refuses_reduction
 
 
-def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
+def _float_norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
     """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
 
     For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
@@ -37,8 +37,7 @@ def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tens
     return value
 
 
-def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    """Return the elements over the p-norm of theirs along dimensions."""
+def _normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
     value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
     return value
 
@@ -69,21 +68,6 @@ def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: 
     if p == 1:
         return build(sum, magnitude, dims, keepdim, **last), 1.0
     return build(sum, build(torch.pow, magnitude, float(p), demand=WIDE), dims, keepdim, demand=WIDE), float(p)
-
-
-def _expand_norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool) -> Any:
-    total, root = _powers(build, input, p, dim, keepdim, {})
-    if root == 1:
-        return total
-    return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
-
-
-def _expand_normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float) -> Any:
-    unit = input
-    if build.normalizes_items:
-        unit = build(of_one_magnitude, input, magnitude_of(build, input, dim), NOT_ZERO, demand=WIDE)
-    total, root = _powers(build, unit, p, dim, True, {"demand": WIDE})
-    return build(mul, unit, build(inverse_root, total, root, demand=WIDE))
 
 
 def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> dict[str, Any] | str:
@@ -128,22 +112,20 @@ def _linalg_norm(
     return _matrix_norm(input, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-def sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
-    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
+def _sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: bool = False) -> Tensor:
     sums = input.abs().sum(summed, keepdim=True)
     return (sums.amax if largest else sums.amin)((summed, other), keepdim)
-
-
-def _expand_sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool) -> Any:
-    sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
-    return build(amax if largest else amin, sums, [summed, other], keepdim)
 
 
 def _refuses_sums_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
 
 
-register(Operator("sums_norm", sums_norm, ("input",), expand=_expand_sums_norm, refuses=_refuses_sums_norm))
+@composite(function=_sums_norm, refuses=_refuses_sums_norm)
+def sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool = False) -> Any:
+    """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
+    sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
+    return build(amax if largest else amin, sums, [summed, other], keepdim)
 
 
 def _normalized(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> dict[str, Any] | str:
@@ -160,23 +142,29 @@ def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_reduction(arguments["input"], arguments["dim"])
 
 
-register(
-    Operator(
-        "norm",
-        norm,
-        ("input",),
-        expand=_expand_norm,
-        traits=frozenset({Trait.STATISTIC}),
-        functions={
-            torch.norm: _norm,
-            torch.linalg.norm: _linalg_norm,
-            torch.linalg.vector_norm: _vector_norm,
-            torch.linalg.matrix_norm: _matrix_norm,
-        },
-        methods={"norm": _norm},
-        refuses=_refuses_norm,
-    )
+@composite(
+    function=_float_norm,
+    adapt=_norm,
+    calls={torch.linalg.norm: _linalg_norm, torch.linalg.vector_norm: _vector_norm, torch.linalg.matrix_norm: _matrix_norm},
+    traits=frozenset({Trait.STATISTIC}),
+    refuses=_refuses_norm,
 )
-register(
-    Operator("normalize", normalize, ("input",), expand=_expand_normalize, functions={F.normalize: _normalized}, refuses=_refuses_norm)
-)
+def norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool = False) -> Any:
+    """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
+
+    For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
+    """
+    total, root = _powers(build, input, p, dim, keepdim, {})
+    if root == 1:
+        return total
+    return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
+
+
+@composite(function=_normalize, adapt=_normalized, refuses=_refuses_norm)
+def normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float = 1e-12) -> Any:
+    """Return the elements over the p-norm of theirs along dimensions."""
+    unit = input
+    if build.normalizes_items:
+        unit = build(of_one_magnitude, input, magnitude_of(build, input, dim), NOT_ZERO, demand=WIDE)
+    total, root = _powers(build, unit, p, dim, True, {"demand": WIDE})
+    return build(mul, unit, build(inverse_root, total, root, demand=WIDE))

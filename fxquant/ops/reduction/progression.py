@@ -9,7 +9,6 @@ trapezoid  Σ (y[i] + y[i + 1]) / 2 · width
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Operator, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import WIDE
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat
@@ -55,39 +56,6 @@ def refuses_length(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def prod(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the product of the elements along a dimension; of all elements if `dim` is None."""
-    return torch.prod(input) if dim is None else torch.prod(input, dim, keepdim)
-
-
-def cumprod(input: Tensor, dim: int) -> Tensor:
-    """Return the product of the elements up to each one along a dimension."""
-    return torch.cumprod(input, dim)
-
-
-def _expand_prod(build: Builder, input: fx.Node, dim: int | None, keepdim: bool) -> Any:
-    if dim is None:
-        input, dim, keepdim = build(reshape, input, [math.prod(numbers(build.fact(input).shape))]), 0, False
-    size = length_of(input, dim)
-    while size > 1:
-        half = size // 2
-        halves = (along(build, input, dim, slice(start, start + half)) for start in (0, half))
-        product = build(mul, *halves, demand=WIDE if size > 2 else None)
-        input = build(cat, [product, along(build, input, dim, slice(2 * half, size))], dim, demand=WIDE) if size % 2 else product
-        size = size - half
-    return input if keepdim else along(build, input, dim, 0)
-
-
-def _expand_cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
-    size, reach = length_of(input, dim), 1
-    while reach < size:
-        product = build(mul, along(build, input, dim, slice(reach, size)), along(build, input, dim, slice(0, size - reach)), demand=WIDE)
-        last = 2 * reach >= size
-        input = build(cat, [along(build, input, dim, slice(0, reach)), product], dim, demand=None if last else WIDE)
-        reach *= 2
-    return input
-
-
 def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if arguments["dim"] is None:
         sizes = fact(arguments["input"]).shape
@@ -110,47 +78,43 @@ def _running(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str
     return {"input": input, "dim": dim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
 
 
-# ---- neighbours ------------------------------------------------------------------------------------------------------
+def _product(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return torch.prod(input) if dim is None else torch.prod(input, dim, keepdim)
 
 
-def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
-    """Subtract from each element the one before it along a dimension, n times over."""
-    return torch.diff(input, n, dim, prepend, append)
+@composite(
+    function=_product,
+    adapt=_multiplied,
+    refuses=_refuses_product,
+    samples=(sample(input=(3, 5), dim=-1), sample(input=(3, 4), dim=1, keepdim=True)),
+)
+def prod(build: Builder, input: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Return the product of the elements along a dimension; of all elements if `dim` is None."""
+    if dim is None:
+        input, dim, keepdim = build(reshape, input, [math.prod(numbers(build.fact(input).shape))]), 0, False
+    size = length_of(input, dim)
+    while size > 1:
+        half = size // 2
+        halves = (along(build, input, dim, slice(start, start + half)) for start in (0, half))
+        product = build(mul, *halves, demand=WIDE if size > 2 else None)
+        input = build(cat, [product, along(build, input, dim, slice(2 * half, size))], dim, demand=WIDE) if size % 2 else product
+        size = size - half
+    return input if keepdim else along(build, input, dim, 0)
 
 
-def trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
-    """Return the integral along a dimension by trapezoids of one width."""
-    return torch.trapezoid(input, dx=dx, dim=dim)
-
-
-def cumulative_trapezoid(input: Tensor, dx: float = 1.0, dim: int = -1) -> Tensor:
-    """Return the integral up to each element but the first, by trapezoids of one width."""
-    return torch.cumulative_trapezoid(input, dx=dx, dim=dim)
-
-
-def _expand_diff(build: Builder, input: fx.Node, n: int, dim: int, prepend: Any, append: Any) -> Any:
-    around = [value for value in (prepend, input, append) if value is not None]
-    input = build(cat, around, dim) if len(around) > 1 else input
-    for step in range(n):
-        pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
-        input = build(sub, *pair, demand=WIDE if step < n - 1 and "int16" in build.activations else None)
+@composite(adapt=_running, refuses=_refuses_product, samples=(sample(input=(3, 5), dim=-1),))
+def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
+    """Return the product of the elements up to each one along a dimension."""
+    size, reach = length_of(input, dim), 1
+    while reach < size:
+        product = build(mul, along(build, input, dim, slice(reach, size)), along(build, input, dim, slice(0, size - reach)), demand=WIDE)
+        last = 2 * reach >= size
+        input = build(cat, [along(build, input, dim, slice(0, reach)), product], dim, demand=None if last else WIDE)
+        reach *= 2
     return input
 
 
-def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> fx.Node:
-    """Return the area of each trapezoid."""
-    pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
-    wide = WIDE if "int16" in build.activations else None
-    made: fx.Node = build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
-    return made
-
-
-def _expand_trapezoid(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
-    return build(sum, _between(build, input, dx, dim), [dim], False)
-
-
-def _expand_cumulative_trapezoid(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
-    return build(cumsum, _between(build, input, dx, dim), dim)
+# ---- neighbours ------------------------------------------------------------------------------------------------------
 
 
 def _refuses_diff(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -165,6 +129,29 @@ def _refuses_diff(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for more in longer:
         size += more
     return None if isinstance(n, int) and 0 < n < size else f"its differences are taken {n} times"
+
+
+@composite(
+    operands=("input", "prepend", "append"),
+    refuses=_refuses_diff,
+    samples=(sample(input=(3, 6)), sample(input=(3, 6), n=2, dim=1), sample(input=(3, 6), append=(3, 1))),
+)
+def diff(build: Builder, input: fx.Node, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Subtract from each element the one before it along a dimension, n times over."""
+    around = [value for value in (prepend, input, append) if value is not None]
+    input = build(cat, around, dim) if len(around) > 1 else input
+    for step in range(n):
+        pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
+        input = build(sub, *pair, demand=WIDE if step < n - 1 and "int16" in build.activations else None)
+    return input
+
+
+def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> fx.Node:
+    """Return the area of each trapezoid."""
+    pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
+    wide = WIDE if "int16" in build.activations else None
+    made: fx.Node = build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
+    return made
 
 
 def _refuses_integral(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -183,30 +170,16 @@ def _integral(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> dict[s
     return {"input": y, "dx": 1.0 if dx is None else dx, "dim": dim}
 
 
-_DIFF: tuple[str, Callable[..., Any], tuple[str, ...], Callable[..., Any], Any, Any] = (
-    "diff",
-    diff,
-    ("input", "prepend", "append"),
-    _expand_diff,
-    None,
-    _refuses_diff,
-)
-for _name, _function, _operands, _expand, _adapt, _refuses in (
-    ("prod", prod, ("input",), _expand_prod, _multiplied, _refuses_product),
-    ("cumprod", cumprod, ("input",), _expand_cumprod, _running, _refuses_product),
-    _DIFF,
-    ("trapezoid", trapezoid, ("input",), _expand_trapezoid, _integral, _refuses_integral),
-    ("cumulative_trapezoid", cumulative_trapezoid, ("input",), _expand_cumulative_trapezoid, _integral, _refuses_integral),
-):
-    _names = [_name, *(["trapz"] if _name == "trapezoid" else [])]
-    register(
-        Operator(
-            _name,
-            _function,
-            _operands,
-            expand=_expand,
-            functions={getattr(torch, name): _adapt for name in _names},
-            methods={name: _adapt for name in (_name, f"{_name}_") if hasattr(Tensor, name)},
-            refuses=_refuses,
-        )
-    )
+INTEGRALS = (sample(input=(3, 6)), sample(input=(3, 6), dx=0.5, dim=1))
+
+
+@composite("trapz", adapt=_integral, refuses=_refuses_integral, samples=INTEGRALS)
+def trapezoid(build: Builder, input: fx.Node, dx: float = 1.0, dim: int = -1) -> Any:
+    """Return the integral along a dimension by trapezoids of one width."""
+    return build(sum, _between(build, input, dx, dim), [dim], False)
+
+
+@composite(adapt=_integral, refuses=_refuses_integral, samples=INTEGRALS)
+def cumulative_trapezoid(build: Builder, input: fx.Node, dx: float = 1.0, dim: int = -1) -> Any:
+    """Return the integral up to each element but the first, by trapezoids of one width."""
+    return build(cumsum, _between(build, input, dx, dim), dim)

@@ -13,23 +13,34 @@ from torch import Tensor, fx
 
 from fxquant.ir.facts import Size
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, WIDE, Operator, register
+from fxquant.ops.core.declare import composite
+from fxquant.ops.core.record import INNER, WIDE
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
-from fxquant.ops.elementwise.unary import unary
+from fxquant.ops.elementwise.table import unary
 from fxquant.ops.movement.arranged import sizes_of
 from fxquant.ops.reduction.norms import norm
 
 SMALL = 1e-7  # what renorm adds to a norm before it divides
 
 
-def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+def _refuses_norm(arguments: dict[str, Any], varying: list[Size]) -> str | None:
+    p = arguments["p"]
+    if not isinstance(p, int | float) or not p > 0:
+        return f"the {p}-norm has no integer form"
+    return "it reduces the batch, whose size is not fixed" if varying else None
+
+
+def _refuses_dist(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = [size for name in ("input", "other") for size in sizes_of(arguments[name])]
+    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
+
+
+@composite(refuses=_refuses_dist)
+def dist(build: Builder, input: fx.Node, other: fx.Node, p: float = 2) -> Any:
     """Return the p-norm of all elements of a difference."""
-    return torch.dist(input, other, p)
-
-
-def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Return the slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
-    return torch.renorm(input, p, dim, maxnorm)
+    difference = build(sub, input, other, demand=INNER)
+    return build(norm, difference, float(p), list(range(len(build.fact(difference).shape))), False)
 
 
 def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
@@ -40,48 +51,16 @@ def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
 unary("shrinking", shrinking, lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0, most=1.0)
 
 
-def _expand_dist(build: Builder, input: fx.Node, other: fx.Node, p: float) -> Any:
-    difference = build(sub, input, other, demand=INNER)
-    return build(norm, difference, float(p), list(range(len(build.fact(difference).shape))), False)
-
-
-def _expand_renorm(build: Builder, input: fx.Node, p: float, dim: int, maxnorm: float) -> Any:
-    rank = len(sizes_of(input))
-    others = [place for place in range(rank) if place != dim % rank]
-    length = build(norm, input, float(p), others, True, demand=WIDE)
-    return build(mul, input, build(shrinking, length, float(maxnorm), demand=WIDE))
-
-
-def _refuses_dist(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = [size for name in ("input", "other") for size in sizes_of(arguments[name])]
-    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
-
-
 def _refuses_renorm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = list(sizes_of(arguments["input"]))
     del sizes[arguments["dim"]]
     return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
 
 
-def _refuses_norm(arguments: dict[str, Any], varying: list[Size]) -> str | None:
-    p = arguments["p"]
-    if not isinstance(p, int | float) or not p > 0:
-        return f"the {p}-norm has no integer form"
-    return "it reduces the batch, whose size is not fixed" if varying else None
-
-
-for _name, _function, _operands, _expand, _refuses in (
-    ("dist", dist, ("input", "other"), _expand_dist, _refuses_dist),
-    ("renorm", renorm, ("input",), _expand_renorm, _refuses_renorm),
-):
-    register(
-        Operator(
-            _name,
-            _function,
-            _operands,
-            expand=_expand,
-            functions={getattr(torch, _name): None},
-            methods={name: None for name in (_name, f"{_name}_") if hasattr(Tensor, name)},
-            refuses=_refuses,
-        )
-    )
+@composite(refuses=_refuses_renorm, samples=(sample(input=(3, 6), p=2, dim=0, maxnorm=1.5), sample(input=(3, 6), p=1, dim=0, maxnorm=5.0)))
+def renorm(build: Builder, input: fx.Node, p: float, dim: int, maxnorm: float) -> Any:
+    """Return the slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
+    rank = len(sizes_of(input))
+    others = [place for place in range(rank) if place != dim % rank]
+    length = build(norm, input, float(p), others, True, demand=WIDE)
+    return build(mul, input, build(shrinking, length, float(maxnorm), demand=WIDE))

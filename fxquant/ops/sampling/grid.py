@@ -19,8 +19,9 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Same, register
+from fxquant.ops.core.record import Instead, Same
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 
@@ -113,10 +114,9 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
 # ---- grid_sample ----------------------------------------------------------------------------------------------------
 
 
-def grid_sample(
+def _grid_sample(
     input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tensor:
-    """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
@@ -138,18 +138,6 @@ def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int
     return _sampled(input, grid, (*MODES, "bicubic")[interpolation_mode], PADDINGS[padding_mode], align_corners)
 
 
-def _lower_grid_sample(
-    lowering: Lowering, input: Quantized, grid: Quantized | Tensor, mode: str, padding_mode: str, align_corners: bool | None
-) -> Quantized:
-    spatial = [size for size in input.shape[2:] if isinstance(size, int)]
-    positions = normalized(spatial, bool(align_corners))
-
-    def real() -> Tensor:
-        return grid_sample(input.real(), grid.real() if isinstance(grid, Quantized) else grid, mode, padding_mode, align_corners)
-
-    return lowering.result(lambda: lower_sample(lowering, input, grid, positions, mode, padding_mode), real)
-
-
 def _onnx_read(c: Call, grid: str, align_corners: bool) -> str:
     mode = "linear" if c["mode"] == "bilinear" and c.e.opset >= LINEAR_OPSET else c["mode"]
     return c.do("GridSample", c.operand("input"), grid, mode=mode, padding_mode=c["padding_mode"], align_corners=int(align_corners))
@@ -159,30 +147,38 @@ def _onnx_grid_sample(c: Call) -> str:
     return c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_read(c, c.operand("grid"), bool(c["align_corners"]))
 
 
-register(
-    Operator(
-        "grid_sample",
-        grid_sample,
-        ("input", "grid"),
-        _lower_grid_sample,
-        Same(("input",)),
-        dtypes={"grid": "int16"},
-        keeps=lambda arguments, after: EVERYTHING,  # what limits the image does not limit the positions
-        functions={
-            F.grid_sample: _sampled,
-            **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _by_number),
-        },
-        refuses=lambda node, arguments: refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"]),
-        onnx=_onnx_grid_sample,
-    )
+@lowered(
+    operands=("input", "grid"),
+    function=_grid_sample,
+    calls={F.grid_sample: _sampled, **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _by_number)},
+    dtypes={"grid": "int16"},
+    keeps=lambda arguments, after: EVERYTHING,  # what limits the image does not limit the positions
+    refuses=lambda node, arguments: refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"]),
+    onnx=_onnx_grid_sample,
+    demand=Same(("input",)),
 )
+def grid_sample(
+    lowering: Lowering,
+    input: Quantized,
+    grid: Quantized | Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Quantized:
+    """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
+    spatial = [size for size in input.shape[2:] if isinstance(size, int)]
+    positions = normalized(spatial, bool(align_corners))
+
+    def real() -> Tensor:
+        return grid_sample(input.real(), grid.real() if isinstance(grid, Quantized) else grid, mode, padding_mode, align_corners)
+
+    return lowering.result(lambda: lower_sample(lowering, input, grid, positions, mode, padding_mode), real)
 
 
 # ---- warp -----------------------------------------------------------------------------------------------------------
 
 
-def warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
-    """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
+def _warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
     if has_torch_function((input, flow)):
         result: Tensor = handle_torch_function(warp, (input, flow), input, flow, mode, padding_mode)
         return result
@@ -196,18 +192,6 @@ def _pixels(height: int, width: int) -> Tensor:
     """Return (x, y) of every pixel: float64 (height, width, 2)."""
     rows, columns = torch.arange(height, dtype=torch.float64, device="cpu"), torch.arange(width, dtype=torch.float64, device="cpu")
     return torch.stack((columns.expand(height, width), rows.unsqueeze(1).expand(height, width)), -1)
-
-
-def _lower_warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: str, padding_mode: str) -> Quantized:
-    height, width = flow.shape[1:3]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    positions = Positions([1.0, 1.0], _pixels(height, width), False)
-
-    def real() -> Tensor:
-        return warp(input.real(), flow.real() if isinstance(flow, Quantized) else flow, mode, padding_mode)
-
-    return lowering.result(lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode), real)
 
 
 def _onnx_warp(c: Call) -> str:
@@ -229,26 +213,32 @@ def _refuses_warp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"])
 
 
-register(
-    Operator(
-        "warp",
-        warp,
-        ("input", "flow"),
-        _lower_warp,
-        Same(("input",)),
-        dtypes={"flow": "int16"},
-        keeps=lambda arguments, after: EVERYTHING,
-        refuses=_refuses_warp,
-        onnx=_onnx_warp,
-    )
+@lowered(
+    operands=("input", "flow"),
+    function=_warp,
+    dtypes={"flow": "int16"},
+    keeps=lambda arguments, after: EVERYTHING,
+    refuses=_refuses_warp,
+    onnx=_onnx_warp,
+    demand=Same(("input",)),
 )
+def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Quantized:
+    """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
+    height, width = flow.shape[1:3]
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    positions = Positions([1.0, 1.0], _pixels(height, width), False)
+
+    def real() -> Tensor:
+        return warp(input.real(), flow.real() if isinstance(flow, Quantized) else flow, mode, padding_mode)
+
+    return lowering.result(lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode), real)
 
 
 # ---- affine_grid ----------------------------------------------------------------------------------------------------
 
 
-def affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank)."""
+def _affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
     return F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners))
 
 
@@ -261,19 +251,6 @@ def _base(size: Sequence[int], align_corners: bool) -> Tensor:
         axes.append(along)
     columns = [axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]
     return torch.round(torch.stack([*reversed(columns), torch.ones_like(columns[0])], 1) * 2.0**BASE_BITS)
-
-
-def _lower_affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None) -> Quantized:
-    """Multiply the places, held as 16 bits, by every matrix."""
-    base = lowering.constant("base", _base(size, bool(align_corners)).float().to(theta.scale.device), torch.int16)
-    turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
-    largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)
-    wide = largest >= FLOAT32_EXACT
-    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the grid", 2**47 - 1)
-    total = lowering.call(product.matrix_product_wide if wide else product.matrix_product, base, turned)
-    step = torch.tensor(2.0**-BASE_BITS, dtype=torch.float64, device=theta.scale.device)
-    grid = lowering.requantize(total, Ratio((theta.scale, step)), bound=largest)
-    return grid.with_value(lowering.call(shape.reshape, grid.value, [-1, *size, len(size)]))
 
 
 def _spatial_size(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -289,15 +266,18 @@ def _onnx_affine_grid(c: Call) -> str:
     return c.do("Reshape", c.do("Transpose", grid, perm=[0, 2, 1]), c.integers([-1, *size, len(size)]))
 
 
-register(
-    Operator(
-        "affine_grid",
-        affine_grid,
-        ("theta",),
-        _lower_affine_grid,
-        dtypes={"theta": "int16"},
-        functions={F.affine_grid: None},
-        normalize=_spatial_size,
-        onnx=_onnx_affine_grid,
-    )
-)
+@lowered(function=_affine_grid, dtypes={"theta": "int16"}, normalize=_spatial_size, onnx=_onnx_affine_grid)
+def affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None = None) -> Quantized:
+    """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank).
+
+    Multiply the places, held as 16 bits, by every matrix.
+    """
+    base = lowering.constant("base", _base(size, bool(align_corners)).float().to(theta.scale.device), torch.int16)
+    turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
+    largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)
+    wide = largest >= FLOAT32_EXACT
+    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the grid", 2**47 - 1)
+    total = lowering.call(product.matrix_product_wide if wide else product.matrix_product, base, turned)
+    step = torch.tensor(2.0**-BASE_BITS, dtype=torch.float64, device=theta.scale.device)
+    grid = lowering.requantize(total, Ratio((theta.scale, step)), bound=largest)
+    return grid.with_value(lowering.call(shape.reshape, grid.value, [-1, *size, len(size)]))

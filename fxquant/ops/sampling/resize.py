@@ -20,6 +20,7 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.matrix import (
     CUBIC,
@@ -34,7 +35,7 @@ from fxquant.ops.core.matrix import (
     real_matrix,
     weighted_sums,
 )
-from fxquant.ops.core.record import Operator, Own, Same, register
+from fxquant.ops.core.record import Own, Same
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize, shape
@@ -46,18 +47,6 @@ FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
-
-
-def interpolate(
-    input: Tensor,
-    size: list[int] | None = None,
-    scale_factor: list[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    antialias: bool = False,
-) -> Tensor:
-    """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
-    return F.interpolate(input, size, scale_factor, mode, align_corners, antialias=antialias)
 
 
 # ---- nearest --------------------------------------------------------------------------------------------------------
@@ -212,25 +201,6 @@ def _sizes(axes: list[Axis]) -> list[int]:
     return [size if size is not None else math.floor(length * (factor or 1)) for length, size, factor in axes]
 
 
-def _lower_interpolate(
-    lowering: Lowering,
-    input: Quantized,
-    size: list[int] | None,
-    scale_factor: list[float] | None,
-    mode: str,
-    align_corners: bool | None,
-    antialias: bool = False,
-) -> Quantized:
-    axes = _axes(input.shape, size, scale_factor)
-    if mode in NEAREST:
-        return _lower_nearest(lowering, input, axes, mode)
-    if mode == "area":
-        return lower_means(lowering, input, _sizes(axes))
-    if mode in OWN_GRID or antialias:
-        return _lower_weighted(lowering, input, axes, mode, bool(align_corners), antialias)
-    return _lower_linear(lowering, input, axes, bool(align_corners))
-
-
 def _stays(arguments: dict[str, Any]) -> bool:
     """Return whether the result is on its operand's grid."""
     return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
@@ -310,19 +280,31 @@ def _factor(old: Any, new: Any) -> float:
     return float(factor)
 
 
-register(
-    Operator(
-        "interpolate",
-        interpolate,
-        ("input",),
-        _lower_interpolate,
-        lambda node, arguments: Same() if _stays(arguments) else Own(),
-        keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
-        functions={F.interpolate: _interpolate_arguments},
-        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
-        modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
-        normalize=_plain_sizes,
-        refuses=_refuses_interpolate,
-        onnx=_onnx_interpolate,
-    )
+@lowered(
+    adapt=_interpolate_arguments,
+    modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
+    keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
+    traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+    normalize=_plain_sizes,
+    refuses=_refuses_interpolate,
+    onnx=_onnx_interpolate,
+    demand=lambda node, arguments: Same() if _stays(arguments) else Own(),
 )
+def interpolate(
+    lowering: Lowering,
+    input: Quantized,
+    size: list[int] | None = None,
+    scale_factor: list[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    antialias: bool = False,
+) -> Quantized:
+    """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    axes = _axes(input.shape, size, scale_factor)
+    if mode in NEAREST:
+        return _lower_nearest(lowering, input, axes, mode)
+    if mode == "area":
+        return lower_means(lowering, input, _sizes(axes))
+    if mode in OWN_GRID or antialias:
+        return _lower_weighted(lowering, input, axes, mode, bool(align_corners), antialias)
+    return _lower_linear(lowering, input, axes, bool(align_corners))

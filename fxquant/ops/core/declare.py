@@ -1,0 +1,148 @@
+"""Declaration of an operator by the one function that gives it an integer meaning.
+
+    @composite(nn.CosineSimilarity, refuses=two_tensors, samples=(sample(x1=(3, 8), x2=(3, 8)),))
+    def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, eps: float = 1e-8) -> Any:
+        \"\"\"Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension.\"\"\"
+        ...
+
+The function's name is the operator's, and its parameters behind the first are the canonical ones, with their defaults. Those that are
+annotated `fx.Node`, or `Quantized`, take activations. What is declared takes the function's place: under its name the module holds the
+float function, which other composites call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.ops.core.record import Adapt, Instead, Operator, Parameter, register
+
+Guard = Callable[[fx.Node, dict[str, Any]], str | None]
+Function = Callable[..., Any]
+ACTIVATIONS = ("fx.Node", "Quantized")  # annotations of the parameters that take them
+
+
+def composite(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
+    """Declare a composite: the decorated function is `expand(build, **arguments)`. See `declare` for the arguments."""
+    return lambda expand: declare(expand, *forms, expand=expand, **declared)
+
+
+def lowered(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
+    """Declare an operator with primitives of its own: the decorated function is `lower(lowering, **arguments)`. See `declare`."""
+    return lambda lower: declare(lower, *forms, lower=lower, **declared)
+
+
+def declare(
+    meaning: Function,
+    *forms: Any,
+    name: str | None = None,
+    function: Function | None = None,
+    operands: Sequence[str] | None = None,
+    adapt: Adapt | None = None,
+    by_name: bool = True,
+    calls: Mapping[Any, Adapt | None] | None = None,
+    modules: Mapping[type, Function] | None = None,
+    refuses: Guard | Iterable[Guard] = (),
+    **fields: Any,
+) -> Callable[..., Tensor]:
+    """Register an operator and return its float function.
+
+    meaning   a function of a builder, or of a lowering, and of the canonical arguments
+    forms     further call forms: functions, names (see `spelled`), and module classes that hold arguments under their canonical names
+    name      its name, where the decorated function is one of several by rank
+    function  its float meaning; PyTorch's function of that name, called with keywords, where it is not given
+    operands  the parameters that take activations, where their annotations do not say it
+    adapt     how the arguments of its call forms become canonical ones; None: by name
+    by_name   whether what PyTorch has of the operator's name calls it
+    calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
+    modules   classes whose modules hold their arguments under other names: module -> arguments
+    refuses   guards: the first that gives a reason keeps the node in float
+    fields    other fields of the record (`Operator`)
+    """
+    name = name or meaning.__name__
+    parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
+    canonical = {p.name: p.default for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    given = [p for p in canonical if parameters[p].annotation in ACTIVATIONS] if operands is None else operands
+    found = [
+        *(f for f in forms if callable(f) and not isinstance(f, type)),
+        *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),
+    ]
+    classes = [*(form for form in forms if isinstance(form, type)), *module_of(name if by_name else "")]
+    if function is None:
+        own = _float_function(next(form for form in (*spelled(name), *found) if callable(form)), name, meaning, canonical)
+    else:
+        own = _named(function, name, meaning)
+    found = [form for form in found if form not in (calls or {})]
+    every = {**dict.fromkeys(found, adapt), **(calls or {})}
+    register(
+        Operator(
+            name,
+            own,
+            tuple(given),
+            functions={form: how for form, how in every.items() if callable(form) and form is not own},
+            methods={form: how for form, how in every.items() if isinstance(form, str)},
+            modules={**{kind: settings_of(p for p in canonical if p not in given) for kind in classes}, **(modules or {})},
+            refuses=first_reason(*([refuses] if callable(refuses) else refuses)),
+            parameters=canonical,
+            **fields,
+        )
+    )
+    return own
+
+
+def spelled(*names: str) -> list[Any]:
+    """Return the functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
+    found: list[Any] = []
+    for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
+        homes = () if name.startswith("__") else (torch, torch.special, F)
+        places = [getattr(home, name) for home in homes if hasattr(home, name)]
+        found += [*dict.fromkeys(places), *([name] if hasattr(Tensor, name) else [])]
+    return found
+
+
+def module_of(name: str) -> list[type]:
+    """Return the class of torch.nn whose name is this one but for underscores and capitals, if there is one."""
+    return [kind for key, kind in vars(nn).items() if isinstance(kind, type) and key.lower() == name.replace("_", "")]
+
+
+def settings_of(names: Iterable[str]) -> Callable[[Any], dict[str, Any] | str | Instead]:
+    """Return what reads arguments of these names off a module; a tensor is the module's parameter or buffer."""
+    wanted = tuple(names)
+
+    def read(module: Any) -> dict[str, Any]:
+        held = {name: getattr(module, name) for name in wanted if hasattr(module, name)}
+        return {name: Parameter(name) if isinstance(value, Tensor) else value for name, value in held.items()}
+
+    return read
+
+
+def first_reason(*guards: Guard) -> Guard:
+    """Return the guard that gives the first reason of several."""
+    if len(guards) == 1:
+        return guards[0]
+    return lambda node, arguments: next((reason for guard in guards if (reason := guard(node, arguments)) is not None), None)
+
+
+def _float_function(function: Function, name: str, meaning: Function, canonical: Mapping[str, Any]) -> Function:
+    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be."""
+    names = tuple(canonical)
+    defaults = {name: value for name, value in canonical.items() if value is not inspect.Parameter.empty}
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return function(given.pop(names[0]), **given)
+
+    return _named(called, name, meaning)
+
+
+def _named(function: Function, name: str, meaning: Function) -> Function:
+    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's keep theirs."""
+    if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function):
+        function.__name__, function.__qualname__, function.__module__ = name, name, meaning.__module__
+        function.__doc__ = meaning.__doc__
+    return function

@@ -1,0 +1,69 @@
+"""Guards of operator declarations: each says why a particular node must stay in float, or None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core.declare import Guard
+
+NO_DIMENSIONS = "its operand has no dimensions"
+COMPUTED = "one of its settings is computed, not a number"
+
+
+def shape_of(value: Any) -> tuple[Any, ...] | None:
+    """Return the shape of a node's tensor; None for what is not a node with a tensor."""
+    known = fact(value) if isinstance(value, fx.Node) else None
+    return known.shape if isinstance(known, TensorFact) else None
+
+
+def nodes(*names: str, because: str = "one of its operands is a number") -> Guard:
+    """Refuse a number in place of a tensor."""
+    return lambda node, arguments: None if all(isinstance(arguments[name], fx.Node) for name in names) else because
+
+
+def tensors(*names: str, because: str = "one of its operands is a number") -> Guard:
+    """Refuse what is neither a tensor of known shape nor a parameter."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        given = [arguments[name] for name in names]
+        fits = all(isinstance(one, fx.Node) and (isinstance(fact(one), TensorFact) or is_parameter(one)) for one in given)
+        return None if fits else because
+
+    return refuses
+
+
+def numbers(*names: str, because: str = COMPUTED, finite: bool = False) -> Guard:
+    """Refuse settings that are computed, not numbers."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and (not finite or math.isfinite(value))
+
+    return lambda node, arguments: None if all(fits(arguments[name]) for name in names) else because
+
+
+def one_of(name: str, *values: Any, because: Callable[[Any], str]) -> Guard:
+    """Refuse other values of a setting, with a reason that is made of the value."""
+    return lambda node, arguments: None if arguments[name] in values else because(arguments[name])
+
+
+def has_dimensions(name: str = "input", because: str = NO_DIMENSIONS) -> Guard:
+    """Refuse an operand without dimensions."""
+    return lambda node, arguments: None if shape_of(arguments[name]) else because
+
+
+def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs along the batch, whose size is not fixed") -> Guard:
+    """Refuse a dimension whose size is not fixed, and an operand without dimensions."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        sizes = shape_of(arguments[name])
+        if not sizes:
+            return NO_DIMENSIONS
+        return None if isinstance(sizes[arguments[dim] if isinstance(dim, str) else dim], int) else because
+
+    return refuses

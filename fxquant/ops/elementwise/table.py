@@ -1,0 +1,293 @@
+"""Unary functions by a table: their declaration, the table's integers, and such a function of a sum with a number."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
+from fxquant.ops.core.declare import module_of, settings_of, spelled
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Own, operator_of, register
+from fxquant.ops.core.samples import Sample, sample
+from fxquant.ops.core.traits import Trait
+
+UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
+WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
+SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
+POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; and powers with negative exponents
+
+
+def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
+    """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid."""
+    in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
+
+    def entries(points: Tensor | None = None) -> Tensor:
+        chosen = name, factor, offset, tuple(settings.items()), _plain(input.grid), _plain(lowering.output.grid), in_float32
+        return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
+
+    def function(x: Tensor) -> Tensor:
+        return shifted(x, name, factor, offset, settings)
+
+    return lowering.look_up(input, entries, function, lambda x: _tamed(function, x, name))
+
+
+def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
+    """Compute function(x) without gradients where it has no finite slope.
+
+    Infinite values become the most extreme of the other values, undefined ones become 0.
+    A grid holds 0 where a float tensor rarely does: small values are rounded to it. There the root, the logarithm and the quotient have
+    poles, whose gradient would dominate that of the whole layer; and the table has its last integer. A grid may reach a step beyond
+    where the function has values, as that of a tanh reaches beyond 1; there the table has 0.
+    """
+    if name not in SINGULAR:
+        return function(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        inner = x.detach().requires_grad_()
+        slope = torch.autograd.grad(function(inner).sum(), inner)[0]
+        x = torch.where(torch.isfinite(slope), x, x.detach())
+    value = function(x)
+    infinite = torch.isinf(value)
+    if bool(infinite.any()) and not bool(infinite.all()):
+        finite = value.detach()[~infinite]
+        value = clamped(value, float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
+    undefined = torch.isnan(value) & ~torch.isnan(x)
+    return torch.where(undefined, 0.0, value) if bool(undefined.any()) else value
+
+
+PlainGrid = tuple[IntType, float, int]  # type, scale and zero point, which can be a dictionary's key
+
+
+def _plain(grid: Grid) -> PlainGrid:
+    return grid.type, float(grid.scale), grid.zero_point
+
+
+def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
+    return Grid(kind, torch.tensor(scale, dtype=torch.float32, device="cpu"), zero_point)
+
+
+Settings = tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales do not change, the same ones are requested at every step
+def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool) -> Tensor:
+    """Return the table of a unary function of factor · x + offset from a cache; callers must not write into it."""
+    return _made(name, factor, offset, settings, input, output, in_float32)
+
+
+def _made(
+    name: str,
+    factor: float,
+    offset: float,
+    settings: Settings,
+    input: PlainGrid,
+    output: PlainGrid,
+    in_float32: bool,
+    points: Tensor | None = None,
+) -> Tensor:
+    """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
+    function, exact = UNARY[name]
+    chosen = dict(settings)
+
+    def on_tensors(x: Tensor) -> Tensor:
+        return function(_moved(x, factor, offset), **chosen)
+
+    def on_numbers(x: float) -> float:
+        return exact(_moved(x, factor, offset), **chosen)
+
+    def has_none(x: Tensor) -> Tensor:
+        below: Tensor = _moved(x, factor, offset) < 0
+        return below
+
+    undefined = has_none if name in WITHOUT_NEGATIVE else None
+    return table(on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
+
+
+def _moved(x: Any, factor: float, offset: float) -> Any:
+    """factor · x + offset; x itself, -0.0 included, where these say nothing."""
+    scaled = x if factor == 1 else x * factor
+    return scaled + offset if offset else scaled
+
+
+def for_positive(function: Callable[[float], float], at_zero: float) -> Callable[[float], float]:
+    """Return a function of positive numbers with its limit at 0, NaN below."""
+
+    def on_numbers(x: float) -> float:
+        return function(x) if x > 0 else at_zero if x == 0 else math.nan
+
+    _FOR_POSITIVE.append(on_numbers)
+    return on_numbers
+
+
+_FOR_POSITIVE: list[Callable[[float], float]] = []
+
+
+def unary(
+    name: str,
+    function: Callable[..., Tensor],
+    exact: Callable[..., float],
+    *forms: Any,
+    over: Interval | None = None,
+    samples: tuple[Sample, ...] = (),
+    varies: Interval = EVERYTHING,
+    onnx: str | Callable[[Call], str] | None = None,
+    adapted: Mapping[Any, Adapt] | None = None,
+    module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
+    lowered: Callable[..., Quantized] | None = None,
+    demand: Own = Own(),  # noqa: B008 - it does not change
+    traits: frozenset[Trait] = frozenset(),
+    **settings: Any,
+) -> Operator:
+    """Declare a unary function.
+
+    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of: NaN where it has no value.
+    What PyTorch has of `name` calls it: functions of torch, torch.special and torch.nn.functional, methods, in place or not, and the
+    class of torch.nn. `forms` are further functions and names. `adapted` holds call forms, and `module` a class, that take more than the
+    settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module
+    holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it
+    in several; see `Operator.onnx`. `demand` is of its result's grid. `lowered` is its integer meaning where that is not always a table.
+    `traits` are those it has besides that of every such function. Its sample is a tensor of normal elements, or of elements `over` an
+    interval, with the defaults of its settings, unless it has `samples`.
+    """
+
+    def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
+        return by_table(lowering, input, name, **chosen) if lowered is None else lowered(lowering, input, **chosen)
+
+    UNARY[name] = function, exact
+    if exact in _FOR_POSITIVE:
+        WITHOUT_NEGATIVE.add(name)
+    if _has_poles(function, settings):
+        SINGULAR.add(name)
+    others = adapted or {}
+    found = [form for form in (*forms, *spelled(name, *(f for f in forms if isinstance(f, str)))) if form not in others]
+
+    def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
+        """By name; PyTorch's `inplace` flag says nothing about the value."""
+        return {"input": input, **settings, **dict(zip(settings, given, strict=False)), **named}
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        computed = [setting for setting in settings if isinstance(arguments[setting], fx.Node)]
+        return f"its {computed[0]} is computed, not a number" if computed else None
+
+    every = {**dict.fromkeys(found, arguments), **others}
+    return register(
+        Operator(
+            name,
+            function,
+            ("input",),
+            lower,
+            demand,
+            functions={form: how for form, how in every.items() if callable(form)},
+            methods={form: how for form, how in every.items() if isinstance(form, str) and hasattr(Tensor, form)},
+            modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
+            keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
+            refuses=refuses,
+            parameters={"input": inspect.Parameter.empty, **settings},
+            adapt=others.get(function, arguments),
+            onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
+            traits=traits | {Trait.ELEMENTWISE},
+            samples=samples or (sample(over, input=(3, 6, 6)),),
+        )
+    )
+
+
+def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
+    """Return whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
+    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
+    given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
+    with torch.enable_grad():
+        value = function(x, **given)
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
+    return not bool(torch.isfinite(slope).all())
+
+
+def steep(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
+    if name == "shifted":
+        return steep(arguments["function"], arguments["settings"])
+    exponent = arguments.get("exponent")
+    return name in SINGULAR and not (name == "pow" and isinstance(exponent, int | float) and exponent >= 1)
+
+
+def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] | None:
+    """Return the function of one float that this operator computes with these arguments; None unless it is unary and without poles."""
+    if name == "shifted":
+        inner = exact(arguments["function"], arguments["settings"])
+        return None if inner is None else lambda x: inner(_moved(x, arguments["factor"], arguments["offset"]))
+    if name not in UNARY or steep(name, arguments):
+        return None
+    settings = {setting: value for setting, value in arguments.items() if setting != "input"}
+    return lambda x: UNARY[name][1](x, **settings)
+
+
+def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
+    if name == "shifted":
+        return has_pole(arguments["function"], arguments["settings"])
+    exponent = arguments.get("exponent")
+    return name in POLES or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
+
+
+# ---- with a number added in front -----------------------------------------------------------------------------------
+
+
+def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
+    """Return the unary function of this name of factor · input + offset."""
+    return UNARY[function][0](_moved(input, factor, offset), **settings)
+
+
+def _lower_shifted(
+    lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
+) -> Quantized:
+    """Lower to one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
+    return by_table(lowering, input, function, factor, offset, **settings)
+
+
+def _onnx_shifted(c: Call) -> str:
+    function = OPERATORS[UNARY[c["function"]][0]]
+    if function.onnx is None:
+        return c.exported()
+    scaled = c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))
+    arguments = {"input": c.do("Add", scaled, c.number(c["offset"])), **c["settings"]}
+    return function.onnx(replace(c, name=function.name, arguments=arguments))
+
+
+SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted, traits=frozenset({Trait.ELEMENTWISE})))
+
+
+def of_inverse(input: Any) -> dict[str, Any] | Instead:
+    """1 / exp(x) is exp(-x), one table: of small exponentials, no grid has enough to divide by."""
+    operator = operator_of(input) if isinstance(input, fx.Node) else None
+    if operator is None or operator.name != "exp":
+        return {"input": input}
+    return Instead(shifted, {"input": input.args[0], "function": "exp", "factor": -1.0, "offset": 0.0, "settings": {}})
+
+
+def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
+    """Return the arguments of `shifted` for a unary function of the sum or difference of a number and a tensor; else None."""
+    operator = operator_of(addition)
+    if operator is None or operator.name not in ("add", "sub") or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
+        return None
+    terms = operator.arguments(addition)
+    left, right, alpha = terms["input"], terms["other"], terms["alpha"]
+    sign = 1 if operator.name == "add" else -1
+    settings = {name: value for name, value in arguments.items() if name != "input"}
+    if isinstance(right, int | float) and isinstance(left, fx.Node):
+        tensor, factor, offset = left, 1.0, sign * alpha * right
+    elif isinstance(left, int | float) and isinstance(right, fx.Node):
+        tensor, factor, offset = right, float(sign * alpha), left
+    else:
+        return None
+    if is_parameter(tensor) or fact(tensor) != fact(addition) or not math.isfinite(offset) or not math.isfinite(factor):
+        return None
+    return {"input": tensor, "function": function.name, "factor": factor, "offset": float(offset), "settings": settings}
