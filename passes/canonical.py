@@ -40,7 +40,8 @@ from fxquant.ops.core.promotion import promoted
 from fxquant.ops.core.sizes import settle
 from fxquant.ops.core.unbatched import give_batch
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
-from fxquant.ops.movement.shape import expand, is_cast, is_power
+from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.shape import is_cast, is_power
 from fxquant.passes.rewriting import eliminate_dead
 from fxquant.pipeline import Context
 

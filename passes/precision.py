@@ -23,7 +23,7 @@ from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import steep
 from fxquant.ops.layers.linear import matmul
-from fxquant.ops.pooling.pool import mean
+from fxquant.ops.pooling.totals import mean
 from fxquant.passes.matching import decide
 from fxquant.pipeline import Context
 

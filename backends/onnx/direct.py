@@ -21,9 +21,9 @@ from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise import arithmetic, division, unary
-from fxquant.ops.indexing import index
+from fxquant.ops.indexing import index, reversing
 from fxquant.ops.layers import linear
-from fxquant.ops.movement import shape
+from fxquant.ops.movement import repeating, shape
 from fxquant.ops.normalization import layer_norm
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
@@ -171,7 +171,7 @@ def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
     return lambda e, read: e.node("Transpose", read(input), perm=order)
 
 
-@form(shape.expand)
+@form(repeating.expand)
 def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     """Return the plan of an expansion to sizes that do not depend on the batch, or that are multiples of a size of the first input."""
     first = next((each for each in node.graph.nodes if each.op == "placeholder" and isinstance(fact(each), TensorFact)), None)
@@ -194,7 +194,7 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     return write
 
 
-@form(index.roll)
+@form(reversing.roll)
 def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> Plan | None:
     sizes = [size for dim in dims if isinstance(size := _sizes(input)[dim], int)]
     if not dims or len(sizes) < len(dims):

@@ -8,21 +8,16 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from fxquant.ops.core.carrying import carried, copies
+from fxquant.ops.core.demands import WIDE, Demand, Fixed, Own, Plain, Same, settled
 from fxquant.ops.core.record import (
     BY_NAME,
     FUNCTIONS,
     METHODS,
     MODULES,
     OPERATORS,
-    WIDE,
-    Demand,
-    Fixed,
     Instead,
     Operator,
-    Own,
     Parameter,
-    Plain,
-    Same,
     demand,
     map_operands,
     matters,
@@ -32,7 +27,6 @@ from fxquant.ops.core.record import (
     preferred_by,
     preferred_dtypes,
     read_nodes,
-    settled,
     shares,
     sharing_operands,
     traits_of,

@@ -18,7 +18,8 @@ from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
 from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import OUTSIDE, margins_of
-from fxquant.ops.movement.shape import expand, identity, numbers, reshape
+from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
 from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
 

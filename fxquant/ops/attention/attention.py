@@ -22,14 +22,15 @@ from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE, Parameter, operator_of
+from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.record import Parameter, operator_of
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
-from fxquant.ops.pooling.pool import mean
+from fxquant.ops.pooling.totals import mean
 
 # ---- what is hidden -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import Operator, Same, operator_of, register
+from fxquant.ops.core.demands import Same
+from fxquant.ops.core.record import Operator, operator_of, register
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.whole import COMPARISONS
 from fxquant.ops.reduction.extremum import amax, amin

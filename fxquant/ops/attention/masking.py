@@ -21,15 +21,16 @@ from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
+from fxquant.ops.core.demands import WIDE, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import WIDE, Operator, Same, operator_of, register
+from fxquant.ops.core.record import Operator, operator_of, register
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import by_table
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax
 
 LOWEST = -1e9  # saturates on every grid

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE, Fixed
+from fxquant.ops.core.demands import WIDE, Fixed
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax
 from fxquant.ops.reduction.moments import reduced, refuses_reduction
 

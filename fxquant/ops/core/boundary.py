@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.record import Operator, Same, register
+from fxquant.ops.core.demands import Same
+from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives import boundary
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.ir.parts import part
-from fxquant.ops.core.record import BY_NAME, Operator, Own, Same, demand, operator_of
+from fxquant.ops.core.demands import Own, Same
+from fxquant.ops.core.record import BY_NAME, Operator, demand, operator_of
 
 
 def carried(operator: Operator) -> tuple[str, ...]:

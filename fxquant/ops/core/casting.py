@@ -16,7 +16,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import Instead, Operator, Plain, Same, operator_of, register
+from fxquant.ops.core.demands import Plain, Same
+from fxquant.ops.core.record import Instead, Operator, operator_of, register
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
 from fxquant.primitives.whole import DTYPES

@@ -14,7 +14,8 @@ from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.ir.graph import attach, fact, inherit, is_parameter, mark_parameter, set_fact, spell, spelling
 from fxquant.ir.parts import Part, set_part, state_demand, tie
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.record import OPERATORS, Demand, Operator
+from fxquant.ops.core.demands import Demand
+from fxquant.ops.core.record import OPERATORS, Operator
 
 CONSTANT = "_constant_"  # the prefix of the names of constants, as of those that the tracer holds
 

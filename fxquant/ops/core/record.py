@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +20,7 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.ir.parts import stated_demand
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
+from fxquant.ops.core.demands import OWN, Demand, Fixed, Own, Plain, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.samples import Sample
 from fxquant.ops.core.traits import Trait
@@ -28,68 +29,6 @@ from fxquant.primitives.arithmetic import Arithmetic
 # How the arguments of one call form become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
 Shape = tuple[int | Fraction, ...]  # at one batch size; a size at half a batch need not be an integer
-
-
-@dataclass(frozen=True)
-class Own:
-    """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
-
-    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
-    shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
-    otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
-    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
-                   that dtype
-    """
-
-    dtype: str | None = None
-    shared_where: str | None = None
-    otherwise: str | None = None
-    headroom: float = 1.0
-
-
-# For an inner tensor of a composite: what its result needs, and what its result is better with.
-WIDE = Own("int16", headroom=2.0)
-INNER = Own("int16", otherwise="int8")
-
-
-@dataclass(frozen=True)
-class Same:
-    """The grid of the operands of these parameters; of all operands, where none is named."""
-
-    operands: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A grid that is given, whatever the values: this scale and this dtype.
-
-    zero_point  of an affine dtype; None: the one that covers what a symmetric dtype does
-    otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
-    """
-
-    scale: float
-    dtype: str
-    zero_point: int | None = None
-    otherwise: Fixed | Own | None = None
-
-
-@dataclass(frozen=True)
-class Plain:
-    """No grid: the result is booleans or integers ("bool", "int64"), which are read as they are. It has no gradient."""
-
-    dtype: str
-
-
-Demand = Own | Same | Fixed | Plain
-
-
-def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
-    """Return the demand that applies on a target with activations of these dtypes: its alternative, where the target lacks the first."""
-    if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
-        return demanded
-    if isinstance(demanded, Own):
-        return replace(demanded, dtype=demanded.otherwise, otherwise=None, headroom=1.0)
-    return settled(demanded.otherwise, dtypes)
 
 
 @dataclass(frozen=True)
@@ -170,7 +109,7 @@ class Operator:
     function: Callable[..., Any]
     operands: tuple[str, ...]
     lower: Callable[..., Any] = _never_lowered
-    demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
+    demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = OWN
     moves: bool = False
     carries: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

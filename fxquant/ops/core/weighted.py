@@ -11,10 +11,9 @@ An int16 operand whose sums could exceed the accumulator is first brought to a s
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,33 +29,28 @@ from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import (
     FLOAT32_EXACT,
     INT32,
-    INT32_MAX,
-    INT48_MAX,
     SMALLEST_SCALE,
     WEIGHT_INT8,
     Grid,
-    IntType,
     accumulator_bound,
     bias_limit,
     ends_of,
     least_scale_for_bias,
     least_scale_for_residual,
-    power_of_two,
 )
 from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
+from fxquant.ops.core.products import LayerSum, Product, accumulator_limit, per_channel
+from fxquant.ops.core.residuals import requantizes_residuals, residual_factor, scaled_residual
 from fxquant.ops.core.sums import lower_add
-from fxquant.primitives import accumulate, elementwise
-from fxquant.primitives.arithmetic import LAYER, WIDE_LAYER
+from fxquant.primitives import elementwise
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import QuantizedWeight
 from fxquant.training import fused_layers
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to an integer costs more than half a step of the largest residual
 
-IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
 
 FUSED = ("batch_norm", "residual", "clamp")  # the keywords of what is fused into a layer, in the order in which it is computed
 ABSORBED = frozenset(FUSED)
@@ -76,94 +70,6 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before
 
 
 # ---- the integer meaning --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Product:
-    """How primitives form a sum of products.
-
-    narrow      the primitive whose sums stay below 2^24
-    wide        the one for larger ones
-    attributes  what both take behind input, weight and bias
-    trailing    how many dimensions follow the channels in the output
-    layout      brings the weight, whose output channels are dimension 0, into the form that both take
-    channels    the dimension where that has its output channels
-    in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
-    """
-
-    narrow: Callable[..., Tensor]
-    wide: Callable[..., Tensor]
-    attributes: tuple[Any, ...] = ()
-    trailing: int = 0
-    layout: Callable[[Tensor], Tensor] = lambda weight: weight
-    channels: int = 0
-    in_parts: bool = False
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A sum of products from where its weight's integers are known: its operand, of this magnitude at most, and its weight."""
-
-    lowering: Lowering
-    product: Product
-    input: Quantized
-    magnitude: int
-    weight: QuantizedWeight
-
-    @property
-    def limit(self) -> int:
-        """The largest accumulator."""
-        return _limit(self.lowering)
-
-    @property
-    def kind(self) -> str:
-        """Kind of its accumulator for `Arithmetic.requantize`."""
-        return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
-
-    @property
-    def whole(self) -> torch.dtype:
-        """Dtype that holds a number of steps: a bias, a multiplier."""
-        return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
-
-    def bound(self, bias: Tensor | None) -> Tensor:
-        """Return the largest |accumulator| that any input can cause, per output channel."""
-        bound = self.weight.total * self.magnitude
-        return bound if bias is None else bound + bias.detach().double().abs()
-
-    def end(self, steps: tuple[Tensor, ...], clamp: Clamp | None, bound: float, lift: Lift | None) -> Epilogue:
-        """Return how the accumulator, of this step, becomes the output."""
-        ratio = Ratio(tuple(_broadcast(factor, self.product.trailing) for factor in steps))
-        return Epilogue(ratio, clamp, bound, lift, self.kind)
-
-    def form(self, largest: float, bias: Tensor | None) -> Any:
-        """Return the sum, which can reach `largest`: narrow where float32 is exact, else wide."""
-        lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
-        operands = (
-            self.input.value,
-            lowering.constant("weight", product.layout(self.weight.integers), dtype.storage),
-            None if bias is None else lowering.constant("bias", bias, self.whole),
-            *product.attributes,
-        )
-        if largest < FLOAT32_EXACT:
-            return lowering.call(product.narrow, *operands)
-        axis = IN_PARTS.get(product.narrow)
-        parts = 0 if axis is None else lowering.parts(self.input.value, self.weight.integers, bias)
-        if parts == 1:
-            return lowering.call(product.narrow, *operands)
-        if parts and self.input.value.shape[axis] == operands[1].shape[1]:  # not in groups
-            return self._in_channels(parts, operands[1], bias)
-        cut = [list(_cut(self.weight.integers.detach(), self.magnitude, dtype))] if product.in_parts else []
-        how = "in parts" if product.in_parts else "in float64"
-        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
-        return lowering.call(product.wide, *operands, *cut)
-
-    def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the sums over parts of the input channels, and add them in float64."""
-        lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
-        pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
-        terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
-        total: Tensor = functools.reduce(torch.add, terms)
-        return total if bias is None else total + _broadcast(bias, product.trailing)
 
 
 def lower_weighted(
@@ -194,7 +100,7 @@ def lower_weighted(
     if quantized is None:
         folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
         quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start)
-    layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
+    layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
     live: _Live | None = None
     steps = lowering.arithmetic.step(layer.input.scale, quantized.scale)
@@ -205,7 +111,7 @@ def lower_weighted(
 
     bound, factor = layer.bound(bias_q), None
     if residual is not None:
-        factor, bound = _residual_factor(layer, residual, steps, bound)
+        factor, bound = residual_factor(layer, residual, steps, bound)
     apart = residual is not None and factor is None
     to = lowering.intermediate if apart else lowering.output
     lift = _lift(layer, bias_q, steps, to)
@@ -221,7 +127,7 @@ def lower_weighted(
     end = layer.end(steps, clamp, largest, lift)
     if live is None:
         return _finished(layer, layer.form(largest, bias_q), end, residual, factor)
-    shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)
+    shaped = None if bias_q is None else per_channel(bias_q, product.trailing)
     return _finished(layer, live.sums, end, residual, factor, shaped, live.statistics)
 
 
@@ -243,7 +149,7 @@ def lower_uniform(
     scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
     integers = torch.full(tuple(shape), math.copysign(WEIGHT_INT8.high, value), dtype=torch.float32, device=device)
     total = accumulator_bound(integers, None, 0, 1)
-    layer = _Layer(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
+    layer = LayerSum(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
     steps = lowering.arithmetic.step(input.scale, scale)
     given = torch.tensor([bias], dtype=torch.float32, device=device)
     bias_q = lowering.arithmetic.bias(given, input.scale, scale).expand(len(integers)) if bias else None
@@ -255,7 +161,7 @@ def lower_uniform(
         bound = bound + lifted.abs()
     factor = None
     if residual is not None:
-        factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+        factor, added = scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
         bound = bound + added
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", scale)
@@ -263,7 +169,7 @@ def lower_uniform(
     return _finished(layer, layer.form(largest, bias_q), layer.end(steps, clamp, largest, lift), residual, factor)
 
 
-def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
+def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
     """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
     if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
@@ -272,13 +178,9 @@ def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Qua
     own = torch.zeros((), dtype=torch.float64, device=step.device) if bias is None else bias.detach().double()
 
     def lift(scale: Tensor) -> Tensor:
-        return _broadcast(arithmetic.layer_bias(own, step, scale.detach()) - own, trailing)
+        return per_channel(arithmetic.layer_bias(own, step, scale.detach()) - own, trailing)
 
     return lift
-
-
-def _limit(lowering: Lowering) -> int:
-    return INT48_MAX if lowering.weight.dtype.bits > 8 else INT32_MAX
 
 
 def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
@@ -286,8 +188,8 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
     found = []
     if bias is not None:
         found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
-    if residual is not None and not _requantizes(lowering):
-        limit = (_limit(lowering) + 1) // 2
+    if residual is not None and not requantizes_residuals(lowering):
+        limit = (accumulator_limit(lowering) + 1) // 2
         found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     return functools.reduce(torch.maximum, found) if found else None
 
@@ -300,7 +202,7 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
     for n in range(MOST_NARROWED + 1):
         raised = input.scale * 2.0**n
         bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), raised, weight.scale)
-        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= _limit(lowering):
+        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= accumulator_limit(lowering):
             break
     if n == 0:
         return input, input.grid.magnitude
@@ -318,7 +220,7 @@ class _Live(NamedTuple):
     statistics: fused_layers.Collected | None
 
 
-def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
+def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     """Return the sums without a bias, and what applies the statistics of this batch: another factor of their step, and the bias.
 
     `bias` is the layer's own. A channel without weights, or whose scale was raised, does not depend on the statistics.
@@ -369,57 +271,8 @@ def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale:
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
 
-def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
-    """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
-    lowering = layer.lowering
-    if _requantizes(lowering):
-        lowering.note("residual", "added after a requantization, as this target does")
-        return None, bound
-    factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
-    with_residual = bound + added
-    shifts = factor.right_shift is not None
-    reason = _not_in_accumulator(layer, residual, factor.value().detach(), float(with_residual.max()), shifts)
-    if reason is not None:
-        lowering.note("residual", f"added after a requantization: {reason}")
-        return None, bound
-    lowering.note("residual", "added in the accumulator")
-    return factor, with_residual
-
-
-def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
-    """Return the factor that brings a residual to steps of the sum, and how much the residual can add to an accumulator."""
-    bits, right_shift = layer.lowering.arithmetic.residual_bits, None
-    if bits:
-        mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
-        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
-    else:
-        shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
-        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=steps[0].device))
-    added = torch.ceil(ResidualFactor(multiplier, right_shift).value() * residual.grid.magnitude)
-    real = ratio.approximate()
-    if real.requires_grad and torch.is_grad_enabled():
-        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), multiplier.double())
-    return ResidualFactor(multiplier, right_shift), added
-
-
-def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
-    """Return why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
-    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
-    output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
-    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
-        return "its target adds 16-bit tensors in a separate step"
-    if not shifts and int(factor.min()) < smallest:
-        return f"its multiplier falls to {int(factor.min())}, below {smallest}"
-    return f"the accumulator could reach {largest:.0f}" if largest > layer.limit else None
-
-
-def _requantizes(lowering: Lowering) -> bool:
-    """Return whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
-    return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
-
-
 def _finished(
-    layer: _Layer,
+    layer: LayerSum,
     accumulator: Any,
     end: Epilogue,
     residual: Quantized | None,
@@ -434,31 +287,12 @@ def _finished(
         return lower_add(lowering, lowering.complete(accumulator, inner, bias, statistics=statistics), residual, clamp=end.clamp)
     shaped = None
     if factor is not None:
-        multiplier = lowering.constant("residual_multiplier", _broadcast(factor.multiplier, trailing), layer.whole)
+        multiplier = lowering.constant("residual_multiplier", per_channel(factor.multiplier, trailing), layer.whole)
         shaped = ResidualFactor(multiplier)
         if factor.right_shift is not None:
-            shift = lowering.constant("residual_right_shift", _broadcast(factor.right_shift, trailing), torch.int32)
+            shift = lowering.constant("residual_right_shift", per_channel(factor.right_shift, trailing), torch.int32)
             shaped = ResidualFactor(multiplier, shift)
     return lowering.complete(accumulator, end, bias, residual, shaped, statistics)
-
-
-def _broadcast(channels: Tensor, trailing: int) -> Tensor:
-    """Reshape per-channel values to broadcast to an output with `trailing` dimensions after the channel; a single one stays a scalar."""
-    return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
-
-
-def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
-    """Return the fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
-    bits = (magnitude - 1).bit_length() + 1
-    largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
-    for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
-        cut = accumulate.Split(parts, -(-bits // parts), weight_parts, -(-dtype.bits // weight_parts))
-        if weight_parts not in largest:
-            factors = accumulate.split(integers, weight_parts, cut.weight_bits)
-            largest[weight_parts] = max(float(accumulator_bound(factor, None, 0, 1).max()) for factor in factors)
-        if largest[weight_parts] * 2 ** (cut.bits - 1) < FLOAT32_EXACT:
-            return cut
-    raise AssertionError("parts of one bit always fit: a channel has fewer than 2^24 weights")
 
 
 # ---- what their records share ------------------------------------------------------------------------------------------

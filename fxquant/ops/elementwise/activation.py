@@ -15,8 +15,9 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import Interval
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Own, Same, register
+from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.primitives import elementwise

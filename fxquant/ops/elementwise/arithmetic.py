@@ -23,10 +23,11 @@ from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import elementwise, product

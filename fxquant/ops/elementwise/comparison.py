@@ -21,8 +21,8 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import declare, lowered
+from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Plain, Same
 from fxquant.ops.core.traits import Trait
 from fxquant.primitives import comparison, selection
 

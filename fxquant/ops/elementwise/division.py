@@ -19,8 +19,9 @@ from fxquant.numerics.clamping import clamped
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import WIDE
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import OPERATORS, WIDE, Instead
+from fxquant.ops.core.record import OPERATORS, Instead
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import Same
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.traits import Trait
 
 DROPOUTS: dict[type, str] = {

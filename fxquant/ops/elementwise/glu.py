@@ -11,7 +11,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import Fixed
+from fxquant.ops.core.demands import Fixed
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 

@@ -26,11 +26,12 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, WIDE, Operator, Parameter, register
+from fxquant.ops.core.demands import INNER, WIDE
+from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import unary
-from fxquant.ops.pooling.pool import mean, sum
+from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.distance import xlogy
 
 LOWEST_LOGARITHM = -100.0  # PyTorch's, of a probability

@@ -15,7 +15,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import INNER, Plain
+from fxquant.ops.core.demands import INNER, Plain
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 
 

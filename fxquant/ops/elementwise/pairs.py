@@ -21,7 +21,8 @@ from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import INNER, WIDE, Operator, register
+from fxquant.ops.core.demands import INNER, WIDE
+from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.samples import POSITIVE, WITHIN_ONE, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import add, mul, sub

@@ -17,8 +17,9 @@ from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEI
 from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Own
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Own, Parameter
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import shape_of

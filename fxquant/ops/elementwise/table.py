@@ -17,8 +17,9 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
+from fxquant.ops.core.demands import Own
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Own, operator_of, register
+from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, operator_of, register
 from fxquant.ops.core.samples import Sample, sample
 from fxquant.ops.core.traits import Trait
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.demands import Own
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Own
+from fxquant.ops.core.record import Instead
 from fxquant.ops.core.samples import POSITIVE, sample
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.core.traits import Trait

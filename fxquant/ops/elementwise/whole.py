@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering
-from fxquant.ops.core.record import Operator, Plain, register
+from fxquant.ops.core.demands import Plain
+from fxquant.ops.core.record import Operator, register
 from fxquant.primitives import comparison
 from fxquant.primitives import whole as primitives
 

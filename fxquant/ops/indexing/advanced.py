@@ -16,12 +16,14 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.places import constant_value, index, index_parts, index_put, pick_each, pick_parts
-from fxquant.ops.core.record import Instead, Operator, Same, register
+from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
-from fxquant.ops.movement.shape import MANY_SIZES, expand, numbers, permute, reshape
+from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
 from fxquant.ops.reduction.running import tril, triu
 
 # ---- lists of places ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
+from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import INNER, Parameter
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
@@ -25,7 +26,7 @@ from fxquant.ops.indexing.counting import count_nonzero
 from fxquant.ops.indexing.embedding import embedding, refuses_embedding
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.pooling.pool import mean, sum
+from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
 
 

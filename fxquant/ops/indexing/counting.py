@@ -12,8 +12,9 @@ from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import Plain
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Plain
+from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.comparison import threshold
 from fxquant.ops.movement.shape import MANY_SIZES, numbers
 from fxquant.primitives import comparison, scatter, selection, shape

@@ -12,8 +12,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
+from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import INNER, Same
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.indexing.ranking import gather, ranked, sort

@@ -15,10 +15,11 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Plain, Same, register
+from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.indexing.index import getitem
-from fxquant.ops.movement.shape import expand
+from fxquant.ops.movement.repeating import expand
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.primitives import selection
 

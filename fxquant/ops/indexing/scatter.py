@@ -22,8 +22,9 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import INNER, Instead
+from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.indexing.ranking import refuses_index

@@ -16,8 +16,9 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import INNER, Fixed
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import INNER, Fixed, Instead
+from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.division import reciprocal_of

@@ -26,7 +26,7 @@ from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.shape import numbers, permute, reshape
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.pooling.totals import sum
 
 # ---- two operands ---------------------------------------------------------------------------------------------------
 

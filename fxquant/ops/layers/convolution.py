@@ -15,19 +15,10 @@ from fxquant.ir.graph import fact, resolve
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import (
-    ABSORBED,
-    BeforeResidual,
-    Product,
-    epilogue,
-    lower_weighted,
-    refuses_weighted,
-    rescaled,
-    shape_of,
-    sizes,
-)
+from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
 from fxquant.ops.movement.pad import pad_before
 from fxquant.primitives import accumulate, transposed

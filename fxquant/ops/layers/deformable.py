@@ -19,12 +19,13 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Same
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d
-from fxquant.ops.movement.shape import expand, permute, reshape
+from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.shape import permute, reshape
 from fxquant.ops.sampling.grid import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
 from fxquant.primitives import shape
 from fxquant.primitives.sampling import sample

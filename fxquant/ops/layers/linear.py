@@ -19,9 +19,10 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, Parameter
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
+from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.primitives.arithmetic import MATRIX
 from fxquant.quantization.batch_norm import BatchNorm, fold

@@ -12,12 +12,14 @@ from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import INNER, Same
+from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.elementwise.arithmetic import mul, sub
-from fxquant.ops.indexing.index import flip, getitem
+from fxquant.ops.indexing.index import getitem
+from fxquant.ops.indexing.reversing import flip
 from fxquant.ops.layers.linear import matmul
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, repeated, reshape, why_not_repeated
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.movement.repeating import repeated, why_not_repeated
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.progression import along
 
 MOST_MATRICES = 64  # the largest power of a matrix

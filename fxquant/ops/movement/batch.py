@@ -12,7 +12,7 @@ from fxquant.ir.facts import BatchDim, Size
 from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import Same
+from fxquant.ops.core.demands import Same
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes
 from fxquant.primitives import shape
 

@@ -13,8 +13,8 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Demand, Own
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Demand, Own
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.primitives import shape

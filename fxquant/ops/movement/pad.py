@@ -15,8 +15,9 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Own, Same, operator_of
+from fxquant.ops.core.record import operator_of
 from fxquant.primitives import shape
 
 # ---- padding --------------------------------------------------------------------------------------------------------

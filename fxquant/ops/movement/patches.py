@@ -14,9 +14,9 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Demand, Own, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
-from fxquant.ops.core.record import Demand, Own, Same
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of
 from fxquant.ops.pooling.pool import needs_batch

@@ -11,7 +11,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import Same
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.samples import sample
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.primitives import shape

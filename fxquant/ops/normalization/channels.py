@@ -14,8 +14,9 @@ from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Parameter
-from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
+from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
 

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE, Parameter
+from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.magnitude import CENTRED, extent_of, unit_and_inverse
-from fxquant.ops.pooling.pool import mean
+from fxquant.ops.pooling.totals import mean
 
 
 def _layer_norm(

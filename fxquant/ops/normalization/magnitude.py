@@ -28,10 +28,11 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import WIDE, Operator, Own, register
+from fxquant.ops.core.demands import WIDE, Own
+from fxquant.ops.core.record import Operator, register
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import shifted, unary
-from fxquant.ops.pooling.pool import mean
+from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import PRODUCT

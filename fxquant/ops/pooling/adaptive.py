@@ -16,11 +16,13 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
-from fxquant.ops.core.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.core.record import Instead, Operator, operator_named, register
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, lower_total, needs_batch, onnx_average_pool, spatial, too_many
+from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, spatial, too_many
+from fxquant.ops.pooling.totals import lower_total
 from fxquant.primitives import pool, shape
 from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT

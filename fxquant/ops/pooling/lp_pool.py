@@ -14,7 +14,7 @@ from torch import fx
 
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE
+from fxquant.ops.core.demands import WIDE
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED

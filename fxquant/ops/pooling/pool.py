@@ -1,4 +1,4 @@
-"""Pooling over windows of one size, and means: sums of integers, with the division inside the requantization multiplier."""
+"""Pooling over windows of one size: sums of integers, with the division inside the requantization multiplier."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
-from fxquant.numerics.grids import FLOAT32_EXACT, INT8
+from fxquant.numerics.grids import INT8
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.core.products import Product
+from fxquant.ops.core.record import Instead, Operator, operator_named, register
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import Product, lower_uniform, sizes
+from fxquant.ops.core.weighted import lower_uniform, sizes
 from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
-from fxquant.primitives import accumulate, elementwise, pool, shape
+from fxquant.primitives import accumulate, elementwise, pool
 from fxquant.primitives.pool import POOLED_EXACT
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -210,16 +212,14 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         stride: Any,
         padding: Any,
         ceil_mode: bool,
-        count_include_pad: bool,
-        divisor_override: int | None,
         *,
         clamp: Clamp | None = None,
+        **counted: Any,
     ) -> Quantized:
         kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
         begin = sizes(padding, rank)
         rows = list(zip(spatial(input.shape, rank), kernel, steps, begin, strict=True))
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
-        counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
         channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
@@ -236,7 +236,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
             POOLED_EXACT - 1,
         )
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
-        if rank == 2 and divisor_override is None and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+        if rank == 2 and counted["divisor_override"] is None and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
             return lower_uneven(lowering, input, total, largest, divisor, clamp)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 
@@ -306,7 +306,7 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-def _onnx_layer(c: Call) -> str | None:
+def onnx_layer(c: Call) -> str | None:
     """Write an average as a convolution; return None where it is not one."""
     layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
     if layer is None:
@@ -319,7 +319,7 @@ def _onnx_layer(c: Call) -> str | None:
 def onnx_average_pool(c: Call) -> str:
     """AveragePool, and what makes of its divisor another one."""
     node = c.primitive(pool.sum_pool)
-    layer = _onnx_layer(c)
+    layer = onnx_layer(c)
     if layer is not None:
         return c.epilogue(layer)
     if node is None:
@@ -366,93 +366,3 @@ avg_pool1d, _lower_avg_pool1d = _average(1)
 avg_pool2d, _lower_avg_pool2d = _average(2)
 avg_pool3d, _lower_avg_pool3d = _average(3)
 LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
-
-# ---- mean and sum -----------------------------------------------------------------------------------------------------------
-
-
-def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    value = input.mean() if dim is None else input.mean(dim, keepdim)
-    return value if clamp is None else clamped(value, *clamp)
-
-
-def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    value = input.sum() if dim is None else input.sum(dim, keepdim)
-    return value if clamp is None else clamped(value, *clamp)
-
-
-def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
-    chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
-    return [int(d) for d in chosen]
-
-
-def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
-    """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
-    terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
-    images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
-    images = images and all(isinstance(length, int) for length in input.shape[1:])
-    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
-        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
-        attributes = ([1, 1], [0, 0], [1, 1], channels)
-        form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
-        averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
-        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
-    largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
-    total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
-    count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
-    return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
-
-
-def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        operand = fact(arguments["input"])
-        if not isinstance(operand, TensorFact):
-            return None
-        if not operand.shape:
-            return "its operand has no dimensions"
-        sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
-        reduced = [size for size in sizes if isinstance(size, int)]
-        if len(reduced) < len(sizes):
-            return f"it {verb} over the batch, whose size is not fixed"
-        return too_many(reduced, FLOAT32_EXACT)
-
-    return refuses
-
-
-def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
-    return (
-        "a dtype argument has no integer form" if dtype not in (None, torch.float32) else {"input": input, "dim": dim, "keepdim": keepdim}
-    )
-
-
-def _onnx_reduction(c: Call) -> str:
-    layer = _onnx_layer(c)
-    if layer is not None:
-        kept = c.epilogue(layer)
-        return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
-    dims = c["dim"]
-    axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
-    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
-
-
-def _reduces(verb: str) -> dict[str, Any]:
-    """Return the fields that sums and means have alike; `verb` is for the reason of one over the batch."""
-    return {
-        "adapt": _reduction_arguments,
-        "absorbs": frozenset({"clamp"}),
-        "refuses": _refuses_reduction(verb),
-        "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
-        "onnx": _onnx_reduction,
-    }
-
-
-@lowered("nanmean", function=_mean, **_reduces("averages"))  # a quantized tensor has no NaN
-def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the mean over dimensions (all of them if `dim` is None)."""
-    dims = _dims(input.shape, dim)
-    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
-
-
-@lowered("nansum", function=_sum, **_reduces("sums"))
-def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the sum over dimensions (all of them if `dim` is None)."""
-    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

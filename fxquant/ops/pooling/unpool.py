@@ -15,8 +15,9 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, Plain, Same, register
+from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.pooling.adaptive import (
     adaptive_max_pool1d,

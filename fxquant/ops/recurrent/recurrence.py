@@ -12,7 +12,8 @@ from torch import fx
 from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import INNER, Demand, Fixed, Own, Same, operator_of
+from fxquant.ops.core.demands import INNER, Demand, Fixed, Own, Same
+from fxquant.ops.core.record import operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout

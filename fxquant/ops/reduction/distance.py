@@ -16,8 +16,8 @@ from fxquant.ir.facts import Size
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
+from fxquant.ops.core.demands import INNER, WIDE, Own
 from fxquant.ops.core.guards import nodes, one_of
-from fxquant.ops.core.record import INNER, WIDE, Own
 from fxquant.ops.core.samples import NORMED, POSITIVE, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -26,8 +26,9 @@ from fxquant.ops.elementwise.table import SHIFTED, unary
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
-from fxquant.ops.movement.shape import numbers, repeated, reshape, why_not_repeated
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.movement.repeating import repeated, why_not_repeated
+from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import maximum
 
 # ---- fused arithmetic ------------------------------------------------------------------------------------------------

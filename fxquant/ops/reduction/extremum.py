@@ -16,8 +16,9 @@ from fxquant.numerics.grids import Grid
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import spelled
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Adapt, Instead, Operator, Same, register
+from fxquant.ops.core.record import Adapt, Instead, Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.primitives import pool, product, selection, shape

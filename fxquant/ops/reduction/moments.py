@@ -19,7 +19,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE, Operator, Parameter, register
+from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.samples import NORMED, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul, sub
@@ -28,7 +29,7 @@ from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.magnitude import extent_of, magnitude_of, unit_and_inverse
-from fxquant.ops.pooling.pool import mean, sum
+from fxquant.ops.pooling.totals import mean, sum
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------
 

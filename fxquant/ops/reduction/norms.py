@@ -17,13 +17,14 @@ from torch import Tensor, fx
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE, Instead
+from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.record import Instead
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import unary
 from fxquant.ops.normalization.magnitude import NOT_ZERO, magnitude_of, of_one_magnitude
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.ops.reduction.moments import reduced, refuses_reduction
 

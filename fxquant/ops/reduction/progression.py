@@ -18,13 +18,13 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import WIDE
+from fxquant.ops.core.demands import WIDE
 from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.pooling.pool import sum
+from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.running import cumsum
 
 MOST_FACTORS = 32

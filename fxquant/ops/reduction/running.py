@@ -14,7 +14,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import Same
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.samples import sample
 from fxquant.primitives import accumulate, comparison, shape
 

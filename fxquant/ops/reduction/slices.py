@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fxquant.ir.facts import Size
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import INNER, WIDE
+from fxquant.ops.core.demands import INNER, WIDE
 from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.table import unary

@@ -20,8 +20,9 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Same
+from fxquant.ops.core.record import Instead
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 

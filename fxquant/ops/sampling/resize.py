@@ -21,6 +21,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.matrix import (
     CUBIC,
@@ -35,7 +36,6 @@ from fxquant.ops.core.matrix import (
     real_matrix,
     weighted_sums,
 )
-from fxquant.ops.core.record import Own, Same
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize, shape

@@ -1,0 +1,202 @@
+"""Repeating a tensor along dimensions: expand, repeat, and what broadcasting repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir import functional
+from fxquant.ir.facts import Size, TensorFact
+from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import PLAIN_TYPES
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.constants import on_the_output
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.demands import Demand, Own, Plain, Same
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, rank_of
+from fxquant.primitives import shape
+
+
+def _expand(input: Tensor, sizes: list[int]) -> Tensor:
+    return input.expand(sizes)
+
+
+def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
+    """Return a parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+    return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
+
+
+def _repeats_of(c: Call, role: str) -> str:
+    """Return how often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
+    return c.do("Concat", *parts, axis=0)
+
+
+def _onnx_expand(c: Call) -> str:
+    return c.do("Expand", c.operand("input"), _repeats_of(c, "sizes"))
+
+
+def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    """Return the demand of a repeated tensor: an activation keeps its grid, a parameter gets a new one, booleans and integers have none."""
+    if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
+        return Same()
+    known = fact(node)
+    plain = next((name for name, dtype in PLAIN_TYPES.items() if isinstance(known, TensorFact) and known.dtype == dtype), None)
+    return Own() if plain is None else Plain(plain)
+
+
+def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
+    input = arguments["input"]
+    known = fact(input) if isinstance(input, fx.Node) and is_parameter(input) else None
+    if isinstance(known, TensorFact) and known.dtype not in (torch.float32, *PLAIN_TYPES.values()):
+        return f"its operand %{input.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None
+
+
+def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
+    """Return the wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
+    wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
+    if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
+        wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
+    wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
+    present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
+    plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
+    return "it is repeated for each sample of the batch" if None in plain else {"input": input, "sizes": plain}
+
+
+def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
+    """Turn a copy into a tensor into its source, broadcast to the tensor's shape."""
+    known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
+    if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
+        return "it changes the dtype"
+    return _expanded(source, tensor)
+
+
+def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
+    """Return a node of a size that depends on the batch."""
+    with tensor.graph.inserting_after(tensor):
+        made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
+    set_fact(made, shape_of(tensor)[dim])
+    return made
+
+
+def _size_of(wanted: Any, present: Size) -> Any:
+    """A size to expand to: a number, -1 where the batch stays as it is, or the node of one that depends on the batch; None otherwise."""
+    if isinstance(wanted, int):
+        return wanted
+    if present != 1:
+        return -1
+    return wanted if isinstance(wanted, fx.Node) else None
+
+
+@lowered(
+    "broadcast_to",
+    "expand_as",
+    operands=("input",),
+    function=_expand,
+    adapt=_expanded,
+    calls={functional.copy: _copied},
+    traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+    moves=True,
+    reads=("sizes",),
+    refuses=_refuses_parameter,
+    onnx=_onnx_expand,
+    idle=lambda arguments: True,
+    demand=_demanded_by,
+)
+def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
+    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
+    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
+    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
+        return input
+    return input.with_value(lowering.call(shape.expand, input.value, sizes))
+
+
+def _repeat(input: Tensor, repeats: list[int]) -> Tensor:
+    return input.repeat(repeats)
+
+
+def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
+    new = len(repeats) - len(sizes)
+    if new:
+        value = lowering.call(shape.reshape, value, [*[1] * new, *sizes])
+    if any(count != 1 for count in repeats):
+        value = lowering.call(shape.tile, value, repeats)
+    return value
+
+
+def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
+    counts = keywords.get("repeats", keywords.get("dims", repeats[0] if len(repeats) == 1 else repeats))
+    counts = list(counts) if isinstance(counts, list | tuple) else [counts]
+    return {"input": input, "repeats": [1] * (rank_of(input) - len(counts)) + counts}
+
+
+def _onnx_repeat(c: Call) -> str:
+    value, rank = c.operand("input"), len(c.operand_shape) if "input" not in c.constants else c.real("input").dim()
+    for _ in range(len(c["repeats"]) - rank):
+        value = c.unsqueezed(value, 0)
+    return c.do("Tile", value, _repeats_of(c, "repeats"))
+
+
+def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    repeats = arguments["repeats"]
+    if not all(isinstance(count, fx.Node) or count > 0 for count in repeats):
+        return "its result is empty"
+    if _refuses_parameter(node, arguments) is not None:
+        return _refuses_parameter(node, arguments)
+    known = fact(arguments["input"])
+    grows = isinstance(known, TensorFact) and len(repeats) > len(known.shape)
+    return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
+
+
+@lowered(
+    "tile",
+    operands=("input",),
+    function=_repeat,
+    adapt=_repeated,
+    moves=True,
+    reads=("repeats",),
+    idle=lambda arguments: True,
+    refuses=_refuses_repeat,
+    onnx=_onnx_repeat,
+    demand=_demanded_by,
+)
+def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
+    """Return the whole tensor this many times along each dimension, new ones in front."""
+    sizes = numbers(input.shape)
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
+    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+
+
+def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
+    """Return a tensor repeated to these sizes; one that has them is itself."""
+    present = build.fact(input).shape
+    old = [*[1] * (len(sizes) - len(present)), *present]
+    if old == list(sizes) and len(present) == len(sizes):
+        return input
+    wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
+    made: fx.Node = build(expand, input, wanted)
+    return made
+
+
+def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:
+    """Return why tensors of these shapes cannot be repeated to a common one."""
+    for sizes in shapes:
+        present = [*[1] * (len(common) - len(sizes)), *sizes]
+        if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
+            return "it is repeated for each sample of the batch"
+    return None

@@ -1,0 +1,112 @@
+"""Means and sums over dimensions, with the division inside the requantization multiplier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.pooling.pool import onnx_layer, too_many
+from fxquant.primitives import accumulate, pool, shape
+
+
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    value = input.mean() if dim is None else input.mean(dim, keepdim)
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    value = input.sum() if dim is None else input.sum(dim, keepdim)
+    return value if clamp is None else clamped(value, *clamp)
+
+
+def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
+    chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    return [int(d) for d in chosen]
+
+
+def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+    """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
+    terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
+    images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
+    images = images and all(isinstance(length, int) for length in input.shape[1:])
+    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
+        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
+        attributes = ([1, 1], [0, 0], [1, 1], channels)
+        form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
+        averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
+        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
+    largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
+    count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
+    return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
+
+
+def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = fact(arguments["input"])
+        if not isinstance(operand, TensorFact):
+            return None
+        if not operand.shape:
+            return "its operand has no dimensions"
+        sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
+        reduced = [size for size in sizes if isinstance(size, int)]
+        if len(reduced) < len(sizes):
+            return f"it {verb} over the batch, whose size is not fixed"
+        return too_many(reduced, FLOAT32_EXACT)
+
+    return refuses
+
+
+def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
+    return (
+        "a dtype argument has no integer form" if dtype not in (None, torch.float32) else {"input": input, "dim": dim, "keepdim": keepdim}
+    )
+
+
+def _onnx_reduction(c: Call) -> str:
+    layer = onnx_layer(c)
+    if layer is not None:
+        kept = c.epilogue(layer)
+        return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
+    dims = c["dim"]
+    axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
+    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
+
+
+def _reduces(verb: str) -> dict[str, Any]:
+    """Return the fields that sums and means have alike; `verb` is for the reason of one over the batch."""
+    return {
+        "adapt": _reduction_arguments,
+        "absorbs": frozenset({"clamp"}),
+        "refuses": _refuses_reduction(verb),
+        "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
+        "onnx": _onnx_reduction,
+    }
+
+
+@lowered("nanmean", function=_mean, **_reduces("averages"))  # a quantized tensor has no NaN
+def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the mean over dimensions (all of them if `dim` is None)."""
+    dims = _dims(input.shape, dim)
+    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+
+
+@lowered("nansum", function=_sum, **_reduces("sums"))
+def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
+    """Return the sum over dimensions (all of them if `dim` is None)."""
+    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
