@@ -18,8 +18,9 @@ from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.products import Product
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, pool, shape
 
