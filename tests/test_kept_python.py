@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.backends.onnx.segments import _called
 from fxquant.frontend.opaque import WRAPPED
 from tests.contract import compiled
 
@@ -168,6 +169,15 @@ def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> 
     assert all(map(torch.equal, found[0], integer(image)[0]))
     with pytest.raises(fxq.ConfigurationError, match="'ranked' cannot be run"):
         fxq.run_segments(tmp_path / "parts", image)
+    with pytest.raises(fxq.ConfigurationError, match="segments pass tensors alone, here .*limit"):
+        fxq.run_segments(tmp_path / "parts", image, python=functions | {"above": above})
+
+
+def test_a_function_of_a_segment_returns_all_of_its_outputs() -> None:
+    entry = {"inputs": ["x"], "outputs": ["a", "b"], "python": ["f"]}
+    assert _called(entry, {"a": lambda x: (x, x + 1)}, [torch.zeros(2)])["b"].tolist() == [1, 1]
+    with pytest.raises(fxq.ConfigurationError, match="has 2 outputs, a, b, and it returned Tensor"):
+        _called(entry, {"a": lambda x: x}, [torch.zeros(2)])
 
 
 class Branching(nn.Module):

@@ -15,6 +15,7 @@ manifest.json
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ def run_segments(
     `runtime` is one of those that `verify` uses. `python` has a function for each segment without a file, by the name of its first output.
     It is called with the segment's inputs and returns its output, or a tuple of its outputs, in the manifest's order. Raises
     ExportError for a folder without a usable manifest, and ConfigurationError if the number of inputs is not the model's, or
-    a function is missing.
+    a function is missing, takes other arguments, or returns another number of outputs.
     """
     directory = Path(folder)
     manifest = _read(directory / MANIFEST)
@@ -159,9 +160,7 @@ def run_segments(
     values = dict(zip(manifest["inputs"], inputs, strict=True))
     for entry in manifest["segments"]:
         if entry["file"] is None:
-            given = [values[name] for name in entry["inputs"]]
-            results = _function(entry, python or {})(*given)
-            values.update(zip(entry["outputs"], results if len(entry["outputs"]) > 1 else [results], strict=True))
+            values.update(_called(entry, python or {}, [values[name] for name in entry["inputs"]]))
             continue
         opened = OnnxModel(directory / entry["file"])
         if (len(opened.input_names), len(opened.output_names)) != (len(entry["inputs"]), len(entry["outputs"])):
@@ -169,6 +168,31 @@ def run_segments(
         found = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
         values.update(zip(entry["outputs"], (found[name] for name in opened.output_names), strict=True))
     return tuple(values[name] for name in manifest["outputs"])
+
+
+def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], given: list[Tensor]) -> dict[str, Any]:
+    """Return the outputs of a segment without a file, by name."""
+    name, outputs, function = entry["outputs"][0], entry["outputs"], _function(entry, python)
+    wanted = f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(outputs)}"
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the function for {name!r} cannot be called",
+            because=f"segments pass tensors alone, here {', '.join(entry['inputs'])}: {error}",
+            remedy=f"{wanted}; put numbers that forward passes into it, as functools.partial does",
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
+    found = function(*given)
+    results = found if len(outputs) > 1 else [found]
+    if not isinstance(results, tuple | list) or len(results) != len(outputs):
+        raise ConfigurationError(
+            f"the outputs of the function for {name!r} cannot be used",
+            because=f"the segment has {len(outputs)} outputs, {', '.join(outputs)}, and it returned {type(found).__name__}",
+            remedy=wanted,
+        )
+    return dict(zip(outputs, results, strict=True))
 
 
 def _function(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
