@@ -169,7 +169,7 @@ def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> 
     assert all(map(torch.equal, found[0], integer(image)[0]))
     with pytest.raises(fxq.ConfigurationError, match="'ranked' cannot be run"):
         fxq.run_segments(tmp_path / "parts", image)
-    with pytest.raises(fxq.ConfigurationError, match="segments pass tensors alone, here .*limit"):
+    with pytest.raises(fxq.ConfigurationError, match=r"segments pass tensors alone, here .*limit"):
         fxq.run_segments(tmp_path / "parts", image, python=functions | {"above": above})
 
 
