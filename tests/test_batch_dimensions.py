@@ -244,4 +244,4 @@ def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
 def test_bounds_of_a_dimension_are_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fxquant"):
         fxq.trace(made("lstm"), inputs("lstm", 4), ({1: Dim("batch", min=3, max=8)},))
-    assert "the bounds of Dim('batch', min=3, max=8) are left out" in caplog.text
+    assert "the bounds of Dim('batch', min=3, max=8) are ignored" in caplog.text

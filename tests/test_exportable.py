@@ -19,6 +19,7 @@ FUNCTIONS: dict[str, Function] = {
     "cdist, 3-norm": lambda x, y: torch.cdist(x, y, p=3.0, compute_mode="donot_use_mm_for_euclid_dist"),
     "hypot, a method": lambda x, y: x.hypot(y),
     "copysign": torch.copysign,
+    "cumprod": lambda x, y: torch.cumprod(x + y, -1),
 }
 
 
@@ -38,7 +39,7 @@ class Beside(nn.Module):
 def test_it_is_exported_between_integer_layers(name: str, tmp_path: Path) -> None:
     batches = [(torch.randn(3, 4, 4), torch.randn(3, 4, 4)) for _ in range(2)]
     mapping = fxq.QConfigMapping()
-    for kind in (torch.cdist, "hypot", torch.copysign):
+    for kind in (torch.cdist, "hypot", torch.copysign, torch.cumprod):
         mapping = mapping.set_object_type(kind, None)
     result = fxq.quantize(Beside(FUNCTIONS[name]).eval(), batches, "nash-e", mapping, show_progress=False)
     assert sum(not layer.integer and not layer.boundary for layer in fxq.layers(result.integer)) == 1
@@ -63,6 +64,7 @@ def test_what_is_called_instead_computes_the_same() -> None:
     assert torch.equal(exportable.copysign(x, y), torch.copysign(x, y))
     assert torch.equal(exportable.copysign(x, y).signbit(), torch.copysign(x, y).signbit())
     torch.testing.assert_close(exportable.hypot(x, y), torch.hypot(x, y), rtol=1e-6, atol=0)
+    torch.testing.assert_close(exportable.cumprod(torch.arange(1.0, 12), 0), torch.cumprod(torch.arange(1.0, 12), 0), rtol=1e-6, atol=0)
     one, other = torch.randn(2, 5, 4), torch.randn(3, 1, 6, 4).round()
     for p in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf):
         torch.testing.assert_close(exportable.cdist(one, other, p), torch.cdist(one, other, p), rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
 from fxquant.ops.elementwise import pairs
-from fxquant.ops.reduction import distance
+from fxquant.ops.reduction import distance, progression
 
 
 def attention(
@@ -80,6 +80,15 @@ def copysign(input: Tensor, other: Tensor) -> Tensor:
     return torch.where(negative, -input.abs(), input.abs())
 
 
+def cumprod(input: Tensor, dim: int) -> Tensor:
+    """Compute `torch.cumprod` along a dimension of fixed size, by products with the elements 1, 2, 4, … before."""
+    size, reach = input.shape[dim], 1
+    while reach < size:
+        later = input.narrow(dim, reach, size - reach) * input.narrow(dim, 0, size - reach)
+        input, reach = torch.cat((input.narrow(dim, 0, reach), later), dim), 2 * reach
+    return input
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
     **dict.fromkeys((torch.cdist, distance.cdist), cdist),
@@ -91,6 +100,10 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that a node should call instead; None if the exporter writes the node as it is."""
     if node.target in WRITTEN_OUT:
         return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
+    if node.target in (torch.cumprod, progression.cumprod, "cumprod"):
+        known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        fixed = isinstance(known, TensorFact) and known.shape and isinstance(known.shape[dim], int) and "dtype" not in node.kwargs
+        return cumprod if fixed else None
     if node.target is F.scaled_dot_product_attention:
         ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
         return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None
