@@ -102,8 +102,8 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
     if node.target in (torch.cumprod, progression.cumprod, "cumprod"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        fixed = isinstance(known, TensorFact) and known.shape and isinstance(known.shape[dim], int) and "dtype" not in node.kwargs
-        return cumprod if fixed else None
+        sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
+        return cumprod if sized and "dtype" not in node.kwargs else None
     if node.target is F.scaled_dot_product_attention:
         ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
         return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None
