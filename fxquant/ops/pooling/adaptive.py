@@ -79,7 +79,8 @@ def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: 
     if window == lengths:
         return lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
     if window is not None:
-        return LOWER_AVG_POOLS[rank](lowering, input, window, None, 0, False, True, None, clamp=clamp)
+        counted = {"count_include_pad": True, "divisor_override": None}
+        return LOWER_AVG_POOLS[rank](lowering, input, window, None, 0, False, clamp=clamp, **counted)
     matrices = [box(length, count) for length, count in zip(lengths, counts, strict=True)]
     steps = Ratio((input.scale,), (window_sizes(lengths, counts).to(input.scale.device),))
     return weighted_sums(lowering, input, matrices, steps, clamp)
