@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.contract")
+pytest.register_assert_rewrite("tests.shared.contract")
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,5 +12,5 @@ without it PATH is searched.
 
 Which tensor of the graph an input or output is, `backends.onnx.connections` reads off the quantized model that the compiler leaves next to
 the .bin. At a difference the tool's own runtime of that model shows the tensors inside a program. The tests use stand-ins for the programs
-(tests/horizon_tool.py); `make test-vendor` uses the real ones.
+(tests/shared/horizon_tool.py); `make test-vendor` uses the real ones.
 """

@@ -202,7 +202,7 @@ def not_finite(here: Here) -> None:
 
 
 def distributed(here: Here) -> None:
-    """One process of a group of one; tests/test_distributed.py has several."""
+    """One process of a group of one; tests/contract/test_distributed.py has several."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{here.folder / 'group'}", rank=0, world_size=1)

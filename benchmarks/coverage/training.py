@@ -80,7 +80,7 @@ def compiled(here: Here) -> None:
 
 
 def several_processes(here: Here) -> None:
-    """DistributedDataParallel in a group of one; tests/test_distributed.py has several."""
+    """DistributedDataParallel in a group of one; tests/contract/test_distributed.py has several."""
     prepared = here.prepared()
     fxq.set_state(prepared, "train")
     fxq.freeze(prepared)  # statistics would move between the two passes

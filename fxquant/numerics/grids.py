@@ -1,7 +1,7 @@
 """Integer types, scales, and the exact arithmetic of requantization parameters.
 
 Nothing here knows graphs or modules. Every function is exact in the sense of its docstring; the
-definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in tests/oracle.py holds them.
+definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in tests/shared/oracle.py holds them.
 """
 
 from __future__ import annotations

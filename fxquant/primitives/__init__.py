@@ -23,7 +23,7 @@ keep: in a graph they are proved when it is lowered.
 The body is the target of the call in an integer graph, so that graph runs as it is. A primitive's record adds the ONNX form; a smooth
 surrogate where the body has no useful gradient; the bounds of its result; its kind: quantized, accumulator, float or dynamic. Its role
 is what fusions, writers and kernels ask for, and its rule for zero points is a fact, too. A test runs every criterion, and
-tests/test_listed_names.py finds lists of names elsewhere.
+tests/pages/test_listed_names.py finds lists of names elsewhere.
 """
 
 from __future__ import annotations

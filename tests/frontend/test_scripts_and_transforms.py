@@ -15,8 +15,8 @@ from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.frontend import assumptions
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
-from tests import contract
-from tests.contract import compiled
+from tests.shared import contract
+from tests.shared.contract import compiled
 
 
 class Written(nn.Module):

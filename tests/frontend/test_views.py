@@ -11,7 +11,7 @@ import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
 from fxquant.ir.functional import write
-from tests import contract
+from tests.shared import contract
 
 
 class Model(nn.Module):

@@ -1,7 +1,7 @@
 """Traits of operators: what passes and backends rely on instead of an operator's name.
 
-An operator that has a trait meets its criterion; tests/test_traits.py runs each of them. One without it may meet it all the same: then no
-pass relies on it yet. In a criterion f is the operator's float function, x and y are activations, c and z are numbers.
+An operator that has a trait meets its criterion; tests/ops/test_traits.py runs each of them. One without it may meet it all the same:
+then no pass relies on it yet. In a criterion f is the operator's float function, x and y are activations, c and z are numbers.
 """
 
 from __future__ import annotations

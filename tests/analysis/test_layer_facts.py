@@ -1,0 +1,238 @@
+"""The facts of layers: computed by hand for known layers, the same from every form of a model, and true of the tensors themselves."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.analysis import check, explain
+from fxquant.api import preparing
+from fxquant.ir.integer import Constant, operation
+from tests.shared.contract import NOT_LOWERED, compiled, graph_values
+
+pytestmark = pytest.mark.quick
+
+
+class Known(nn.Module):
+    """Every layer that forms sums of products, an addition that is fused, a table, and float operators at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(8, 12, (3, 1), groups=4, bias=False)
+        self.norm = nn.BatchNorm2d(12)
+        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3)
+        self.head = nn.Linear(6, 5)
+        self.matrix = nn.Parameter(torch.randn(5, 7))
+        self.alone = nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.norm(self.grouped(F.silu(self.plain(x)))))
+        x = self.alone(torch.maximum(self.up(x), self.up(x).neg()))
+        rows = self.head(x.flatten(2).transpose(1, 2))
+        return torch.matmul(rows, self.matrix), torch.bmm(rows, rows.transpose(1, 2)), rows.logcumsumexp(2)
+
+
+def example(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, 10, 9)
+
+
+def by_name(model: Any) -> dict[str, fxq.Layer]:
+    return {layer.name: layer for layer in fxq.layers(model)}
+
+
+# 10 × 9 pictures: plain gives 5 × 5 of 8 channels, grouped 3 × 5 of 12, up 6 × 10 of 6, and 60 rows of 6 features.
+MACS = {
+    "plain": 8 * 5 * 5 * (3 * 3 * 3),
+    "grouped": 12 * 3 * 5 * (2 * 3 * 1),
+    "up": 12 * 3 * 5 * (2 * 2 * 2),
+    "up_1": 12 * 3 * 5 * (2 * 2 * 2),
+    "head": 60 * 6 * 5,
+    "matmul": 60 * 5 * 7,
+    "bmm": 60 * 5 * 60,
+}
+ELEMENTS = {
+    "plain": 8 * 25,
+    "silu": 8 * 25,
+    "grouped": 12 * 15,
+    "up": 6 * 60,
+    "alone": 6 * 60,
+    "head": 300,
+    "bmm": 3600,
+    "logcumsumexp": 300,
+}
+WEIGHTS = {"plain": 8 * 27, "grouped": 12 * 6, "up": 12 * 8, "head": 30, "matmul": 35, "alone": 6, "bmm": 0, "silu": 0, "logcumsumexp": 0}
+BIASES = {"plain": 8, "grouped": 12, "up": 6, "head": 5, "alone": 6}  # a batch norm brings a bias
+
+
+def qconfig(dtype: str) -> fxq.QConfig:
+    return fxq.QConfig(fxq.ActivationConfig(dtype), fxq.WeightConfig(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "itemsize", "bias"), [("int4", 1, 4), ("int8", 1, 4), ("int16", 2, 8)])
+def test_the_facts_of_a_known_network(dtype: str, itemsize: int, bias: int) -> None:
+    layers = by_name(fxq.prepare(Known().eval(), example(), "nash-e", qconfig(dtype)))
+    assert {name: layer.macs for name, layer in layers.items() if layer.macs} == MACS
+    assert {name: layers[name].activation_bytes for name in ELEMENTS} == {
+        name: count * (4 if name == "logcumsumexp" else itemsize) for name, count in ELEMENTS.items()
+    }
+    assert {name: layers[name].weight_bytes for name in WEIGHTS} == {
+        name: count * itemsize + BIASES.get(name, 0) * bias for name, count in WEIGHTS.items()
+    }
+    assert (layers["grouped"].operator, layers["grouped"].module, layers["grouped"].dtype) == ("conv2d", "grouped", dtype)
+    assert layers["grouped"].fused == ("norm", "relu")
+    assert layers["grouped"].shape == ("B", 12, 3, 5)
+    assert "self.grouped(" in layers["grouped"].source
+    assert (layers["grouped"].device, layers["logcumsumexp"].device) == ("nash-e", "host")
+    assert "logcumsumexp" in layers["logcumsumexp"].reason
+    assert [name for name, layer in layers.items() if layer.boundary] == [
+        "x_quantize",
+        "head_dequantize",
+        "matmul_dequantize",
+        "bmm_dequantize",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "int16"])
+def test_prepared_and_integer_have_the_same_facts(dtype: str) -> None:
+    prepared, integer = compiled(Known().eval(), [example()], "nash-e", qconfig(dtype))
+    one, other = by_name(prepared), by_name(integer)
+    assert list(one) == list(other)
+    differing = {"reason", "notes", "accumulator_bits", "intermediates"}
+    same = [field.name for field in fields(fxq.Layer) if field.name not in differing]
+    for name, layer in one.items():
+        assert {key: getattr(layer, key) for key in same} == {key: getattr(other[name], key) for key in same}
+    assert one["plain"].reason
+    assert not one["plain"].notes
+    assert f"accumulator of {other['plain'].accumulator_bits} bits" in other["plain"].notes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_bytes_are_those_of_the_tensors(dtype: str) -> None:
+    integer = compiled(Known().eval(), [example(1)], "nash-e", qconfig(dtype)).integer
+    values, nodes = graph_values(integer, example(1)), {node.name: node for node in integer.graph.nodes}
+
+    def held(constant: Constant) -> int:
+        return integer.get_buffer(str(nodes[constant.node].target)).nbytes
+
+    for layer in fxq.layers(integer):
+        assert layer.activation_bytes == values[layer.name].nbytes, layer.name
+        assert layer.shape[1:] == tuple(values[layer.name].shape[1:])
+        lowered = operation(nodes[layer.name])
+        if lowered is not None:
+            stored = sum(held(constant) for role, constant in lowered.constants.items() if role in ("weight", "bias"))
+            assert layer.weight_bytes == stored, layer.name
+
+
+def test_a_float_model_costs_what_its_layers_do() -> None:
+    traced = by_name(fxq.trace(Known().eval(), example()))
+    assert {name: layer.macs for name, layer in traced.items() if layer.macs} == MACS
+    assert traced["plain"].operator == "Conv2d"
+    assert traced["plain"].weight_bytes == (8 * 27 + 8) * 4
+    assert traced["plain"].activation_bytes == 8 * 25 * 4
+    assert {layer.device for layer in traced.values()} == {"host"}
+    assert not any(layer.reason or layer.integer or layer.grid for layer in traced.values())
+    for stage in ("canonical.rewrite", "specs.annotate", "boundary.insert"):
+        layers = by_name(fxq.prepare(Known().eval(), example(), until=stage))
+        assert {name: layer.macs for name, layer in layers.items() if layer.macs} == MACS, stage
+        assert all(layer.reason for layer in layers.values()) == (stage != "canonical.rewrite")
+
+
+def test_a_convolution_whose_weight_is_computed_is_compared_and_costs_what_it_does() -> None:
+    """The call is another operator's: a sum of products of two tensors."""
+
+    class Signs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, torch.sign(self.c.weight))
+
+    model = Signs().eval()
+    assert {layer.macs for layer in fxq.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
+    prepared, _ = compiled(model, [example()], "bayes-e")
+    assert "conv2d" in fxq.compare(model, prepared, [example()], show_progress=False)
+
+
+def test_scales_from_unknown_to_known() -> None:
+    config = fxq.QConfigMapping().set_module_name("1", fxq.QConfig(fxq.ActivationConfig("int32")))
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1)), torch.randn(2, 3, 4, 4)
+    prepared = fxq.prepare(model, x, qconfig=config)
+    before = by_name(prepared)
+    assert before["_0"].grid.scale != before["_0"].grid.scale  # NaN
+    assert before["_1"].grid.scale == ()
+    fxq.calibrate(prepared, [x], show_progress=False)
+    assert by_name(prepared)["_0"].grid.scale == fxq.qparams(prepared)["_0"]
+    assert len(by_name(fxq.convert(prepared))["_1"].grid.scale) == 5
+
+
+def test_a_batch_that_is_fixed_and_half_a_batch() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x.reshape(x.shape[0] // 2, 2, 4, 3))
+
+    x = torch.randn(6, 1, 4, 3)
+    fixed = by_name(fxq.prepare(Halves(), x, dynamic_shapes={}))["conv"]
+    free = by_name(fxq.prepare(Halves(), x))["conv"]
+    assert (fixed.shape, fixed.macs) == ((3, 3, 4, 3), 3 * 3 * 12 * 2)
+    assert (free.shape, free.macs) == (("B/2", 3, 4, 3), 3 * 12 * 2 // 2)
+
+
+def test_what_leaves_nothing_behind_is_no_layer_of_the_integer_model() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5), nn.Conv2d(4, 5, 1)).train()
+    prepared, integer = compiled(model, [torch.randn(2, 3, 4, 4)])
+    missing = by_name(prepared).keys() - by_name(integer).keys()
+    assert {by_name(prepared)[name].operator for name in missing} <= set(NOT_LOWERED)
+    assert by_name(integer).keys() <= by_name(prepared).keys()
+
+
+def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
+    for form in compiled(Known().eval(), [example()], "nash-e"):
+        assert fxq.layers(fxq.load(fxq.save(form, tmp_path / "model.fxq"))) == fxq.layers(form)
+
+
+def test_tensors_inside_of_a_layer() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((self.left(x), 4 * self.right(x)), 1).tanh()
+
+    integer = compiled(Joined(), [torch.randn(2, 3, 4, 4)]).integer
+    layer = by_name(integer)["cat"]
+    assert {inner.grid.scale for inner in layer.intermediates} == {layer.grid.scale}
+    assert {inner.name for inner in layer.intermediates} < {node.name for node in integer.graph.nodes}
+
+
+def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).logcumsumexp(1)
+
+    model, x = Left(), torch.randn(2, 3, 4, 4)
+    changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.layers(gm))  # noqa: E731
+    for module in (preparing, check, explain):
+        monkeypatch.setattr(module, "layers", changed)
+    with caplog.at_level("INFO", "fxquant"):
+        prepared = fxq.prepare(model, x)
+    assert "the moon says so" in caplog.text
+    assert "the moon says so" in fxq.explain(prepared)
+    assert any("the moon says so" in finding.limit for finding in fxq.check(model, x))

@@ -1,0 +1,125 @@
+"""The integer model as a program of PyTorch's own: equal bits at every batch size, in a process that has no fxquant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import fxquant as fxq
+from fxquant.backends.aten import programs
+from tests.shared.contract import all_equal
+
+WRITERS = {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}
+ALONE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fxquant":
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import torch
+x, results = torch.load(sys.argv[1])
+programs = torch.export.load(sys.argv[2]).module(), torch.jit.load(sys.argv[3])
+for program, size, wanted in ((program, size, wanted) for program in programs for size, wanted in results.items()):
+    assert all(torch.equal(a, b) for a, b in zip(program(x[:size]), wanted, strict=True)), size
+assert not any(name.startswith("fxquant") for name in sys.modules)
+print("equal")
+"""
+
+
+class Mixed(nn.Module):
+    """Integers, attention, a float operator, whole numbers, a number beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.query, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        x = self.embed(tokens)
+        scores = self.head(torch.softmax(self.query(x) @ x.transpose(1, 2), -1) @ x)
+        return {"best": scores.topk(2, -1), "size": tokens.shape[0], "far": torch.fft.rfft(scores).abs(), "last": scores[-2:].sum(0)}
+
+
+def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
+    prepared = fxq.prepare(model.eval(), batch, target)
+    fxq.calibrate(prepared, [batch], show_progress=False)
+    return fxq.convert(prepared)
+
+
+def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
+    tokens = torch.randint(0, 20, (7, 5))
+    integer = integer_of(Mixed(), tokens[:4], "bayes-e")
+    for kind, write in WRITERS.items():
+        assert write(integer, tmp_path / kind) == tmp_path / kind
+    wanted = {size: [v for v in pytree.tree_leaves(integer(tokens[:size])) if isinstance(v, Tensor)] for size in (2, 4, 7)}
+    torch.save((tokens, wanted), tmp_path / "wanted.pt")
+    names = [str(tmp_path / name) for name in ("wanted.pt", *WRITERS)]
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE, *names], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout == "equal\n", result.stderr
+
+
+@pytest.mark.parametrize("target", ["bernoulli", "x86"])
+def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
+    image = torch.randn(5, 3, 6, 6)
+    integer = integer_of(model, image, target)
+    for write, load in ((fxq.export_pt2, lambda path: torch.export.load(path).module()), (fxq.export_torchscript, torch.jit.load)):
+        program = load(str(write(integer, tmp_path / "program.pt2")))
+        for size in (5, 1):
+            assert all_equal(program(image[:size]), integer(image[:size]))
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    integer = integer_of(nn.Linear(4, 3), torch.randn(2, 4), "bayes-e")
+    place = tmp_path / "kept.pt2"
+    place.write_text("what was there")
+    original = programs.Program.forward
+    calls: list[int] = []
+
+    def forward(self: nn.Module, *inputs: Tensor) -> Any:
+        calls.append(0)
+        return original(self, *inputs) + (1e-3 if len(calls) == 1 else 0)  # while it is written, and not afterwards
+
+    monkeypatch.setattr(programs.Program, "forward", forward)
+    with pytest.raises(fxq.ExportError, match="not equal to the integer model"):
+        write(integer, place)
+    assert place.read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.pt2"]
+
+
+@fxq.wrap
+def found(scores: Tensor) -> list[list[int]]:
+    return [torch.nonzero(row).flatten().tolist() for row in scores]
+
+
+class Finds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[list[int]]]:
+        x = self.conv(x)
+        return x, found(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("write", [fxq.export_pt2, fxq.export_torchscript, fxq.export_onnx])
+def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
+    write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    integer = fxq.quantize(Finds().eval(), [torch.randn(4, 3, 4, 4)]).integer
+    capfd.readouterr()
+    with pytest.raises(fxq.ExportError, match="found"):
+        write(integer, tmp_path / "model")
+    printed = capfd.readouterr()
+    assert not printed.out
+    assert not printed.err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,179 @@
+"""The vendor's compiler and simulator themselves, where they are installed: `make test-vendor`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.backends.horizon.tool import Tool
+from fxquant.compat import horizon
+from fxquant.compat.horizon.served import march
+from tests.backends.test_horizon_camera import converted as with_camera
+
+INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
+pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
+
+
+class Two(nn.Module):
+    """Two layers, whose tensors are cubes: their order of dimensions cannot be seen by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.relu(self.a(x))
+        z = self.b(y)
+        return y, z, self.fc(z[:, :, 0, 0])
+
+
+def batches() -> list[Tensor]:
+    return [2 * torch.randn(2, 8, 8, 8) for _ in range(2)]
+
+
+def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
+    return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bayes", "bernoulli2"])
+def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
+    integer = converted(Two(), target)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    report = fxq.verify(integer, binary, batches())
+    assert report, str(report)
+    assert report.names >= {"a", "b", "fc"}
+    assert report.unseen == {}
+    costs = fxq.estimate(integer, compiled=binary).compiled
+    assert len(costs) >= 1
+    assert all(cost.microseconds > 0 and cost.bytes > 0 and cost.layers for cost in costs)
+
+
+@pytest.mark.parametrize("weight", [fxq.WeightConfig(training="tqt"), fxq.WeightConfig(training="learned"), fxq.WeightConfig("int4")])
+def test_scales_that_the_compiler_does_not_find_are_carried(weight: fxq.WeightConfig, tmp_path: Path) -> None:
+    integer = converted(Two(), qconfig=fxq.QConfig(weight=weight))
+    report = fxq.verify(integer, fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    assert report, str(report)
+
+
+def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -> None:
+    class Deep(Two):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.b(torch.relu(self.b(torch.relu(self.a(x)))))
+
+    integer = converted(Deep())
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    for name, value in integer.state_dict().items():
+        if name.endswith("a.multiplier"):
+            value += 200
+    report = fxq.verify(integer, binary, batches())
+    assert not report
+    assert report.first is not None
+    assert (report.first.name, report.first.inputs_equal) == ("a", True)
+    assert "self.a(x)" in report.first.source
+
+
+def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> None:
+    prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.set_qparams(prepared, {next(layer.name for layer in fxq.layers(prepared) if layer.integer and layer.macs): 0.06})
+    integer = fxq.convert(prepared)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(self.a(x), 1)
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(x, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"), [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e", "on BPU")], ids=["pool", "host"]
+)
+def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
+    folder = fxq.export_horizon(converted(model, target), tmp_path / "net")
+    with pytest.raises(fxq.CompilationError, match="hb_mapper failed") as refused:
+        fxq.compile_horizon(folder)
+    assert said in refused.value.because
+    assert "hb_mapper.log" in refused.value.remedy
+
+
+def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(march, "_march", [])
+    horizon.set_march("bayes-e")
+    model = horizon.prepare_qat_fx(
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}, example_inputs=(batches()[0],)
+    )
+    horizon.set_fake_quantize(model, horizon.FakeQuantState.CALIBRATION)
+    for batch in batches():
+        model(batch)
+    horizon.set_fake_quantize(model, horizon.FakeQuantState.VALIDATION)
+    quantized = horizon.convert_fx(model)
+    assert horizon.check_model(quantized, [batches()[0]]) == 0
+    assert horizon.compile_model(quantized, [batches()[0]], hbm=tmp_path / "net.hbm") == 0
+    assert fxq.verify(quantized, tmp_path / "net.bin", batches())
+    found = horizon.perf_model(quantized, [batches()[0]], out_dir=tmp_path / "perf", hbm=tmp_path / "net.bin", layer_details=True)
+    assert len(found.compiled) == 1
+
+
+def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the_tools_runtime(tmp_path: Path) -> None:
+    kit = fxq.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"], show_progress=False)
+    found = fxq.check_conformance(kit, fxq.simulate_conformance(kit, show_progress=False))
+    assert found, str(found)
+    assert [(row.operator, row.result, row.differing) for row in found] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
+    python = Tool.find().folder / "python"
+    command = [str(python), "run.py", "--runtime", "HB_ONNXRuntime", "--results", str(tmp_path / "results")]
+    done = subprocess.run(command, cwd=kit / "board", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = fxq.check_conformance(kit, tmp_path / "results")
+    assert found, str(found)
+    assert found.runtime == "HB_ONNXRuntime"
+
+
+def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> None:
+    qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
+    prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_object_type(nn.Conv2d, qconfig))
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    report = fxq.verify(integer := fxq.convert(prepared), fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    assert report, str(report)
+    assert report.unseen == {}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+@pytest.mark.parametrize("camera", ["nv12", "yuv444"])
+def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, target: str, tmp_path: Path) -> None:
+    integer = with_camera(target, size=(32, 32))
+    path = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net", camera=camera), show_progress=False)
+    luma, chroma = torch.randint(0, 256, (2, 32, 32, 1), dtype=torch.uint8), torch.randint(0, 256, (2, 16, 16, 2), dtype=torch.uint8)
+    report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
+    assert report, str(report)
+    assert report.elements > 0
+
+
+def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
+    class Beside(Two):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.a(torch.tanh(self.b(torch.relu(self.a(x)))))
+
+    result = fxq.quantize(
+        Beside().eval(), batches(), "bayes-e", fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None),
+        show_progress=False,
+    )  # fmt: skip
+    report = result.verify(fxq.compile_horizon(fxq.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
+    assert report, str(report)
+    assert report.tensors == 2

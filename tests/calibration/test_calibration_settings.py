@@ -1,0 +1,205 @@
+"""Calibration and what is learned behind it have the same bits, whatever autocast, default dtype, default device or threads are set."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from tests.shared.contract import same_bytes
+
+FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False))
+
+
+def network() -> nn.Module:
+    """Channels of different ranges, and a kernel of one pixel, whose sums PyTorch orders by the number of threads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, 2), nn.ReLU(), nn.Conv2d(32, 2, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.exp2(torch.arange(32.0) % 7 - 3).reshape(-1, 1, 1, 1))  # type: ignore[operator,union-attr]
+    return model.eval()
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 3, 16, 16, generator=generator) for _ in range(8)]
+
+
+MODEL, BATCHES = network(), batches()  # made before a setting could reach them
+EXAMPLE = BATCHES[0][:1]
+
+
+def state(prepared: fx.GraphModule) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in prepared.state_dict().items()}
+
+
+def calibrated() -> fx.GraphModule:
+    return fxq.calibrate(fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS), BATCHES, show_progress=False)
+
+
+def equalized() -> fx.GraphModule:
+    return fxq.equalize(fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS), BATCHES[:2], show_progress=False)
+
+
+def plain() -> fx.GraphModule:
+    prepared = fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS)
+    return fxq.calibrate(prepared, BATCHES, round_weights=False, correct_bias=False, show_progress=False)
+
+
+PLAIN = plain()
+
+
+def behind(method: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        prepared = copy.deepcopy(PLAIN)
+        result = method(prepared, BATCHES, show_progress=False, **options)
+        rows = [(row.before, row.after) for row in result] if isinstance(result, Iterable) else result.before
+        return rows, state(prepared)
+
+    return call
+
+
+def searched(method: Callable[..., Any], **options: Any) -> Callable[[], str]:
+    few = [batch[:2, :, :7, :7].clone() for batch in BATCHES[:4]]
+    return lambda: str(method(MODEL, few, "nash-e", show_progress=False, **options))
+
+
+ALIKE_IN_THREADS: dict[str, Callable[[], Any]] = {
+    "calibrate": lambda: state(calibrated()),
+    "equalize": lambda: state(equalized()),
+    "round_weights": behind(fxq.tuning.round_weights),
+    "correct_bias": behind(fxq.tuning.correct_bias),
+}
+LEARNED = {
+    "adaround": behind(fxq.tuning.adaround, steps=3),
+    "reconstruct": behind(fxq.tuning.reconstruct, steps=3),
+    "distill": behind(fxq.tuning.distill, steps=3),
+}
+SEARCHED = {
+    "sensitivity": searched(fxq.sensitivity),
+    "mixed_precision": searched(fxq.mixed_precision, budget=fxq.Budget(weight_bytes=700)),
+    "tune": searched(fxq.tune, steps=2),
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def everything() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16), default_dtype(torch.float64), torch.device("meta"):
+        yield
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "all at once": everything,
+}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", [*ALIKE_IN_THREADS, *LEARNED])
+def test_settings_of_the_process_change_nothing(name: str) -> None:
+    compute = (ALIKE_IN_THREADS | LEARNED)[name]
+    wanted = compute()
+    for setting, entered in SETTINGS.items():
+        with entered():
+            found = compute()
+        assert equal(found, wanted), setting
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_search_finds_the_same_under_autocast(name: str) -> None:
+    wanted = SEARCHED[name]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert SEARCHED[name]() == wanted
+
+
+@pytest.mark.parametrize("name", ALIKE_IN_THREADS)
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    found = []
+    for count in (1, 2):
+        with threads(count):
+            found.append(ALIKE_IN_THREADS[name]())
+    assert equal(*found)
+
+
+def test_autocast_reaches_the_users_batches_alone() -> None:
+    """What yields the batches runs as the user has set it, and calibration beside it does not."""
+    seen = []
+
+    def stream() -> Iterator[Tensor]:
+        for batch in BATCHES:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.get_num_threads()))
+            yield batch
+
+    prepared = fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS)
+    with threads(2), torch.autocast("cpu", dtype=torch.bfloat16):
+        fxq.calibrate(prepared, stream(), show_progress=False)
+    assert seen == [(True, 2)] * len(BATCHES)
+    assert equal(state(prepared), state(calibrated()))
+
+
+# ---- every tensor that this project makes ---------------------------------------------------------------------------------
+
+FLOAT_BY_DEFAULT = {"zeros", "ones", "eye", "empty", "empty_strided", "full", "rand", "randn"}
+ON_A_DEVICE = FLOAT_BY_DEFAULT | {"tensor", "arange", "randperm", "randint"}
+
+
+def unstated(tree: ast.AST) -> Iterator[str]:
+    """Calls that make a tensor of PyTorch's default dtype, or on its default device."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)):
+            continue
+        if node.func.value.id != "torch":
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        wanted = {"device": node.func.attr in ON_A_DEVICE, "dtype": node.func.attr in FLOAT_BY_DEFAULT}
+        missing = [name for name, needed in wanted.items() if needed and not given & {name, None}]
+        if missing:
+            yield f"line {node.lineno}: {ast.unparse(node)} without {' and '.join(missing)}"
+
+
+def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
+    """But for modules of float models and the demonstration, whose tensors are the user's."""
+    root = Path(fxq.__file__).parent
+    folders = [path.resolve() for path in (root, root.parent / "passes", root.parent / "backends", root / "passes", root / "backends")]
+    files = {file for folder in folders if folder.exists() for file in folder.rglob("*.py")}
+    own = [file for file in files if not {"nn", "demo"} & set(file.relative_to(root.parent).parts)]
+    assert len(own) > 200
+    found = [f"{file}: {line}" for file in sorted(own) for line in unstated(ast.parse(file.read_text()))]
+    assert not found
+    assert list(unstated(ast.parse("torch.zeros(3, device=d)"))) == ["line 1: torch.zeros(3, device=d) without dtype"]

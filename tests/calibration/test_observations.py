@@ -1,0 +1,352 @@
+"""Observations: gathered in one calibration, they give the scales that another one would have found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.prepared.operators import quantized_operators
+from fxquant.serialization.archive import pack, unpack
+from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, same_bytes
+
+ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + x)
+
+
+class Network(nn.Module):
+    """A fused residual, a function, a clamp, a concatenation, and a pooling on its operand's scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.Conv2d(2, 4, 1), Block(), nn.Conv2d(12, 2, 1)
+        self.limit = nn.Hardtanh(-0.5, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.block(x)
+        z = F.silu(y)
+        return self.head(F.max_pool2d(torch.cat([y, z, self.limit(x)], 1), 2))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 2, 8, 8, generator=generator) * (i + 1) for i in range(3)]
+
+
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network().eval()
+
+
+def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
+    """Prepared and calibrated."""
+    prepared = fxq.prepare(network(), batches()[0], target, qconfig, **options)
+    return fxq.calibrate(prepared, batches(), show_progress=False)
+
+
+def restored(seen: fxq.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
+    """Prepared, with scales from what was observed."""
+    return fxq.prepare(network(), batches()[0], target, qconfig, observations=seen, **options)
+
+
+@pytest.fixture(scope="module")
+def seen() -> fxq.Observations:
+    return fxq.observations(fresh())
+
+
+def assert_same_state(one: fx.GraphModule, other: fx.GraphModule) -> None:
+    """The same scales, observations and parameters, to the bit, in the same state."""
+    left, right = one.state_dict(), other.state_dict()
+    assert left.keys() == right.keys()
+    assert [name for name in left if not same_bytes(left[name], right[name])] == []  # NaN is what NaN is
+    assert {name: operator.state for name, operator in quantized_operators(one).items()} == {
+        name: operator.state for name, operator in quantized_operators(other).items()
+    }
+
+
+class Halved(fxq.MinMaxObserver):
+    """Another choice of a scale, from what fxquant's observer gathers."""
+
+    def scale(self, dtype: Any) -> Tensor:
+        return super().scale(dtype) / 2
+
+
+# ---- one calibration serves others -------------------------------------------------------------------------------------------
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "int16": (fxq.QConfig(ACT("int16"), fxq.WeightConfig("int16")), "nash-e"),
+    "int4": (fxq.QConfig(ACT("int4")), "nash-e"),
+    "a percentile": (fxq.QConfig(ACT(observer=fxq.PercentileObserver(99.0))), "nash-e"),
+    "the least divergence, by name": (fxq.QConfig(ACT("int4", observer="kl")), "nash-e"),
+    "a power of the error": (fxq.QConfig(ACT(observer=fxq.LpObserver(2.4), power_of_two=True), fxq.WeightConfig(p=3)), "nash-e"),
+    "smallest and largest": (fxq.QConfig(ACT(observer=fxq.MinMaxObserver)), "nash-e"),
+    "the average range": (fxq.QConfig(ACT("int16", observer=fxq.MovingAverageMinMaxObserver)), "nash-e"),
+    "a scale of a user's choice": (fxq.QConfig(ACT(observer=Halved)), "nash-e"),
+    "learned": (fxq.QConfig(ACT(training="learned"), fxq.WeightConfig(training="learned")), "nash-e"),
+    "powers of two": (fxq.QConfig(ACT(power_of_two=True)), "nash-e"),
+    "another arithmetic": (None, "bayes-e"),
+    "with a zero point": (fxq.QConfig(ACT("uint8")), "x86"),
+    "with a zero point that covers everything": (fxq.QConfig(ACT("uint8", observer=fxq.MinMaxObserver)), "x86"),
+    "layers of different dtypes": (Mapping(fxq.QConfig(ACT("int16"))).set_module_name("block", fxq.QConfig(ACT("int4"))), "nash-e"),
+    "layers in float": (Mapping().set_module_name("block", None).set_module_name("head", None), "nash-e"),
+    "a function in float": (Mapping().set_object_type(F.silu, None), "nash-e"),
+    "some scales given": (Mapping().set_module_name("stem", fxq.QConfig(ACT(scale=0.5))), "nash-e"),
+    "a sum as output": (Mapping().set_module_name("head", fxq.QConfig(ACT("int32"))), "nash-e"),
+}
+
+
+@pytest.mark.parametrize(("qconfig", "target"), OTHERS.values(), ids=OTHERS)
+def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, target: str, seen: fxq.Observations) -> None:
+    assert_same_state(restored(seen, qconfig, target), fresh(qconfig, target))
+
+
+def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = restored(seen, qconfig)
+    assert "fxq.tuning.round_weights(prepared, batches) rounds them" in caplog.text
+    fxq.tuning.round_weights(prepared, batches(), show_progress=False)
+    assert any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in quantized_operators(prepared).values())
+    caplog.clear()
+    restored(seen, fxq.QConfig())
+    assert not caplog.text
+
+
+OBSERVERS: dict[str, Any] = {
+    "smallest and largest": fxq.MinMaxObserver,
+    "the average range": fxq.MovingAverageMinMaxObserver(0.5),
+    "a percentile of few bins": fxq.PercentileObserver(90.0, bins=16),
+    "a user's choice": Halved,
+}
+
+
+@pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
+def test_whichever_observer_was_asked_for_the_others_are_served(observer: Any) -> None:
+    before = fresh(fxq.QConfig(ACT(observer=observer)))
+    assert_same_state(restored(fxq.observations(before)), fresh())
+    assert_same_state(restored(fxq.observations(before), fxq.QConfig(ACT(observer=observer))), before)
+
+
+def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.Observations) -> None:
+    models = restored(seen, OTHERS["layers of different dtypes"][0]), fresh(OTHERS["layers of different dtypes"][0])
+    assert_validate_is_integer(models[0], fxq.convert(models[0]), batches()[1])
+    for model in models:
+        fxq.set_state(model, fxq.State.TRAIN)
+        model.train()
+        model(batches()[2] * 3)
+    assert_same_state(*models)
+    for model in models:
+        fxq.calibrate(model, [batches()[0] * 7], show_progress=False)
+    assert_same_state(*models)
+    assert_train_is_validate(models[0], batches()[0])
+
+
+def test_what_was_seen_is_what_the_float_model_computes(seen: fxq.Observations) -> None:
+    with torch.no_grad():
+        values = [network().stem(x) for x in batches()]
+    stem = seen["stem"]
+    assert (stem.low, stem.high, stem.count) == (min(map(float, map(torch.min, values))), max(map(float, map(torch.max, values))), 3)
+    assert list(seen) == ["x", "stem", "block_conv", "block_conv.intermediate", "silu", "cat", "head"]
+
+
+def test_observations_do_not_change() -> None:
+    prepared = fresh()
+    seen, again = fxq.observations(prepared), fxq.observations(prepared)
+    assert seen == again
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    prepared(batches()[0] * 9)
+    assert fxq.observations(prepared) == seen  # what training moves is no part of them
+    fxq.calibrate(prepared, [batches()[0] * 9], show_progress=False)
+    assert seen == again
+    assert fxq.observations(prepared) != seen
+    assert_same_state(restored(seen), fresh())
+
+
+# ---- what cannot be given ------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_missing_is_observed(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    qconfig = Mapping().set_module_name("block.relu", None)
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = restored(seen, qconfig)
+    assert caplog.records[-1].getMessage().splitlines() == [
+        "scales that the observations cannot give: 3; fxq.calibrate(prepared, batches, only_missing=True) finds them",
+        "  %block_conv: it was observed with block_bn, add, block_relu fused into it, and has block_bn, add now",
+        "  %block_conv.intermediate: it was observed with block_bn, add, block_relu fused into it, and has block_bn, add now",
+        "  %block_relu: it was not observed",
+    ]
+    with pytest.raises(fxq.NotCalibrated, match="block_conv"):
+        fxq.convert(prepared)
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    assert_same_state(prepared, fresh(qconfig))
+
+
+def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.Observations) -> None:
+    def no_more() -> Iterator[Tensor]:
+        yield batches()[0]
+        pytest.fail("a second batch was taken")
+
+    result = fxq.quantize(network(), no_more(), "nash-e", OTHERS["int16"][0], observations=seen, show_progress=False)
+    assert_same_state(result.prepared, fresh(*OTHERS["int16"]))
+    fxq.calibrate(result.prepared, no_more(), only_missing=True)
+
+
+def test_quantize_observes_what_is_missing(seen: fxq.Observations) -> None:
+    qconfig = Mapping().set_module_name("block.relu", None)
+    result = fxq.quantize(network(), batches(), "nash-e", qconfig, observations=seen, show_progress=False)
+    assert_same_state(result.prepared, fresh(qconfig))
+
+
+def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    """In float the clamp shows everything it reads; as an integer operator it lets nothing beyond its limits be seen."""
+
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head, self.limit = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 2, 1), nn.Hardtanh(-0.25, 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.limit(F.max_pool2d(self.conv(x), 2)))
+
+    torch.manual_seed(0)
+    model, default = Limited(), fxq.QConfig()
+    before = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=default), batches(), show_progress=False)
+    qconfig = Mapping().set_module_name("limit", None)
+    prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observations(before))
+    assert "%conv: it was observed from -0.25 to 0.5, and counts everywhere now" in caplog.text
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    expected = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=qconfig), batches(), show_progress=False)
+    assert_same_state(prepared, expected)
+    assert fxq.qparams(prepared)["conv"] > fxq.qparams(before)["conv"]
+
+
+def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    """On bernoulli a concatenation and its operands have one scale."""
+    prepared = restored(seen, target="bernoulli")
+    assert "%stem, block_conv, silu, cat: it shares its scale with other tensors" in caplog.text
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    assert_same_state(prepared, fresh(target="bernoulli"))
+    together = fxq.observations(prepared)
+    assert_same_state(restored(together, OTHERS["int4"][0], "bernoulli"), fresh(OTHERS["int4"][0], "bernoulli"))
+
+
+class Own(fxq.Observer):
+    """An observer that gathers what fxquant's do not."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def observe(self, value: Tensor) -> None:
+        self.total += value.abs().mean()
+        self.count += 1
+
+    def scale(self, dtype: Any) -> Tensor:
+        return 4 * self.total / self.count / dtype.divisor
+
+
+def test_an_observer_that_gathers_by_itself_serves_others_and_is_not_served(
+    seen: fxq.Observations, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = fxq.QConfig(ACT(observer=Own))
+    before = fresh(own)
+    assert_same_state(restored(fxq.observations(before)), fresh())
+    prepared = restored(seen, own)
+    assert "%stem: its observer Own collects statistics that no other observer collects" in caplog.text
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    assert_same_state(prepared, before)
+
+
+def test_settings_that_nothing_was_gathered_with(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    restored(seen, fxq.QConfig(ACT(observer=fxq.HistogramObserver(bins=64, sample=512))))
+    assert (
+        "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings" in caplog.text
+    )
+
+
+def test_sizes_that_differ_are_told(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=r"f32.B,2,8,8., and is f32.B,2,16,16. now"):
+        fxq.prepare(network(), torch.randn(4, 2, 16, 16), "nash-e", observations=seen)
+
+
+def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(x), self.right(x)
+
+    model, wide = Fork(), Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
+    one = fxq.calibrate(fxq.prepare(model, batches()[0], "nash-e"), batches(), show_progress=False)
+    two = fxq.calibrate(fxq.prepare(model, batches()[0], "nash-e", wide), batches(), show_progress=False)
+    assert len(fxq.qparams(two)) == len(fxq.qparams(one)) + 1
+    assert fxq.observations(one) == fxq.observations(two)
+    assert_same_state(fxq.prepare(model, batches()[0], "nash-e", wide, observations=fxq.observations(one)), two)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_observations_are_kept_in_a_file(seen: fxq.Observations, tmp_path: Path) -> None:
+    path = fxq.save(seen, tmp_path / "seen.fxq")
+    loaded = fxq.load(path)
+    assert loaded == seen
+    assert fxq.save(loaded, tmp_path / "again.fxq").read_bytes() == path.read_bytes()
+    assert_same_state(restored(loaded), fresh())
+
+
+def test_a_model_from_a_file_has_seen_the_same(seen: fxq.Observations, tmp_path: Path) -> None:
+    assert fxq.observations(fxq.load(fxq.save(fresh(), tmp_path / "model.fxq"))) == seen
+
+
+DAMAGE: dict[str, tuple[Any, ...]] = {  # where in the document, and what stands there then
+    "version": ("version", 2),
+    "no places": ("observed", 0, "places", []),
+    "a class that is no observer": ("observed", 0, "gathered", 0, 0, "Conv2d"),
+    "another observer": ("observed", 0, "gathered", 1, 0, "HistogramObserver"),
+    "one that gathers as another does": ("observed", 0, "gathered", 0, 0, "PercentileObserver"),
+    "more bins than there are": ("observed", 0, "gathered", 0, 1, {"bins": 4096, "sample": 2**18}),
+    "bins without end": ("observed", 0, "gathered", 0, 1, {"bins": 2**60, "sample": 2**18}),
+    "limits the wrong way round": ("observed", 0, "places", 0, 3, {"tuple": [1.0, 0.0]}),
+    "a name that is a number": ("observed", 0, "places", 0, 0, 5),
+    "an entry less": ("observed", []),
+}
+
+
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_refused(change: tuple[Any, ...], seen: fxq.Observations, tmp_path: Path) -> None:
+    path = fxq.save(seen, tmp_path / "seen.fxq")
+    document, tensors = unpack(path.read_bytes())
+    *way, last, value = change
+    place: Any = document
+    for key in way:
+        place = place[key]
+    assert place[last] != value
+    place[last] = value
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match="can be loaded"):
+        fxq.load(path)

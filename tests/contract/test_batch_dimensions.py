@@ -1,0 +1,248 @@
+"""`dynamic_shapes` says which dimension of each input is the batch: that is the one that varies, everywhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import fxquant as fxq
+from fxquant.analysis.sample import batches_from
+from fxquant.errors import ConfigurationError
+from fxquant.ir.graph import fact
+from fxquant.tuning.first_samples import FirstSamples
+from tests.backends import test_reference_c
+from tests.shared import contract
+
+BATCH = Dim("batch")
+
+
+class Steps(nn.Module):
+    """A recurrent layer over sequences that have their steps in front: (T, B, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.cells(x)[0])
+        return found
+
+
+class States(nn.Module):
+    """The same that takes its states, (layers, B, 4), and returns the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(6, 4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, (h, c) = self.cells(x, (h, c))
+        return self.head(y), h, c
+
+
+class Attention(nn.Module):
+    """Attention over sequences that have their steps in front, with a position for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2)
+        self.positions = nn.Parameter(torch.randn(5, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x) + self.positions
+        found: Tensor = x + self.attention(x, x, x, need_weights=False)[0]
+        return found
+
+
+def drawn(sizes: list[list[int]], seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.rand(size, generator=generator) * 2 - 1 for size in sizes)
+
+
+def inputs(name: str, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+    return drawn([[5, batch, 6], *([[2, batch, 4]] * 2 if name == "states" else [])], seed)
+
+
+MODELS = {"lstm": Steps, "attention": Attention, "states": States}
+SHAPES: dict[str, Any] = {
+    "lstm": ({1: BATCH},),
+    "attention": {"x": (None, Dim.DYNAMIC, None)},
+    "states": ({1: BATCH}, {1: BATCH}, {1: BATCH}),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bits(name: str, target: str, tmp_path: Path) -> None:
+    model, batches = made(name), [inputs(name, size, seed) for seed, size in enumerate((4, 4, 3))]
+    prepared, integer = contract.compiled(model, batches, target, dynamic_shapes=SHAPES[name])
+    assert [str(fact(node)) for node in integer.graph.find_nodes(op="placeholder")] == [
+        f"f32[{len(value)},B,{value.shape[2]}]" for value in batches[0]
+    ]
+    for size in (2, 7):
+        contract.assert_validate_is_integer(prepared, integer, *inputs(name, size, 9))
+    path = tmp_path / "model.onnx"
+    fxq.export_onnx(integer, path, style="exact")
+    report = fxq.verify(integer, path, [inputs(name, 2, 9), inputs(name, 7, 9)], show_progress=False)
+    assert report, str(report)
+    for value in onnx.load(path).graph.input:
+        assert [dim.dim_param for dim in value.type.tensor_type.shape.dim] == ["", "batch", ""]
+    contract.assert_train_is_validate(prepared, *inputs(name, 3, 9))
+
+
+def test_the_c_program_has_its_batch_there(tmp_path: Path) -> None:
+    if not test_reference_c.COMPILERS:
+        assert shutil.which("gcc") is None
+        return
+    batches = [inputs("states", 4, seed) for seed in range(3)]
+    _, integer = contract.compiled(made("states"), batches, dynamic_shapes=SHAPES["states"])
+    test_reference_c.assert_equal(integer, inputs("states", 3, 9), tmp_path / "states.c", 3)
+
+
+def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
+    _, integer = contract.compiled(made("attention"), [inputs("attention", 4)], dynamic_shapes=SHAPES["attention"])
+    program = torch.export.load(fxq.export_pt2(integer, tmp_path / "attention.pt2")).module()
+    assert contract.all_equal(program(*inputs("attention", 7, 9)), integer(*inputs("attention", 7, 9)))
+
+
+def test_samples_are_counted_and_cut_along_the_batch() -> None:
+    batches = [inputs("lstm", 32, seed) for seed in range(2)]
+    prepared = fxq.prepare(made("lstm"), batches[0], dynamic_shapes=SHAPES["lstm"])
+    first = FirstSamples(prepared)
+    first.take(batches[0])
+    assert first.kept.seen == first.kept.samples == 32
+    fxq.calibrate(prepared, batches, show_progress=False)
+    assert "bias corrected" in fxq.explain(prepared)  # there are 64 samples, though dimension 0 counts ten
+    result = fxq.tuning.adaround(prepared, batches, steps=3, show_progress=False)
+    assert result.layers
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), *inputs("lstm", 3, 9))
+
+
+def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() -> None:
+    batches = [inputs("attention", size, seed) for seed, size in enumerate((4, 3))]
+    prepared, integer = contract.compiled(made("attention"), batches, dynamic_shapes=SHAPES["attention"])
+    assert fxq.compare(made("attention"), integer, batches, advice=False, show_progress=False).batches == 2
+    assert fxq.compare(prepared, made("attention"), batches, advice=False, show_progress=False).batches == 2
+
+
+def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
+    batches = [inputs("attention", 8, seed) for seed in range(4)]
+    traced = fxq.trace(made("attention"), batches[0], SHAPES["attention"])
+    found = fxq.sensitivity(traced, batches, "bayes-e", measured=False, show_progress=False)
+    assert "project" in str(found)
+
+
+def test_a_file_of_data_is_cut_along_the_batch(tmp_path: Path) -> None:
+    _, integer = contract.compiled(made("states"), [inputs("states", 4)], dynamic_shapes=SHAPES["states"])
+    names = [str(node.target) for node in integer.graph.find_nodes(op="placeholder")]
+    np.savez(tmp_path / "data.npz", **{name: value.numpy() for name, value in zip(names, inputs("states", 70), strict=True)})
+    found = batches_from(tmp_path / "data.npz", integer, 32)
+    assert [[tuple(value.shape) for value in batch.values()] for batch in found] == [
+        [(5, size, 6), (2, size, 4), (2, size, 4)] for size in (32, 32, 6)
+    ]
+
+
+def test_another_size_or_another_batch_is_refused_at_the_call() -> None:
+    prepared = fxq.prepare(made("states"), inputs("states", 4), dynamic_shapes=SHAPES["states"])
+    x, h, c = inputs("states", 4)
+    with pytest.raises(ConfigurationError, match=r"dimension 0 has size 4[\s\S]*f32\[5,B,6\], and only B can vary"):
+        prepared(x[:4], h, c)
+    with pytest.raises(ConfigurationError, match=r"input c does not fit the graph: its batch is 3[\s\S]*input x has a batch of 4"):
+        prepared(x, h, c[:, :3])
+    with pytest.raises(ConfigurationError, match="empty batch"):
+        fxq.prepare(made("states"), inputs("states", 0), dynamic_shapes=SHAPES["states"])
+
+
+class Nested(nn.Module):
+    """Inputs of every kind that dynamic_shapes may speak of."""
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], named: dict[str, Tensor], *more: Tensor, scale: float = 1.0) -> Tensor:
+        return (x + pair[0] + pair[1] + named["y"] + sum(more)) * scale
+
+
+def nest(size: int = 3) -> dict[str, Any]:
+    x = torch.ones(5, size, 2)
+    return {"x": x, "pair": (x, x[:, :1]), "named": {"y": x[:1]}, "scale": 2.0}
+
+
+FORMS: dict[str, tuple[Any, list[str]]] = {
+    "None": (None, ["B,3,2", "B,3,2", "B,1,2", "1,3,2"]),
+    "nothing": ({}, ["5,3,2", "5,3,2", "5,1,2", "1,3,2"]),
+    "named": ({"x": {1: BATCH}, "pair": ({1: BATCH}, None), "named": {"y": {1: BATCH}}}, ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),
+    "in order": (({1: BATCH}, ({1: BATCH}, None), {"y": {1: BATCH}}, None), ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),
+    "lists": ([(None, BATCH, None), [[None, BATCH, 2], {}], {"y": [1, BATCH, 2]}, None], ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),
+    "without names": (
+        {"x": {1: Dim.AUTO}, "pair": ({1: Dim.DYNAMIC}, {0: Dim.STATIC}), "named": {"y": {1: Dim.DYNAMIC(min=2)}}, "scale": None},
+        ["5,B,2", "5,B,2", "5,1,2", "1,B,2"],
+    ),
+    "a string": ({"x": {1: "b"}, "pair": ({1: "b"}, None), "named": {"y": {1: "b"}}}, ["5,B,2", "5,B,2", "5,1,2", "1,B,2"]),
+    "all fixed": ({"x": None, "pair": (None, {}), "named": None, "scale": None}, ["5,3,2", "5,3,2", "5,1,2", "1,3,2"]),
+    "dimension 0": ({"x": {0: BATCH}, "pair": ({0: BATCH}, {0: BATCH})}, ["B,3,2", "B,3,2", "B,1,2", "1,3,2"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_torch_export_is_taken(form: str) -> None:
+    said, wanted = FORMS[form]
+    traced = fxq.trace(Nested(), nest(), said)
+    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == [f"f32[{sizes}]" for sizes in wanted]
+
+
+def test_a_collection_of_shapes_is_taken() -> None:
+    x, h, c = inputs("states", 4)
+    shapes = torch.export.ShapesCollection()
+    for value in (x, h, c):
+        shapes[value] = {1: BATCH}
+    traced = fxq.trace(made("states"), (x, h, c), shapes)
+    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
+
+
+def test_inputs_behind_a_star_have_their_own_entries() -> None:
+    x = torch.ones(5, 3, 2)
+    traced = fxq.trace(Nested(), (x, (x, x), {"y": x}, x, x[:1]), ({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2))
+    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == [*["f32[5,B,2]"] * 5, "f32[1,B,2]"]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "two sizes": ({"x": {1: BATCH, 0: Dim("steps")}}, "lets more than one size vary: dimension 1 of x, dimension 0 of x"),
+    "two names": ({"x": {1: BATCH}, "pair": ({0: Dim("steps")}, None)}, "lets more than one size vary: batch, steps"),
+    "unlike sizes": ({"x": {0: Dim.AUTO}, "pair": ({1: Dim.AUTO}, None)}, "differ in size in the example: 5 in dimension 0 of x, 3 in"),
+    "computed": ({"x": {1: BATCH * 2}}, r"dimension 1 of x is 2\*batch, computed from another"),
+    "no such input": ({"z": {1: BATCH}}, "an entry for z, and forward is called with x, pair, named, scale"),
+    "too few": (({1: BATCH},), "a tuple of 1 entries, and forward is called with x, pair, named, scale"),
+    "no such dimension": ({"x": {3: BATCH}}, "x has no dimension 3, but 3 dimensions"),
+    "from behind": ({"x": {-1: BATCH}}, "x has no dimension -1"),
+    "another number": ({"x": {1: 4}}, "dimension 1 of x, whose size is 3, is said to be 4"),
+    "no form": ({"x": 1}, "its entry for x, a tensor of 3 dimensions, is 1"),
+    "too long": ({"x": (None, BATCH)}, "its entry for x, a tensor of 3 dimensions, is"),
+    "no pair": ({"pair": ({1: BATCH},)}, "its entry for pair does not have the structure of that argument, a tuple of 2"),
+    "no such key": ({"named": {"z": {1: BATCH}}}, "its entry for named does not have the structure of that argument, a dict of 1"),
+    "a number": ({"scale": {0: BATCH}}, "it has an entry for scale, which is a float"),
+    "dimensions alone": ({1: BATCH}, "an entry for 1, and forward is called with"),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
+    said, because = REFUSED[form]
+    with pytest.raises(ConfigurationError, match=because):
+        fxq.trace(Nested(), nest(), said)
+
+
+def test_bounds_of_a_dimension_are_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fxquant"):
+        fxq.trace(made("lstm"), inputs("lstm", 4), ({1: Dim("batch", min=3, max=8)},))
+    assert "the bounds of Dim('batch', min=3, max=8) are ignored" in caplog.text

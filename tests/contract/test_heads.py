@@ -1,0 +1,351 @@
+"""Heads that put boxes, scores, classes and masks together: every part is as good as it is when it is returned apart."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from tests.shared import contract
+from tests.shared.contract import compiled, flat
+
+Parts = dict[str, Tensor]  # what a head computes
+WORST = 3.0  # dB that a part may lose by being put together with others
+TARGETS = ("bayes-e", "x86")
+
+
+class Head(nn.Module):
+    """A backbone of one convolution, and branches whose ranges differ by some hundred times.
+
+    `apart` returns what is computed of them as it is; otherwise it is put together.
+    """
+
+    def __init__(self, name: str, apart: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
+        self.box, self.score, self.more = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 2, 1)
+        self.register_buffer("anchors", torch.tensor([[10.0, 13.0], [33.0, 23.0]]))
+        self.name, self.apart = name, apart
+
+    def branches(self, x: Tensor) -> Parts:
+        x = F.relu(self.stem(x))
+        return {"box": self.box(x), "score": self.score(x), "more": self.more(x)}
+
+    def forward(self, x: Tensor) -> Any:
+        parts, together = HEADS[self.name]
+        found = parts(self, self.branches(x))
+        if not self.apart:
+            return together(found)
+        return [found["box"] * 0.5, found["score"] * found["score"]] if together is split_again else list(found.values())
+
+
+def grid(like: Tensor) -> Tensor:
+    rows, columns = torch.meshgrid(torch.arange(like.shape[-2]), torch.arange(like.shape[-1]), indexing="ij")
+    return torch.stack((columns, rows), 0).float()
+
+
+def rows(value: Tensor) -> Tensor:
+    return value.flatten(2).transpose(1, 2)
+
+
+# ---- what each head computes of its branches, part by part, and how it puts these together ------------------------------
+
+
+def yolo_v3(head: Head, parts: Parts) -> Parts:
+    """Centres, sizes by anchors, and scores, of every cell."""
+    box = parts["box"]
+    centre = (box[:, :2].sigmoid() + grid(box)) * box.new_full((1, 1, 1, 1), 16.0)
+    size = box[:, 2:].exp() * head.anchors[0].view(1, 2, 1, 1)
+    return {"centre": rows(centre), "size": rows(size), "score": rows(parts["score"].sigmoid())}
+
+
+def yolo_v5(head: Head, parts: Parts) -> Parts:
+    box = parts["box"].sigmoid()
+    centre = (box[:, :2] * 2 + (grid(box) - 0.5)) * 16
+    size = (box[:, 2:] * 2) ** 2 * head.anchors[1].view(1, 2, 1, 1)
+    return {"centre": rows(centre), "size": rows(size), "score": rows(parts["score"].sigmoid())}
+
+
+def yolo_v8(head: Head, parts: Parts) -> Parts:
+    return {"box": parts["box"].flatten(2) * 20 + 100, "score": parts["score"].flatten(2).sigmoid()}
+
+
+def yolo_v10(head: Head, parts: Parts) -> Parts:
+    score, label = rows(parts["score"].sigmoid()).max(-1, keepdim=True)
+    return {"box": rows(parts["box"]) * 200 + 300, "score": score, "label": label.float()}
+
+
+def ssd(head: Head, parts: Parts) -> Parts:
+    near, far = parts["box"] * 50, F.max_pool2d(parts["box"], 2) * 300
+    return {"near": rows(near), "far": rows(far), "score": rows(parts["score"].sigmoid()), "low": rows(parts["more"]) * 0.01}
+
+
+def retina(head: Head, parts: Parts) -> Parts:
+    return {"box": parts["box"].permute(0, 2, 3, 1).reshape(-1, 64, 4) * 100, "score": parts["score"].sigmoid().permute(0, 2, 3, 1)}
+
+
+def fcos(head: Head, parts: Parts) -> Parts:
+    return {"box": parts["box"].exp() * 64, "centre": parts["more"][:, :1].sigmoid(), "score": parts["score"].sigmoid()}
+
+
+def center_net(head: Head, parts: Parts) -> Parts:
+    return {"heat": parts["score"].sigmoid(), "size": parts["box"][:, :2] * 128, "offset": parts["more"]}
+
+
+def detr(head: Head, parts: Parts) -> Parts:
+    return {"box": rows(parts["box"]).sigmoid() * 640, "score": rows(parts["score"]).sigmoid()}
+
+
+def masks(head: Head, parts: Parts) -> Parts:
+    return {"box": rows(parts["box"]) * 400, "coefficient": rows(parts["more"]).tanh(), "proto": parts["score"].relu()}
+
+
+def keypoints(head: Head, parts: Parts) -> Parts:
+    place = (rows(parts["box"]).view(-1, 64, 2, 2) + 3) * 60
+    return {"place": place, "seen": rows(parts["more"]).sigmoid().view(-1, 64, 2, 1)}
+
+
+def turned(head: Head, parts: Parts) -> Parts:
+    return {"box": parts["box"] * 250, "score": parts["score"].sigmoid(), "more": parts["more"] * 0.1}
+
+
+def last(parts: Parts) -> Tensor:
+    return torch.cat(list(parts.values()), -1)
+
+
+def split_again(parts: Parts) -> Any:
+    """Levels of boxes and scores, which are put together along places, and split for what is done to each."""
+    whole = torch.cat([torch.cat((parts["box"], parts["score"]), 1), torch.cat((parts["box"], parts["score"]), 1)], 2)
+    box, score = whole.split((4, 3), 1)
+    return torch.cat((box * 0.5, score * score), 1)
+
+
+def written(parts: Parts) -> Tensor:
+    result = torch.zeros(parts["box"].shape[0], 8, 8, 8)
+    result[:, :4] = parts["box"]
+    result[:, 4:5] = parts["centre"]
+    result[:, 5:] = parts["score"]
+    return result
+
+
+def stacked(parts: Parts) -> Any:
+    size, offset = parts["size"], parts["offset"]
+    return {"heat": parts["heat"], "regression": torch.stack((size, offset), 1).unbind(1)[0], "all": torch.stack((size, offset), -1)}
+
+
+HEADS: dict[str, tuple[Callable[[Head, Parts], Parts], Callable[[Parts], Any]]] = {
+    "YOLOv3": (yolo_v3, last),
+    "YOLOv5": (yolo_v5, lambda parts: (last(parts), list(parts.values()))),
+    "YOLOv8": (yolo_v8, split_again),
+    "YOLOv10": (yolo_v10, last),
+    "SSD": (
+        ssd,
+        lambda parts: (torch.cat((parts["near"], parts["far"]), 1), torch.cat((parts["score"].flatten(1), parts["low"].flatten(1)), 1)),
+    ),
+    "RetinaNet": (retina, lambda parts: torch.cat((parts["box"], parts["score"].reshape(-1, 64, 3)), -1)),
+    "FCOS": (fcos, written),
+    "CenterNet": (center_net, stacked),
+    "Deformable DETR": (detr, lambda parts: torch.cat((parts["score"], parts["box"]), -1).transpose(1, 2)),
+    "masks": (masks, lambda parts: {"rows": torch.dstack((parts["box"], parts["coefficient"])), "proto": parts["proto"]}),
+    "keypoints": (keypoints, lambda parts: torch.cat((parts["place"], parts["seen"]), -1).flatten(2)),
+    "turned": (turned, lambda parts: torch.hstack(list(parts.values())).flatten(2).permute(2, 0, 1).contiguous()),
+}
+
+
+def quality(wanted: Tensor, found: Tensor) -> float:
+    """How far a tensor is from another, in dB."""
+    noise = (wanted.double() - found.double()).square().mean()
+    return float(10 * torch.log10(wanted.double().square().mean() / noise.clamp_min(1e-30)))
+
+
+def places(head: Head, x: Tensor) -> list[list[Tensor]]:
+    """For every output and every part, which elements are made of the part: those that are NaN where it is."""
+    parts, together = HEADS[head.name]
+    whole = parts(head, head.branches(x))
+    return [
+        [
+            torch.isnan(each)
+            for each in flat(
+                together({name: torch.full_like(value, float("nan") if name == part else 1.0) for name, value in whole.items()})
+            )
+        ]
+        for part in whole
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 3, 16, 16, generator=generator) for _ in range(2)]
+    head, apart = Head(name).eval(), Head(name, apart=True).eval()
+    prepared, integer = compiled(head, batches, target)
+    alone = compiled(apart, batches, target).integer
+    x = batches[0]
+    with torch.no_grad():
+        wanted, found = flat(head(x)), flat(integer(x))
+        bounds = [quality(one, other) for one, other in zip(apart(x), alone(x), strict=True)]
+        for bound, masks_of in zip(bounds, places(head, x), strict=True):
+            there = [(one[mask], other[mask]) for one, other, mask in zip(wanted, found, masks_of, strict=True) if mask.any()]
+            assert there
+            assert all(quality(one, other) >= bound - WORST for one, other in there)
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "head.onnx", [(x,), (batches[1][:1],)])
+
+
+# ---- what else is to hold ------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Boxes in pixels and scores, which a function puts together."""
+
+    def __init__(self, together: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.box, self.score, self.together = nn.Conv2d(3, 4, 4, 4), nn.Conv2d(3, 4, 4, 4), together
+
+    def forward(self, x: Tensor) -> Any:
+        return self.together(self.box(x) * 200 + 300, self.score(x).sigmoid())
+
+
+def assigned(box: Tensor, score: Tensor) -> Tensor:
+    result = box.clone()
+    result[..., 0] = score[..., 0]
+    return result
+
+
+def one_by_one(box: Tensor, score: Tensor) -> Tensor:
+    """Boxes decoded in place: what is read beside what was written is read of the part."""
+    y = torch.cat((box, score), 1).flatten(2).permute(0, 2, 1)
+    y[..., :2] = (y[..., :2] + 1) * 2
+    y[..., 2:4].mul_(2)
+    return y
+
+
+TOGETHER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cat": lambda box, score: torch.cat((box, score), 1),
+    "stack": lambda box, score: torch.stack((box, score), 1),
+    "vstack": lambda box, score: torch.vstack((box, score)),
+    "column_stack": lambda box, score: torch.column_stack((box.flatten(1), score.flatten(1))),
+    "flattened and turned": lambda box, score: torch.cat((box.flatten(2), score.flatten(2)), 1).transpose(1, 2),
+    "cat of cats": lambda box, score: torch.cat([torch.cat((box, score), 1).flatten(2)] * 2, 2),
+    "chunked": lambda box, score: torch.cat((box, score), 1).chunk(2, 1),
+    "unbound": lambda box, score: [part * 0.5 for part in torch.stack((box, score), -1).unbind(-1)],
+    "sliced": lambda box, score: [part * 0.5 for part in torch.cat((box, score), 1).permute(0, 2, 3, 1).split(4, -1)],
+    "chosen": lambda box, score: torch.where(torch.arange(box.shape[-1]) > 3, box, score),
+    "assigned": assigned,
+    "in place": one_by_one,
+    "scattered": lambda box, score: box.slice_scatter(score[:, :2], 1, 0, 2),
+    "padded": lambda box, score: F.pad(score, (1, 1), value=-1000.0),
+    "shuffled": lambda box, score: F.pixel_shuffle(torch.cat((box, score), 1), 2),
+    "in a dict": lambda box, score: {"all": torch.cat((box, score), 1), "first": torch.cat((box, score), 1)[:, :, :2]},
+}
+
+
+def image(count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "bernoulli"])
+def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
+    x = image()
+    for name, together in TOGETHER.items():
+        model = Pair(together).eval()
+        integer = compiled(model, [x], target).integer
+        with torch.no_grad():
+            for wanted, found in zip(flat(model(x)), flat(integer(x)), strict=True):
+                small = (wanted > 0) & (wanted < 1.5)
+                assert not small.any() or quality(wanted[small], found[small]) > 24, name
+
+
+def test_class_numbers_are_whole() -> None:
+    head = Head("YOLOv10").eval()
+    x = torch.randn(4, 3, 16, 16)
+    found = compiled(head, [x]).integer(x)[..., -1]
+    assert set(found.unique().tolist()) <= {0.0, 1.0, 2.0}
+    assert len(found.unique()) > 1
+
+
+def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
+    config = fxq.QConfig(fxq.ActivationConfig("int16"))
+    for mapping in (fxq.QConfigMapping().set_object_type(torch.cat, config), fxq.QConfigMapping().set_module_name("cat", config)):
+        prepared = compiled(Pair(TOGETHER["cat"]), [image()], qconfig=mapping).prepared
+        assert next(layer for layer in fxq.layers(prepared) if layer.name == "cat").dtype == "int16"
+
+
+def test_parts_of_one_tensor_stay_integer() -> None:
+    for together in (lambda box, score: torch.cat((box, box.flip(1)), 1), lambda box, score: score.masked_fill(score > 0.5, 0.0)):
+        prepared = compiled(Pair(together), [image()]).prepared
+        assert "none is left in float" in fxq.explain(prepared)
+
+
+def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their_own(tmp_path: Path) -> None:
+    x = image()
+    integer = compiled(Pair(lambda box, score: (torch.cat((box, score), 1), score)), [x]).integer
+    path = fxq.export_onnx(integer, tmp_path / "head.onnx", io="integer")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert [output.type for output in session.get_outputs()] == ["tensor(float)", "tensor(int8)"]
+    values = contract.graph_values(integer, x)
+    whole, score = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
+    assert torch.equal(torch.from_numpy(whole), integer(x)[0])
+    assert torch.equal(torch.from_numpy(score), values["sigmoid"])
+
+
+def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
+    x = image()
+    for target, style in (("x86", "fast"), ("bayes-e", "qdq")):
+        integer = compiled(Pair(TOGETHER["in place"]), [x], target).integer
+        path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        assert quality(integer(x), found) > (200 if style == "fast" else 30)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler was not found")
+def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
+    x = image(2)
+    together = [TOGETHER[name] for name in ("stack", "flattened and turned", "assigned", "padded", "shuffled")]
+
+    def every(box: Tensor, score: Tensor) -> list[Tensor]:
+        label = score.argmax(1, keepdim=True).float()
+        return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((len(score), 1, 8, 8), 9.0)), 1)]
+
+    integer = compiled(Pair(every), [x]).integer
+    fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
+    subprocess.run(["cc", "-std=c99", "-O1", "-ffp-contract=off", "head.c", "head_main.c", "-o", "head"], cwd=tmp_path, check=True)
+    x.numpy().tofile(tmp_path / "x.raw")
+    wanted = integer(x)
+    names = [f"y{index}.raw" for index in range(len(wanted))]
+    subprocess.run([str(tmp_path / "head"), "x.raw", *names], cwd=tmp_path, check=True)
+    assert all((tmp_path / name).read_bytes() == each.contiguous().numpy().tobytes() for name, each in zip(names, wanted, strict=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_training_is_validating_through_parts(target: str) -> None:
+    x = image()
+    prepared = compiled(Pair(TOGETHER["in place"]), [x], target).prepared
+    contract.assert_train_is_validate(prepared, x)
+    contract.assert_gradients_reach_every_parameter(prepared, x)
+
+
+def test_a_common_scale_in_the_middle_is_told() -> None:
+    x = image()
+    model = Pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
+    prepared = compiled(model, [x]).prepared
+    assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
+    advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
+    assert advice.layer == "cat"
+    assert "%sigmoid loses" in advice.cause
+    assert "QConfigMapping().set_module_name('cat'" in advice.cure
+    cured = compiled(model, [x], qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
+    assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]

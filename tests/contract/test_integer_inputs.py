@@ -1,0 +1,243 @@
+"""Whole numbers and truth values that are given: what PyTorch computes of them, exactly, in every form of a model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.ir.graph import annotation
+from fxquant.ops import OPERATORS
+from tests.shared import contract
+from tests.shared.contract import all_equal, compiled
+
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of truth values
+
+# By the operator that each becomes.
+OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
+    "whole_add": [lambda x, y, n, m: x + y, lambda x, y, n, m: torch.add(x, 3, alpha=2), lambda x, y, n, m: n + n],
+    "whole_sub": [lambda x, y, n, m: 1 - x, lambda x, y, n, m: -y, lambda x, y, n, m: ~x, lambda x, y, n, m: torch.rsub(n, 7)],
+    "whole_mul": [lambda x, y, n, m: x * y, lambda x, y, n, m: n * 5, lambda x, y, n, m: x.square(), lambda x, y, n, m: m * 3],
+    "whole_floor_divide": [lambda x, y, n, m: x // 3, lambda x, y, n, m: torch.div(x, y.abs() + 1, rounding_mode="floor")],
+    "whole_trunc_divide": [lambda x, y, n, m: torch.div(x, -3, rounding_mode="trunc")],
+    "whole_remainder": [lambda x, y, n, m: x % -3, lambda x, y, n, m: x % (y.abs() + 1), lambda x, y, n, m: n % 7],
+    "whole_fmod": [lambda x, y, n, m: torch.fmod(x, 4)],
+    "whole_maximum": [lambda x, y, n, m: torch.maximum(x, y)],
+    "whole_minimum": [lambda x, y, n, m: torch.minimum(n, n * 2)],
+    "whole_and": [lambda x, y, n, m: x & y, lambda x, y, n, m: n & -4, lambda x, y, n, m: torch.bitwise_and(x, 6)],
+    "whole_or": [lambda x, y, n, m: x | y, lambda x, y, n, m: n | 3],
+    "whole_xor": [lambda x, y, n, m: x ^ y, lambda x, y, n, m: x.bitwise_xor(-5)],
+    "whole_abs": [lambda x, y, n, m: x.abs()],
+    "whole_sign": [lambda x, y, n, m: x.sign()],
+    "whole_clamp": [lambda x, y, n, m: x.clamp(-2, 5), lambda x, y, n, m: torch.clamp(x, max=y), lambda x, y, n, m: x.relu()],
+    "whole_pow": [lambda x, y, n, m: x**3],
+    **{
+        f"whole_{side}": [
+            lambda x, y, n, m, side=side: getattr(operator, side)(x, 2),
+            lambda x, y, n, m, side=side: getattr(operator, f"i{side}")(x.clone(), 3),
+            lambda x, y, n, m, long=long: getattr(torch, f"bitwise_{long}")(n, 1),
+            *[
+                lambda x, y, n, m, method=method: getattr(x * 3, method)(1)
+                for method in (f"__{side}__", f"__i{side}__", f"bitwise_{long}", f"bitwise_{long}_")
+            ],
+        ]
+        for side, long in (("lshift", "left_shift"), ("rshift", "right_shift"))
+    },
+    **{
+        f"whole_{name}": [
+            lambda x, y, n, m, name=name: getattr(torch, name)(x, y),
+            lambda x, y, n, m, name=name: getattr(torch, name)(n, 2.5),
+        ]
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    },
+    "whole_where": [lambda x, y, n, m: torch.where(x > 2, x, 0), lambda x, y, n, m: n.masked_fill(m, 9)],
+    "whole_sum": [lambda x, y, n, m: x.sum(1), lambda x, y, n, m: m.sum((1, 2)), lambda x, y, n, m: n.sum(-1, keepdim=True)],
+    "whole_amax": [lambda x, y, n, m: x.amax((1, 2)), lambda x, y, n, m: n.amax(-1)],
+    "whole_amin": [lambda x, y, n, m: x.amin(1, keepdim=True)],
+    "whole_cumsum": [lambda x, y, n, m: x.cumsum(-1), lambda x, y, n, m: m.long().cumsum(1) - 1],
+    "whole_argmax": [lambda x, y, n, m: x.argmax(-1)],
+    "whole_argmin": [lambda x, y, n, m: torch.argmin(n, dim=1)],
+    "whole_largest_along": [lambda x, y, n, m: x.max(1), lambda x, y, n, m: n.max(-1)[0]],
+    "whole_smallest_along": [lambda x, y, n, m: torch.min(x, 2)[0]],
+    "whole_cat": [lambda x, y, n, m: torch.cat((x, y), 1), lambda x, y, n, m: torch.stack((m, x > 0), -1)],
+    "to_integer": [
+        *[lambda x, y, n, m, cast=cast: getattr(x * 40, cast)() for cast in ("int", "short", "char", "byte", "long")],
+        *[lambda x, y, n, m: m.long(), lambda x, y, n, m: n.transpose(1, 2), lambda x, y, n, m: n.flatten(1)[:, ::2]],
+    ],
+    "logical_and": [lambda x, y, n, m: torch.logical_and(x, n), lambda x, y, n, m: m * (x > 0)],
+    "logical_or": [lambda x, y, n, m: torch.logical_or(m, y), lambda x, y, n, m: m | True],
+    "logical_not": [lambda x, y, n, m: torch.logical_not(x), lambda x, y, n, m: ~m],
+    "ne": [],
+    "any": [lambda x, y, n, m: x.any(1)],
+}
+LARGE = 2**40
+# What only real numbers become: each is exact of the numbers that its grid holds.
+OF_REAL_NUMBERS = ("to_real", "truncated", "in_dtype", "finely")
+
+
+class Exact(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Any:
+        return [function(x, y, n, m) for functions in OF_WHOLE_NUMBERS.values() for function in functions]
+
+
+def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(count)
+    most = LARGE if large else 9
+    numbers = [torch.randint(-most, most + 1, (count, 3, 4), generator=generator) for _ in range(2)]
+    narrow = torch.randint(-128, 128, (count, 3, 4), generator=generator, dtype=torch.int8)
+    return *numbers, narrow, torch.rand(count, 3, 4, generator=generator) < 0.5
+
+
+def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -> None:
+    model, batches = Exact().eval(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
+    prepared, integer = compiled(model, batches[:1])
+    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer]
+    for batch in batches:
+        wanted = model(*batch)
+        for form in (prepared, integer):
+            results = form(*batch)
+            assert all(one.dtype == other.dtype for one, other in zip(contract.flat(wanted), contract.flat(results), strict=True))
+            assert all_equal(wanted, results)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
+    before = fxq.export_onnx(integer, tmp_path / "before.onnx", opset=17)  # without operators on bits
+    report = fxq.verify(integer, before, batches, show_progress=False)
+    assert report, str(report)
+
+
+def test_each_becomes_its_operator() -> None:
+    prepared = fxq.prepare(Exact().eval(), inputs_of(4), until="canonical.rewrite")
+    found = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
+    assert found >= OF_WHOLE_NUMBERS.keys() - {"ne"}
+
+
+class Casts(nn.Module):
+    """Bytes become real numbers, and real numbers whole ones."""
+
+    def forward(self, x: Tensor, image: Tensor) -> Any:
+        pixels = image.permute(0, 3, 1, 2).float() / 255 - 0.5
+        rounded = [cast(x.round()) for cast in (Tensor.long, Tensor.int, Tensor.short, Tensor.char)]
+        real = [x.half(), x.to(torch.float64), x.half().float() * 2, x.bfloat16().float() + 1, (x > 0).sum(1, keepdim=True) * x]
+        return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, x.argmax(1).float() / 6]
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
+def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Casts()
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        images = torch.randint(0, 256, (count, 6, 6, 3), generator=generator, dtype=torch.uint8)
+        return torch.randn(count, 3, 6, 6, generator=generator) * 3, images
+
+    batches = [batch(4), batch(3)]
+    prepared, integer = compiled(model, batches, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
+    contract.assert_validate_is_integer(prepared, integer, *batches[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
+    contract.assert_train_is_validate(prepared, *batches[0])
+    for wanted, found in zip(model(*batches[1]), integer(*batches[1]), strict=True):
+        assert wanted.dtype == found.dtype
+        if wanted.dtype.is_floating_point:
+            assert float((wanted.double() - found.double()).pow(2).mean() / wanted.double().pow(2).mean()) < 10**-2.2  # 22 dB
+        else:
+            assert float((wanted == found).double().mean()) > 0.93
+
+
+class Powers(nn.Module):
+    """Numbers on both sides of 0, and 0, to powers that are whole numbers."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        return [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n]
+
+
+def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        x = torch.randn(count, 6, 8, generator=generator)
+        x[0, 0] = 0
+        return x, torch.randint(1, 4, (count, 6, 8), generator=generator)
+
+    model, batches = Powers(), [batch(8), batch(4)]
+    prepared, integer = compiled(model, batches)
+    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
+    contract.assert_validate_is_integer(prepared, integer, *batches[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
+    contract.assert_train_is_validate(prepared, *batches[0])
+    for wanted, found in zip(model(*batches[0]), integer(*batches[0]), strict=True):
+        assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5  # 25 dB
+        large = wanted.abs() > 0.1 * float(wanted.abs().max())
+        assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
+        assert torch.equal(wanted[large].sign(), found[large].sign())
+
+
+class Masks(nn.Module):
+    """Attention masks that are given, added and filled in, each in front of a softmax."""
+
+    def forward(self, x: Tensor, kept: Tensor, padding: Tensor, real: Tensor) -> Any:
+        columns, given = padding[:, None, :], (1.0 - padding[:, None, :].float()) * torch.finfo(x.dtype).min
+        causal = torch.full((5, 5), -1e9).triu(1)
+        return [
+            (x + torch.where(kept, 0.0, -1e9)).softmax(-1),
+            x.masked_fill(~kept, -1e9).softmax(-1),
+            x.masked_fill(~kept, -torch.inf).softmax(-1).nan_to_num(0.0),
+            (x + given).softmax(-1),
+            (x + (columns.float() - 1) * 1e9 + causal).softmax(-1),
+            (x + (1 - columns.float()) * -1e9).softmax(-1),
+            (x * 0.5 + (causal + (1 - columns.float()) * -1e9)).softmax(-1),
+            (x + (1 - real[:, None, :]) * -1e9).softmax(-1),
+            (x + kept.float() * -1e4).softmax(-1),
+            nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=given),
+        ]
+
+
+def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        truth = torch.rand(count, 5, 5, generator=generator) < 0.4  # rows of which nothing is kept are among them
+        padding = torch.randint(0, 2, (count, 5), generator=generator)
+        return torch.randn(count, 5, 5, generator=generator) * 2, truth, padding, padding.flip(0).float()
+
+    model, batches = Masks(), [batch(16), batch(8)]
+    prepared, integer = compiled(model, batches)
+    left = [node.name for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None]
+    assert all(name.endswith("dequantize") for name in left), left
+    contract.assert_validate_is_integer(prepared, integer, *batches[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
+    contract.assert_train_is_validate(prepared, *batches[0])
+    for index, (wanted, found) in enumerate(zip(model(*batches[1]), integer(*batches[1]), strict=True)):
+        assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5, index  # 25 dB
+
+
+class Buckets(nn.Module):
+    """Distances of positions that are given, in buckets that grow with them: the logarithm of 0 is passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        apart = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).abs()
+        far = 4 + (torch.log(apart.float() / 4) / 3.0 * 4).to(torch.long)
+        far = torch.min(far, torch.full_like(far, 7))
+        return self.linear(x) + self.biases(torch.where(apart < 4, apart, far)).sum(2)
+
+
+def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path: Path) -> None:
+    model = Buckets().eval()
+    batches = [(torch.randn(3, 5, 4), torch.randint(0, 200, (3, 5))) for _ in range(2)]
+    prepared, integer = contract.compiled(model, batches)
+    assert fxq.verify(prepared, integer, batches, show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)
+    wanted, found = model(*batches[0]), integer(*batches[0])
+    assert (
+        float((wanted - found).detach().norm() / wanted.detach().norm()) < 0.03
+    )  # in another bucket it would be the whole of an embedding
+    assert "before they are truncated" in fxq.explain(prepared)

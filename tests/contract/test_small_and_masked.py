@@ -1,0 +1,466 @@
+"""What integers cannot hold: masks that are far larger than the scores they are added to, and numbers far below a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.ir.graph import annotation
+from fxquant.prepared.operators import quantized_operators
+from fxquant.primitives.boundary import quantize
+from tests.shared import contract
+from tests.shared.contract import compiled
+
+LENGTH, WIDTH = 8, 16
+LOWEST = torch.finfo(torch.float32).min
+VALUES = (-100.0, -1e4, -1e9, LOWEST, -math.inf)
+
+
+def sqnr(exact: Tensor, found: Tensor) -> float:
+    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - found.double()).pow(2).sum()))
+
+
+class Attention(nn.Module):
+    """One head; `scores` of the products and a mask that hides what comes later."""
+
+    def __init__(self, scores: Callable[[Tensor, Tensor], Tensor], value: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), value), 1))
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, self.mask)
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), mask)
+        return self.o(torch.softmax(scores, -1) @ self.v(x))
+
+
+class MaskedFromOutside(Attention):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attend(x, mask)
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda s, m: s + m,
+    "added to the scaled": lambda s, m: s / 2.0 + m,
+    "on the left": lambda s, m: m + s,
+    "scaled afterwards": lambda s, m: (s + m) * 0.5,
+    "reshaped between": lambda s, m: (s.view(-1, 1, LENGTH, LENGTH) + m[None, None]).view(-1, LENGTH, LENGTH),
+    "two of them": lambda s, m: s + m + m,
+    "expanded": lambda s, m: s + m[None].expand(s.shape[0], -1, LENGTH),
+    "subtracted": lambda s, m: s - (-m),
+    "computed from ones": lambda s, m: s + (1.0 - (m == 0).float()) * -1e9,
+    "filled": lambda s, m: s.masked_fill(m < 0, -math.inf) / 2.0,
+    "chosen": lambda s, m: torch.where(m < 0, torch.full_like(s, LOWEST), s) * 0.5,
+    "chosen of multiples": lambda s, m: torch.where(m == 0, s, -9e15 * torch.ones_like(s)),
+    "less the largest": lambda s, m: ((s + m) - (s + m).amax(-1).unsqueeze(-1)) * 2.0,
+    "limited": lambda s, m: torch.maximum(s + m, torch.tensor(LOWEST)),
+}
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(4, LENGTH, WIDTH) for _ in range(2)]
+
+
+def quality(model: nn.Module, data: list[tuple[Tensor, ...]], target: str) -> tuple[float, str]:
+    result = fxq.quantize(model.eval(), data, target=target, show_progress=False)
+    with torch.no_grad():
+        return sqnr(model(*data[0]), result.integer(*data[0])), fxq.explain(result.prepared)
+
+
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", SCORES)
+def test_a_mask_acts_in_the_softmax_and_costs_no_accuracy(name: str, target: str) -> None:
+    data = [(x,) for x in batches()]
+    unmasked = quality(Attention(lambda s, m: s + 0 * 0, 0.0), data, target)[0]
+    for value in (-100.0, -math.inf) if name != "added" else VALUES:
+        torch.manual_seed(0)
+        masked, explained = quality(Attention(SCORES[name], value), data, target)
+        assert masked > unmasked - 5, (value, masked, unmasked)  # there are fewer scores to average over
+        assert "none is left in float" in explained
+        assert "masked_softmax: exponential" in explained
+
+
+@pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between", "two of them", "filled", "computed from ones"])
+def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
+    mask = torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1).expand(4, LENGTH, LENGTH)
+    if name == "reshaped between":
+        mask = mask[0]
+    model = MaskedFromOutside(SCORES[name], 0.0).eval()
+    data = [(x, mask) for x in batches()]
+    found, explained = quality(model, data, "nash-e")
+    assert found > 25
+    assert "masked_softmax: exponential" in explained
+    prepared, integer = compiled(model, data, "nash-e")
+    contract.assert_validate_is_integer(prepared, integer, *data[0])
+    contract.assert_train_is_validate(prepared, *data[0])
+    fxq.save(prepared, tmp_path / "prepared.fxq")
+    assert torch.equal(fxq.load(tmp_path / "prepared.fxq")(*data[0]), prepared(*data[0]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data, show_progress=False).mismatches == 0
+
+
+def test_a_mask_whose_batch_is_that_of_an_activation(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key = self.query(x), self.key(x)
+            seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(query.shape[0], -1, -1)
+            mask = torch.where(seen, torch.zeros(()), torch.finfo(torch.float32).min)
+            return torch.softmax(query @ key.transpose(1, 2) + mask, -1)
+
+    data, model = batches(), Model().eval()
+    prepared, integer = compiled(model, data, "bayes-e")
+    assert "masked_softmax: exponential" in fxq.explain(prepared)
+    assert sqnr(model(data[0]).detach(), integer(data[0])) > 20
+    contract.assert_validate_is_integer(prepared, integer, data[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(data[0],)])
+
+
+class Biased(nn.Module):
+    """Scores, a bias of positions and a mask that hides whole rows of samples, brought together in one of several orders."""
+
+    def __init__(self, joined: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.positions, self.joined = nn.Embedding(LENGTH, LENGTH), joined
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        bias = self.positions(torch.arange(LENGTH)).expand(x.shape[0], -1, -1)
+        both = seen.unsqueeze(1) & seen.unsqueeze(2)
+        return torch.softmax(self.joined(self.q(x) @ self.k(x).transpose(1, 2), bias, both), -1) @ self.v(x)
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "one by one": lambda s, b, m: s + b + torch.where(m, 0.0, -1e10),
+    "joined first": lambda s, b, m: s + (b + torch.where(m, 0.0, -1e10).transpose(1, 2)),
+    "multiples subtracted": lambda s, b, m: s + b - 1e6 * (1.0 - m.to(s.dtype) * torch.ones(LENGTH, LENGTH).tril()),
+    "a logarithm": lambda s, b, m: s + b + torch.log((m | torch.eye(LENGTH, dtype=torch.bool)).float()),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
+    torch.manual_seed(0)
+    data = [(x, torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 3], [2], [LENGTH]])) for x in batches()]
+    found, explained = quality(Biased(JOINED[name]), data, "bayes-e")
+    assert found > 25
+    assert "none is left in float" in explained
+
+
+def test_a_softmax_that_stays_in_float_leaves_its_mask_there() -> None:
+    model, data = Attention(SCORES["added"], -1e9).eval(), [(x,) for x in batches()]
+    for target, qconfig in (("x86", None), ("bayes-e", fxq.QConfigMapping().set_module_name("softmax", None))):
+        result = compiled(model, data, target, qconfig)
+        assert sqnr(model(*data[0]), result.integer(*data[0])) > 25
+        contract.assert_validate_is_integer(result.prepared, result.integer, *data[0])
+
+
+class Heads(nn.Module):
+    """Several heads with a bias for every distance, and rows that a mask hides whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.distances = nn.Parameter(torch.randn(2, 2 * LENGTH - 1))
+        self.register_buffer("index", torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) + LENGTH - 1)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(x.shape[0], LENGTH, 2, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + self.distances[:, self.index]
+        scores = scores + (1.0 - padding[:, None, None, :].float()) * LOWEST
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_row_of_which_nothing_is_kept_becomes_zeros_and_a_bias_is_none(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    padding = torch.ones(4, LENGTH, dtype=torch.int64)
+    padding[0, 5:], padding[1, 2:] = 0, 0
+    data = [(x, padding) for x in batches()]
+    model = Heads().eval()
+    prepared, integer = compiled(model, data, "bayes-e")
+    assert sqnr(model(*data[0]), integer(*data[0])) > 28
+    contract.assert_validate_is_integer(prepared, integer, *data[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", data)
+
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, keep)
+
+    keep = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])
+    x = torch.randn(4, 3, 4)
+    hidden = compiled(Hidden(), [(x, keep)]).integer
+    assert not hidden(x, keep)[:, 1].any()
+    assert hidden(x, keep)[:, 0].any()
+
+
+def test_a_bias_that_is_computed_stays_integer_and_so_does_an_addition_that_something_else_reads() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.mask = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.a(x) * 2 + self.mask
+            return torch.softmax(self.a(x) * 2 + self.b(x), -1), torch.softmax(scores, -1) + scores
+
+    prepared = compiled(Model(), batches()).prepared
+    floats = [spec.because for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None]
+    assert not any("mask" in because for because in floats)
+
+
+def test_an_infinite_constant_elsewhere_keeps_its_operator_in_float() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 4)
+            self.register_buffer("low", torch.tensor([-math.inf, 0.0, 0.0, math.inf]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.low
+
+    prepared, integer = compiled(Model(), batches())
+    assert "its constant holds values that are not finite" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+
+
+# ---- below a step -------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(WIDTH, WIDTH, bias=False), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.layer(x))
+
+
+def power(y: Tensor) -> Tensor:
+    return y.pow(2).mean(-1, keepdim=True)
+
+
+SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "the reciprocal root": lambda y: y * torch.rsqrt(power(y) + 1e-6),
+    "divided by the root": lambda y: y / torch.sqrt(power(y) + 1e-6),
+    "divided by a power": lambda y: y / (1e-6 + power(y)) ** 0.5,
+    "divided by a sum": lambda y: y / (y.abs().sum(-1, keepdim=True) + 1e-6),
+    "divided by a limited sum": lambda y: y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6),
+    "one divided": lambda y: 1 / (y.square() + 1e-3),
+    "a reciprocal": lambda y: torch.reciprocal(1e-3 + y.abs()),
+    "a negative power": lambda y: (y.square() + 1e-2) ** -1.5,
+    "the logarithm of a square": lambda y: torch.log10(y.square() + 1e-4),
+    "a logarithm": lambda y: torch.log(torch.relu(y) + 1e-6),
+    "another logarithm": lambda y: torch.log2(torch.relu(y) + 1e-6),
+    "a layer norm": lambda y: (y - y.mean(-1, keepdim=True)) / torch.sqrt(power(y - y.mean(-1, keepdim=True)) + 1e-5),
+}
+
+
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", SMALL)
+def test_nothing_becomes_infinite_that_is_finite_in_float(name: str, target: str) -> None:
+    """Rows from 1 down to a thousandth of a step: the squares of most are 0 as integers, and ε alone is left."""
+    x = torch.randn(64, WIDTH) * torch.logspace(-5, 0, 64).unsqueeze(1)
+    model = Norm(SMALL[name])
+    prepared, integer = compiled(model, [x], target)
+    assert bool(torch.isfinite(model(x)).all())
+    assert bool(torch.isfinite(integer(x)).all())
+    contract.assert_validate_is_integer(prepared, integer, x)
+    ordinary = torch.randn(64, WIDTH)
+    if name == "a reciprocal":
+        return  # the smallest of ordinary numbers decide the largest of its values, and are below a step
+    assert sqnr(model(ordinary).detach(), compiled(model, [ordinary], target).integer(ordinary)) > 14
+
+
+@pytest.mark.parametrize("target", ["bernoulli2", "x86"])
+def test_without_16_bits_what_leads_to_a_pole_alone_stays_in_float(target: str) -> None:
+    model, x = Norm(SMALL["one divided"]), torch.randn(64, WIDTH)
+    prepared, integer = compiled(model, [x], target)
+    explained = fxq.explain(prepared)
+    assert "its result is read by a divisor or a logarithm and must not be rounded to 0: the target has no 16-bit dtype" in explained
+    assert "near its pole it needs %square in more than 8 bits" in explained
+    assert sqnr(model(x).detach(), integer(x)) > 14
+    contract.assert_validate_is_integer(prepared, integer, x)
+    for layered in (lambda y: torch.log(torch.relu(y) + 1e-6), lambda y: torch.sqrt(y.square() + 1)):  # a layer's own values; no pole at 0
+        assert "none is left in float" in fxq.explain(compiled(Norm(layered), [x], target).prepared)
+
+
+def test_a_rule_keeps_what_leads_to_a_pole_narrow() -> None:
+    x = torch.randn(64, WIDTH)
+    rule = fxq.QConfigMapping().set_object_type(torch.square, fxq.QConfig(fxq.ActivationConfig("int8")))
+    dtypes = []
+    for qconfig in (None, rule):
+        prepared = compiled(Norm(lambda y: 1 / (torch.square(y) + 1e-3)), [x], "bayes-e", qconfig).prepared
+        dtypes.append({layer.name: layer.dtype for layer in fxq.layers(prepared)})
+    assert (dtypes[0]["square"], dtypes[1]["square"]) == ("int16", "int8")
+    assert dtypes[0]["truediv"] == "int8"  # the result is as the qconfig says
+
+
+def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [torch.log(x + 1e-6), torch.sigmoid(2 - x), torch.sqrt(0.5 + x), torch.exp(torch.sub(x, 3, alpha=0.5)), (x - 1).pow(2.0)]
+
+    x = torch.rand(64, 9) * 4
+    prepared, integer = compiled(Model(), [x], "bayes-e")
+    assert {o.operator.name for o in quantized_operators(prepared).values()} == {"quantize", "shifted"}
+    assert "holds add" in fxq.explain(prepared)
+    assert sum(node.name.endswith("_table") for node in integer.graph.nodes) == 5
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
+    contract.assert_train_is_validate(prepared, x)
+    step = fxq.qparams(prepared)["x_quantize"]
+    exact = Model()((x / step).round().clamp(-128, 127) * step)
+    for name, found, expected in zip(list(fxq.qparams(prepared))[1:], integer(x), exact, strict=True):
+        scale = fxq.qparams(prepared)[name]
+        limits = expected.clamp(-128 * scale, 127 * scale)
+        assert float((found - limits).abs().max()) <= 0.501 * scale, name
+    fxq.save(prepared, tmp_path / "model.fxq")
+    assert torch.equal(fxq.load(tmp_path / "model.fxq")(x)[0], prepared(x)[0])
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq"), [(x,)], show_progress=False)
+    assert not report.mismatches
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-5, 1e-7])
+@pytest.mark.parametrize(("target", "bits", "least"), [("nash-e", 16, 80.0), ("nash-e", 8, 32.0), ("bayes-e", 8, 32.0)])
+def test_small_weights_and_activations_keep_their_bits(target: str, bits: int, least: float, magnitude: float) -> None:
+    """The decibels of an ordinary network: nothing but the scales is small."""
+    dtype = f"int{bits}"
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype), fxq.WeightConfig(dtype))
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+    with torch.no_grad():
+        layer[0].weight *= magnitude
+    for model, x in ((layer, torch.randn(64, 32)), (nn.Sequential(layer[2]), torch.randn(64, 32) * magnitude * 10)):
+        integer = compiled(model, [x], target, qconfig).integer
+        assert sqnr(model(x).detach(), integer(x)) > least
+
+
+def test_a_dead_channel_does_not_keep_a_layer_from_adding_its_residual() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(4, 4, 1)
+            with torch.no_grad():
+                self.layer.weight[1] = 1e-20
+                self.layer.bias[1] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + x
+
+    integer = compiled(Model(), [torch.randn(2, 4, 6, 6)], "nash-e").integer
+    assert "added in the accumulator" in fxq.explain(integer)
+
+
+class Windows(nn.Module):
+    """Attention in two windows of four positions each, by what image models, and text models with a position bias, add to scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint, self.relative = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(8, 4)
+        self.bias = nn.Parameter(torch.randn(2, 16))
+        self.register_buffer("places", torch.arange(16).view(4, 4).flip(0))
+        mask = torch.zeros(2, 4, 4)
+        mask[1, :2, 2:] = mask[1, 2:, :2] = -100.0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        query, key, value = self.joint(x.view(-1, 4, WIDTH)).view(-1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        bias = self.bias[:, self.places]
+        shifted = bias.unsqueeze(0) + self.mask.unsqueeze(0).expand(x.shape[0], -1, -1, -1).reshape(-1, 1, 4, 4)
+        chosen = torch.where(keep.view(-1, 1, 1, 4), bias, LOWEST)
+        masks = (shifted, chosen, self.relative(query) + chosen, self.relative(query) + bias)
+        attended = [F.scaled_dot_product_attention(query, key, value, mask) for mask in masks]
+        explicit = torch.softmax(query @ key.transpose(-2, -1) * 0.3 + bias, -1) @ value
+        return torch.stack([*attended, explicit], 1)
+
+
+def test_windows_and_position_biases_leave_nothing_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Windows().eval()
+    keep = torch.ones(4, 2, 4, dtype=torch.bool)
+    keep[1::2, 1, 2:] = False
+    inputs = (torch.randn(4, LENGTH, WIDTH), keep)
+    prepared, integer = compiled(model, [inputs])
+    crossed = [node for node in integer.graph.nodes if node.target is quantize and node.args[0].op != "placeholder"]
+    assert not crossed
+    with torch.no_grad():
+        assert sqnr(model(*inputs), integer(*inputs)) > 25
+    contract.assert_validate_is_integer(prepared, integer, *inputs)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, (torch.randn(2, LENGTH, WIDTH), keep[:2])])
+
+
+def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None:
+    """Their inverse deviation is larger than any that was seen: on a grid that ends there they would come out smaller than they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    _, integer = compiled(model, [torch.randn(4, LENGTH, WIDTH)], qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
+    small = 0.6 * torch.randn(4, LENGTH, WIDTH)
+    with torch.no_grad():
+        assert sqnr(model(small), integer(small)) > 30
+    prepared, _ = compiled(model, [small])
+    parts = [operator.output for operator in quantized_operators(prepared).values()]
+    assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int16"} == {2.0}
+    assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int8"} == {1.0}
+
+
+OF_ONE_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x.sum(), -1),
+    "any": lambda x: (x.amax() > 0).any(0),
+    "all": lambda x: (x.amax() > 0).all(-1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_dimension_of_one_number_may_be_named(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_ONE_NUMBER[name](x)
+
+    x = torch.randn(4, 3)
+    assert torch.equal(compiled(Model(), [x]).integer(x), Model()(x))
+
+
+def test_a_step_at_zero_is_the_value_given_for_it() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.heaviside(x.relu(), y)
+
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    prepared = compiled(Model(), [batch]).prepared
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    assert torch.equal(prepared(*batch), Model()(*batch))
+
+
+OF_ITSELF: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "an input": lambda x, layer: x - x.amax(-1, keepdim=True),
+    "an input, by the first of two results": lambda x, layer: x.relu() - x.relu().max(-1, keepdim=True)[0],
+    "behind a layer": lambda x, layer: layer(x) - layer(x).max(-1, keepdim=True)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_what_is_subtracted_of_scores_themselves_is_no_mask(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_ITSELF[name](x, self.layer).softmax(-1)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, WIDTH)
+    prepared, integer = compiled(Model().eval(), [x])
+    assert "none is left in float" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, x)

@@ -1,0 +1,195 @@
+"""What PyTorch, onnx and onnxruntime do differently from version to version, between the oldest and the newest that are supported."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from tests.shared.contract import VNNI, assert_integer_is_onnx, assert_validate_is_integer, compiled
+
+
+class Net(nn.Module):
+    """A convolution, and what is done with its result."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.conv, self.linear, self.function = nn.Conv2d(3, 8, 1), nn.Linear(8, 5), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.conv(x))
+
+
+def batch(count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 9, 8, generator=torch.Generator().manual_seed(count))
+
+
+def wide() -> fxq.QConfigMapping:
+    return fxq.QConfigMapping().set_global(fxq.QConfig(input=fxq.ActivationConfig("int16"), output=fxq.ActivationConfig("int16")))
+
+
+# ---- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def pair(first: Any, second: Any) -> Any:
+    return Pair(first, second)
+
+
+def nested(first: Any, second: Any) -> Any:
+    return {"pair": Pair(first, Pair(second, None)), "list": [(first,), Other.Pair(second)]}
+
+
+class Other:
+    class Pair(NamedTuple):  # another one of that name
+        only: Any
+
+
+def structure(value: Any) -> Any:
+    """The value with its tensors replaced by what they are, and every container with its class."""
+    if isinstance(value, dict):
+        return {key: structure(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value), [structure(item) for item in value]
+    return type(value)
+
+
+@pytest.mark.parametrize("returned", [pair, nested])
+def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
+    model = Returning(returned).eval()
+    wanted = structure(model(batch()))
+    prepared, integer = compiled(model, [batch()])
+    traced = fxq.trace(model, batch())
+    for form in (traced, prepared, integer, copy.deepcopy(traced), copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert structure(form(batch())) == wanted
+    assert_validate_is_integer(prepared, integer, batch())
+
+
+class Returning(nn.Module):
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.conv, self.returned = nn.Conv2d(3, 4, 1), returned
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(self.conv(x), self.conv(x + 1))
+
+
+@pytest.mark.parametrize("opset", [17, 18, 21])
+def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Path) -> None:
+    """PyTorch's exporter writes opset 18 and later; what it was asked below that differs."""
+    integer = compiled(Net(lambda n, y: n.conv(torch.logaddexp(y, y.asinh())[:, :3])).eval(), [batch()]).integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
+    assert [entry.version for entry in onnx.load(str(path)).opset_import if entry.domain == ""] == [opset]
+    assert fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
+
+
+# ---- onnxruntime ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+@pytest.mark.parametrize("opset", [17, 21])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda n, y: F.avg_pool2d(y, (2, 3), (2, 2), ceil_mode=True),
+        lambda n, y: F.avg_pool2d(y, 3, 2, (1, 0)),
+        lambda n, y: F.avg_pool2d(y, 3, 2, (0, 1), ceil_mode=True, count_include_pad=False),
+    ],
+    ids=["behind", "before", "left out"],
+)
+def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, dtype: str, tmp_path: Path) -> None:
+    """onnxruntime 1.21 to 1.23 divides by too few elements there from opset 19 on."""
+    integer = compiled(Net(pool).eval(), [batch()], "nash-e", wide() if dtype == "int16" else None).integer
+    for style in ("exact", "fast", "qdq"):
+        if style == "qdq" and (not VNNI or (dtype == "int16" and opset < 21)):
+            continue  # sums of its kernels saturate, or it has no form there
+        path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, opset=opset)
+        for node in onnx.load(str(path)).graph.node:
+            if node.op_type == "AveragePool":
+                found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+                assert len(set(found["pads"])) == 1 or not found["count_include_pad"], style
+        report = fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
+        if isinstance(report, fxq.DeviationReport):
+            assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1
+        else:
+            assert report, str(report)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda n, y: y @ y.mT, lambda n, y: y.permute(0, 2, 3, 1) @ y.permute(0, 2, 1, 3), lambda n, y: n.linear(y.permute(0, 2, 3, 1))],
+    ids=["right", "both", "linear"],
+)
+def test_a_wide_product_is_not_joined_with_a_transposition(product: Any, tmp_path: Path) -> None:
+    """onnxruntime up to 1.23 makes one operator of the two, and then has none for float64."""
+    prepared, integer = compiled(Net(product).eval(), [batch()], qconfig=wide())
+    assert_validate_is_integer(prepared, integer, batch())
+    path = tmp_path / "model.onnx"
+    assert_integer_is_onnx(integer, path, [(batch(),), (batch(1),)])
+    graph = onnx.load(str(path)).graph
+    made_by = {name: node for node in graph.node for name in node.output}
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    assert products
+    for node in products:
+        for name in node.input:
+            while name in made_by and made_by[name].op_type == "Cast":
+                name = made_by[name].input[0]
+            assert name not in made_by or made_by[name].op_type != "Transpose"
+
+
+# ---- onnx's own evaluator -------------------------------------------------------------------------------------------
+
+
+def test_the_evaluators_operators_are_corrected_inside_of_functions() -> None:
+    """A product that rounds to a tie in float32 alone: see test_onnx_styles.py; and indices that are not contiguous."""
+    total, multiplier = tie()
+    requantize = helper.make_node("QLinearMatMul", ["x", "one", "zero", "w", "scale", "zero", "one", "zero"], ["product"])
+    turn = helper.make_node("Transpose", ["indices"], ["turned"])
+    pick = helper.make_node("Gather", ["product", "turned"], ["y"], axis=1)
+    names = ["x", "one", "zero", "w", "scale", "indices"]
+    opsets = [helper.make_opsetid("", 21)]
+    function = helper.make_function("test", "f", names, ["y"], [requantize, turn, pick], opsets)
+    constants = {
+        "one": np.float32(1), "zero": np.int8(0), "scale": multiplier, "w": np.ones((len(total), 1), np.int8),
+        "indices": np.zeros((2, 3), np.int64),
+    }  # fmt: skip
+    graph = helper.make_graph(
+        [helper.make_node("f", names, ["y"], domain="test")],
+        "calls",
+        [helper.make_tensor_value_info("x", TensorProto.INT8, [1, len(total)])],
+        [helper.make_tensor_value_info("y", TensorProto.INT8, None)],
+        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, functions=[function], opset_imports=[*opsets, helper.make_opsetid("test", 1)], ir_version=10)
+    _, level, threads = next(row for row in RUNTIMES if row[0] == "reference")
+    found = Runner(model, level, threads)({"x": torch.from_numpy(total[None])})["y"]
+    wanted = np.rint(np.float32(total.sum()) * multiplier).astype(np.int8)
+    assert found.shape == (1, 3, 2)
+    assert bool((found == int(wanted)).all())
+
+
+def tie() -> tuple[np.ndarray[Any, Any], Any]:
+    """int8 numbers, and a multiplier of their sum whose float32 product is a tie to even that the exact product is not."""
+    for count in range(200, 100_000, 7):
+        total = np.int64(127) * count
+        for half in (0.5, 1.5, 2.5, 3.5):
+            multiplier = np.float32(half / total)
+            exact = float(total) * float(multiplier)
+            if np.float32(total) * multiplier == half and np.rint(exact) != np.rint(half):
+                return np.full(count, 127, np.int8), multiplier
+    raise AssertionError("there is none")

@@ -1,0 +1,421 @@
+"""Python that stays Python: wrapped functions and methods, leaf modules, what is preserved of a model, and branches that only train."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.backends.onnx.segments import _called
+from fxquant.frontend.opaque import WRAPPED
+from tests.shared.contract import compiled
+
+
+@fxq.wrap
+def ranked(scores: Tensor) -> Tensor:
+    """With numpy, of a fixed size."""
+    return torch.from_numpy(np.sort(scores.detach().numpy(), 1).copy())
+
+
+@fxq.wrap
+def above(scores: Tensor, limit: float) -> tuple[list[Tensor], dict[str, int]]:
+    """Of as many numbers as there are above a limit, image by image."""
+    return [row[row > limit] for row in scores], {"count": int((scores > limit).sum())}
+
+
+@fxq.wrap
+def joined(found: tuple[list[Tensor], dict[str, int]]) -> Tensor:
+    return torch.cat(found[0])
+
+
+def signed(x: Tensor, other: Tensor) -> Tensor:
+    return x + other if float(x.sum()) > 0 else x - other
+
+
+fxq.wrap("signed")
+
+
+@fxq.wrap(fake=lambda x, places: x.new_empty(x.shape[0], 2))
+def picked(x: Tensor, places: list[int]) -> Tensor:
+    assert float(x.detach().abs().max()) > 1e-3, "no activations"  # neither zeros nor fake tensors can be looked at
+    return x[:, places]
+
+
+class Rescale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if float(x.max()) > 0 else x
+
+
+class Kept(nn.Module):
+    """Every way of keeping Python, behind and between layers."""
+
+    gain = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head, self.rescale = nn.Conv2d(3, 8, 3), nn.Linear(8, 4), Rescale()
+
+    @fxq.wrap
+    def choose(self, x: Tensor) -> Tensor:
+        return x * self.gain if float(x.max()) > 0 else x + self.rescale.weight
+
+    def forward(self, x: Tensor) -> tuple[object, ...]:
+        y = self.head(ranked(self.conv(x).relu().mean((2, 3))))
+        y = self.rescale(self.choose(signed(y, y)))
+        found = above(y, limit=0.1)
+        return found, joined(found), picked(y, [0, 2])
+
+
+@pytest.fixture(scope="module")
+def image() -> Tensor:
+    return torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def kept(image: Tensor) -> fxq.Result:
+    torch.manual_seed(0)
+    return fxq.quantize(Kept().eval(), [image, image[:2]], leaf=Rescale, show_progress=False)
+
+
+def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.Result, image: Tensor) -> None:
+    names = [layer.name for layer in fxq.layers(kept.integer) if "kept" in layer.reason]
+    assert names == ["ranked", "signed", "choose", "rescale", "above", "joined", "picked"]
+    assert fxq.verify(kept.prepared, kept.integer, [image, image[:1]])
+    traced = fxq.trace(kept.float, image, leaf="rescale")
+    (rows, counts), together, two = kept.float(image)
+    for model, exact in (
+        (traced, True),
+        (copy.deepcopy(traced), True),
+        (kept.integer, False),
+        (pickle.loads(pickle.dumps(kept.integer)), False),
+    ):
+        (found, n), all_found, pair = model(image)
+        assert len(found) == 5
+        assert n["count"] == sum(map(len, found)) == len(all_found)
+        assert pair.shape == (5, 2)
+        if exact:
+            assert all(map(torch.equal, found, rows))
+            assert n == counts
+            assert torch.equal(all_found, together)
+            assert torch.equal(pair, two)
+
+
+def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.Result, image: Tensor) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rescale = nn.Linear(6, 4), Rescale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rescale(signed(self.layer(x), x[:, :4]))
+
+    x = torch.randn(8, 6)
+    prepared = fxq.prepare(Loss(), x, leaf="rescale")
+    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.set_state(prepared, "train")
+    prepared(x).sum().backward()
+    assert prepared.layer.weight.grad.abs().sum() > 0
+    assert prepared.rescale.weight.grad.abs().sum() > 0
+
+
+def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ranked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> object:
+            return above(ranked(self.layer(x)), 0.0)
+
+    x = torch.randn(6, 8)
+    result = fxq.quantize(Ranked(), [x], show_progress=False)
+    path = fxq.save(result.integer, tmp_path / "ranked.fxq")
+    assert all(map(torch.equal, fxq.load(path)(x)[0], result.integer(x)[0]))
+    monkeypatch.delitem(WRAPPED, f"{__name__}:ranked")
+    with pytest.raises(fxq.ExportError, match="ranked, which nothing in this process has wrapped"):
+        fxq.load(path)
+
+
+def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> object:
+            return above(self.head(ranked(self.conv(x).mean((2, 3)))), 0.1)
+
+    integer = compiled(Middle().eval(), [image]).integer
+    with pytest.raises(fxq.ExportError, match="outside of forward"):
+        fxq.export_onnx(integer, tmp_path / "whole.onnx", style="exact")
+    fxq.export_segments(integer, tmp_path / "parts")
+    functions = {"ranked": ranked, "above": functools.partial(above, limit=0.1)}
+    (found,) = fxq.run_segments(tmp_path / "parts", image, python=functions)
+    assert all(map(torch.equal, found[0], integer(image)[0]))
+    with pytest.raises(fxq.ConfigurationError, match="'ranked' cannot be run"):
+        fxq.run_segments(tmp_path / "parts", image)
+    with pytest.raises(fxq.ConfigurationError, match=r"segments pass tensors alone, here .*limit"):
+        fxq.run_segments(tmp_path / "parts", image, python=functions | {"above": above})
+
+
+def test_a_function_of_a_segment_returns_all_of_its_outputs() -> None:
+    entry = {"inputs": ["x"], "outputs": ["a", "b"], "python": ["f"]}
+    assert _called(entry, {"a": lambda x: (x, x + 1)}, [torch.zeros(2)])["b"].tolist() == [1, 1]
+    with pytest.raises(fxq.ConfigurationError, match="has 2 outputs, a, b, and it returned Tensor"):
+        _called(entry, {"a": lambda x: x}, [torch.zeros(2)])
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found = above(x, 0.0)
+        return x if found[1]["count"] > 3 else -x
+
+
+def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None:
+    with pytest.raises(fxq.TraceError, match="kept as Python is used by Python"):
+        fxq.prepare(Branching(), torch.randn(4, 3))
+
+    @fxq.wrap
+    def strict(x: Tensor) -> Tensor:
+        raise RuntimeError("not these numbers")
+
+    class Strict(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return strict(x)
+
+    with pytest.raises(fxq.TraceError, match=r"(?s)the result of strict cannot be determined.*not these numbers.*fake="):
+        fxq.prepare(Strict(), torch.randn(4, 3))
+    with pytest.raises(fxq.ConfigurationError, match="function 'nothing' to wrap was not found"):
+        fxq.wrap("nothing")
+    with pytest.raises(fxq.ConfigurationError, match="did you mean 'rescale'"):
+        fxq.prepare(Kept(), image, leaf="rescaled")
+
+
+# ---- what is preserved -----------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    kind = "linear"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.strides, self.anchors, self.key = nn.Linear(8, 4), [8, 16], torch.rand(3, 2), lambda x: x
+
+    @property
+    def levels(self) -> int:
+        return len(self.strides)
+
+    def decode(self, y: Tensor) -> Tensor:
+        return y * self.strides[1] + self.anchors.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Preserving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head, self.other, self.names = nn.Conv2d(3, 8, 3), Head(), nn.Sequential(nn.Linear(8, 2), nn.ReLU()), ["a", "b"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).relu().mean((2, 3)))
+
+
+def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Preserving().eval()
+    preserve = ["names", "head.strides", "head.anchors", "head.levels", "head.kind", "head.decode", "head.key", "other"]
+    result = fxq.quantize(model, [image], preserve=preserve, show_progress=False)
+    for found in (fxq.trace(model, image, preserve=preserve), result.prepared, result.integer, copy.deepcopy(result.integer)):
+        y, ones = found(image), torch.ones(1, 8)
+        assert torch.equal(found.head.decode(y), y * 16 + model.head.anchors.sum())
+        assert found.head.key(5) == 5
+        caplog.clear()
+        loaded = fxq.load(fxq.save(found, tmp_path / "model.fxq"))
+        assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [
+            "not in the file, which holds no code: head.decode, head.key; set these on the loaded model"
+        ]
+        for one in (found, loaded):
+            assert (one.names, one.head.strides, one.head.levels, one.head.kind) == (["a", "b"], [8, 16], 2, "linear")
+            assert torch.equal(one.head.anchors, model.head.anchors)
+            assert torch.equal(one.other(ones), model.other(ones))
+            assert torch.equal(one(image), y)
+        assert not hasattr(loaded.head, "decode")
+
+
+@pytest.mark.parametrize(
+    ("name", "because"), [("naems", "did you mean 'names'"), ("head.stride", "'head.strides'"), ("hed.x", "no attribute `hed`")]
+)
+def test_a_name_that_there_is_not_is_an_error(name: str, because: str, image: Tensor) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=because):
+        fxq.prepare(Preserving(), image, preserve=[name])
+
+
+# ---- branches that only train ----------------------------------------------------------------------------------------
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.conv(x)).relu()).mean((2, 3))
+
+
+class WithBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head, self.aux = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4), Auxiliary()
+        self.register_buffer("prior", torch.rand(6))
+
+    def forward(self, x: Tensor) -> object:
+        features = F.dropout(F.relu(self.norm(self.conv(x))), 0.1, self.training)
+        y = self.head(features.mean((2, 3)))
+        return {"main": y, "aux": self.aux(features) + self.prior} if self.training else y.softmax(1)
+
+
+def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tensor, tmp_path) -> None:
+    model = WithBranch().eval()
+    prepared = fxq.calibrate(fxq.prepare(model, image, "nash-e", training_branch=True), [image], show_progress=False)
+    without = fxq.calibrate(fxq.prepare(model, image, "nash-e"), [image], show_progress=False)
+    assert torch.equal(prepared(image), without(image))
+    fxq.set_state(prepared, "train")
+    assert isinstance(prepared(image), Tensor)
+    twin = copy.deepcopy(prepared)
+    for one in (prepared, twin):
+        one.train()
+        found = one(image)
+        assert {name: tuple(value.shape) for name, value in found.items()} == {"main": (5, 4), "aux": (5, 6)}
+        found["aux"].sum().backward()
+        assert one.aux.conv.weight.grad.abs().sum() > 0
+        assert one.conv.weight.grad.abs().sum() > 0
+        assert one.aux.norm.num_batches_tracked == 1
+    assert set(model.state_dict()) <= set(prepared.state_dict())
+    before = twin.conv.weight.detach().clone()
+    torch.optim.SGD(prepared.parameters(), 0.1).step()
+    assert torch.equal(twin.conv.weight, before)
+    assert not torch.equal(prepared.conv.weight, before)
+    prepared.eval()
+    fxq.set_state(prepared, "validate")
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, [image])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [image])
+    assert not any("aux" in name or "training" in name for name in (*integer.state_dict(), *(node.name for node in integer.graph.nodes)))
+    with pytest.raises(fxq.ExportError, match="training branch"):
+        fxq.save(prepared, tmp_path / "model.fxq")
+
+
+class Stochastic(WithBranch):
+    def forward(self, x: Tensor) -> object:
+        features = self.conv(x)
+        return self.head((features * 2 if self.training else features).mean((2, 3)))
+
+
+class Same(WithBranch):
+    def forward(self, x: Tensor) -> object:
+        return self.head(self.conv(x).mean((2, 3)))
+
+
+def test_a_branch_that_changes_the_rest_is_refused_and_one_that_is_none_is_nothing(image: Tensor) -> None:
+    with pytest.raises(fxq.TraceError, match="same layers in another way in train mode"):
+        fxq.prepare(Stochastic(), image, training_branch=True)
+    prepared = fxq.prepare(Same(), image, training_branch=True)
+    assert isinstance(prepared.train()(image), Tensor)
+
+
+def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path) -> None:
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head, self.auxiliary = nn.Conv2d(3, 4, 1), nn.Linear(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.conv(x).mean((2, 3))
+            return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+    model, batch = Headed().eval(), torch.randn(4, 3, 5, 5)
+    prepared, again = (fxq.prepare(model, batch, training_branch=True) for _ in range(2))
+    fxq.calibrate(prepared, [batch])
+    with pytest.raises(fxq.ExportError, match=r"keep prepared\.state_dict\(\)"):
+        fxq.save(prepared, tmp_path / "prepared.fxq")
+    torch.save(prepared.state_dict(), tmp_path / "prepared.pt")
+    again.load_state_dict(torch.load(tmp_path / "prepared.pt"))
+    fxq.set_state(again, "validate")
+    assert fxq.verify(prepared, again, [batch])
+    assert all(torch.equal(mine, its) for mine, its in zip(prepared.train()(batch), again.train()(batch), strict=True))
+    fxq.save(fxq.convert(prepared), tmp_path / "integer.fxq")
+
+
+@fxq.wrap
+def writes_into_a_dict(found: dict[str, Any], x: Tensor) -> dict[str, Any]:
+    found["twice"] = x * 2
+    found.setdefault("calls", []).append(1)
+    return found
+
+
+@fxq.wrap
+def writes_into_a_list(found: list[Any], x: Tensor) -> list[Any]:
+    found.append(x + 1)
+    found[0] = found[0] * 2
+    return found
+
+
+@fxq.wrap
+def writes_into_a_nest(found: dict[str, Any]) -> Tensor:
+    found["a"][0] = found["a"][0] + 1
+    found["a"].append(found["b"]["c"])
+    found["b"].update(c=found["b"]["c"] * 2)
+    total: Tensor = found["a"][0] + found["a"][-1] + found["b"]["c"]
+    return total
+
+
+class Writes(nn.Module):
+    """A module that writes into the dict that it is called with."""
+
+    def forward(self, found: dict[str, Any]) -> Any:
+        found["x"] = found["x"] + 1
+        return found["x"]
+
+
+WRITING: dict[str, Callable[[Tensor], Any]] = {
+    "a dict": lambda y: (lambda found: found["x"] + found["twice"])(writes_into_a_dict({"x": y}, y)),
+    "a dict by keyword": lambda y: writes_into_a_dict(found={"x": y}, x=y)["twice"],
+    "a list": lambda y: (lambda found: found[0] + found[1])(writes_into_a_list([y], y)),
+    "a list of numbers": lambda y: writes_into_a_list([1.0, 2.0], y)[2],
+    "a nest": lambda y: writes_into_a_nest({"a": [y], "b": {"c": y}}),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITING, "a module"])
+def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.writes = nn.Linear(4, 4), Writes()
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            return self.writes({"x": y}) if name == "a module" else WRITING[name](y)
+
+    batch = torch.randn(4, 4)
+    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, leaf=Writes), [batch], show_progress=False)
+    expected = prepared(batch)
+    for kernels in ("auto", "reference"):
+        integer = fxq.convert(prepared, kernels=kernels)
+        assert all(torch.equal(integer(batch), expected) for _ in range(3))  # the first call sees sizes, later ones run kernels
+        assert fxq.verify(prepared, integer, [batch])

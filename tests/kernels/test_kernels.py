@@ -1,0 +1,737 @@
+"""Kernels give the bits of the primitives they stand for, or are not used: on any sizes, at ties and ends, in threads, in copies."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.backends.cpu import compiled as in_c
+from fxquant.backends.cpu import native, tensors
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import kernel
+from fxquant.ir.model import RUNNER
+from fxquant.kernels import constants
+from fxquant.kernels.constants import EACH_CALL
+from fxquant.kernels.layer import Layer
+from fxquant.kernels.program import Program
+from fxquant.kernels.record import Kernel, Refused
+from fxquant.kernels.runner import MOST_PROGRAMS, Runner
+from fxquant.prepared.stage import Stage
+from tests.shared.contract import all_equal, compiled, flat
+
+TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
+
+
+class Everything(nn.Module):
+    """An operator for every kernel: sums of all kinds, maxima, tables of one tensor and of two, concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.same, self.depthwise = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1, groups=16)
+        self.wide, self.groups = nn.Conv2d(16, 22, 1), nn.Conv2d(22, 12, 3, 1, 2, dilation=2, groups=2)
+        self.scores = nn.Linear(28, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        x = F.relu(self.same(x) + x)
+        x = self.depthwise(x) * torch.sigmoid(x.mean((2, 3), keepdim=True)) - x
+        y = torch.cat([self.groups(F.silu(self.wide(x))), x], 1)
+        return self.scores(y.mean((2, 3))), y
+
+
+def images(*sizes: int, seed: int = 0) -> Tensor:
+    """Live values, with ties of the quantization, zeros of both signs, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(sizes, generator=generator) * 2
+    marks = torch.randint(0, 40, sizes, generator=generator)
+    for index, number in enumerate((0.0, -0.0, torch.inf, -torch.inf, torch.nan, 0.5)):
+        value[marks == index] = number
+    return value
+
+
+def ordinary(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(7))
+
+
+def both(model: nn.Module, target: str, *batches: Tensor, qconfig: Any = None) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The integer model with kernels, and without."""
+    torch.manual_seed(0)
+    prepared, integer = compiled(model.eval(), batches, target, qconfig)
+    return integer, fxq.convert(prepared, kernels="reference")
+
+
+def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Tensor, runs: int = 2) -> None:
+    """Bits and strides, in the first run, which is the primitives', and behind it."""
+    wanted = reference(*inputs)
+    for _ in range(1 + runs):
+        found = integer(*inputs)
+        assert all_equal(found, wanted)
+        assert [tensor.stride() for tensor in flat(found)] == [tensor.stride() for tensor in flat(wanted)]
+
+
+def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
+    """The implementation at each node with a kernel."""
+    runner: Runner = integer.__dict__[RUNNER]
+    return {name: choice.implementation for name, choice in runner.choices()}
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: "a C compiler was not found")
+
+
+# ---- equal bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -> None:
+    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
+    for batch in (1, 3):  # an odd number, too
+        assert_same(integer, reference, images(batch, 3, 18, 22, seed=batch))
+    assert_same(integer, reference, images(2, 3, 18, 22).contiguous(memory_format=torch.channels_last))
+    assert_same(integer, reference, images(22, 18, 3, 2).permute(3, 2, 1, 0))
+    with torch.inference_mode():
+        assert_same(integer, reference, images(1, 3, 18, 22))
+    report = fxq.verify(reference, integer, [ordinary(2, 3, 18, 22)], show_progress=False)
+    assert report
+    assert report.pairs == ["integer = integer", "integer = kernels"]
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_compiler: None) -> None:
+    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
+    assert_same(integer, reference, images(3, 3, 18, 22))
+    used = set(chosen(integer).values())
+    assert not any(name and name.startswith("native") for name in used)
+    assert {"PyTorch's maximum", "PyTorch's table", "concatenated bytes"} <= used
+
+
+class Returning(nn.Module):
+    """Returns a constant and its input beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.anchors = nn.Buffer(torch.arange(6.0).view(2, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.anchors, self.conv(x), x, self.anchors
+
+
+def test_constants_and_inputs_are_returned_by_every_run() -> None:
+    integer, reference = both(Returning(), "bayes-e", ordinary(2, 3, 6, 6))
+    assert_same(integer, reference, images(2, 3, 6, 6), runs=3)
+    x = images(2, 3, 6, 6)
+    assert torch.equal(integer(x)[0], Returning().anchors)
+
+
+def test_a_window_that_can_be_all_padding_is_not_onednns(no_compiler: None) -> None:
+    """There it reads outside of the image, which ends the process where that page is not mapped."""
+    for padding in (1, 0):
+        model = nn.Sequential(nn.Conv2d(8, 4, 1, padding=padding))
+        integer, reference = both(model, "bayes-e", ordinary(2, 8, 5, 5))
+        assert_same(integer, reference, images(2, 8, 5, 5))
+        runner: Runner = integer.__dict__[RUNNER]
+        reasons = [choice.refused.get("oneDNN convolution", "") for _, choice in runner.choices()]  # a processor may have others
+        assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
+
+
+def test_a_model_without_images_to_run_on_runs_its_primitives() -> None:
+    integer, reference = both(Everything(), "nash-e", ordinary(4, 3, 18, 22))
+    assert_same(integer, reference, images(0, 3, 18, 22))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    channels=st.integers(1, 20), out=st.integers(1, 40), size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    taps=st.tuples(st.integers(1, 4), st.integers(1, 4)), stride=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)), dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    kind=st.sampled_from(("plain", "depthwise", "groups")), target=st.sampled_from(TARGETS), batch=st.integers(1, 3),
+    bias=st.booleans(), clamp=st.booleans(),
+)  # fmt: skip
+def test_sums_of_products(
+    channels: int, out: int, size: Any, taps: Any, stride: Any, padding: Any, dilation: Any, kind: str, target: str, batch: int,
+    bias: bool, clamp: bool,
+) -> None:  # fmt: skip
+    reach = [around * 2 + length - spread * (tap - 1) for around, length, spread, tap in zip(padding, size, dilation, taps, strict=True)]
+    if min(reach) < 1:
+        return
+    groups = {"plain": 1, "depthwise": channels, "groups": 2}[kind]
+    channels, out = (channels, channels) if kind == "depthwise" else (channels * groups, out * groups)
+    conv = nn.Conv2d(channels, out, taps, stride, padding, dilation, groups, bias)
+    with torch.no_grad():
+        conv.weight[0] = conv.weight[0].sign()  # sums as large as they can be
+    model = nn.Sequential(conv, nn.ReLU()) if clamp else nn.Sequential(conv)
+    integer, reference = both(model, target, ordinary(2, channels, *size))
+    x = images(batch, channels, *size)
+    assert_same(integer, reference, x, runs=1)
+    assert_same(integer, reference, x.sign() * 100, runs=1)  # every operand at an end of its range
+
+
+@settings(max_examples=5, deadline=None)
+@given(rows=st.integers(1, 7), inner=st.integers(1, 70), outer=st.integers(1, 70), target=st.sampled_from(TARGETS), last=st.booleans())
+def test_linear_layers(rows: int, inner: int, outer: int, target: str, last: bool) -> None:
+    model = nn.Sequential(nn.Linear(inner, outer), nn.ReLU(), nn.Linear(outer, 3))
+    qconfig = fxq.QConfigMapping().set_module_name("2", fxq.QConfig(fxq.ActivationConfig("int32"))) if last else None
+    integer, reference = both(model, target, ordinary(5, inner), qconfig=qconfig)
+    assert_same(integer, reference, images(rows, inner), runs=1)
+
+
+def test_affine_tensors_and_narrow_ones() -> None:
+    for target, dtype in (("x86", "int4"), ("nash-e", "int4"), ("x86", "int8")):
+        integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
+        assert_same(integer, reference, images(2, 3, 18, 22), runs=1)
+
+
+def test_what_runs_on_the_host_has_the_strides_it_had() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.erfinv(torch.tanh(self.first(x)) * 0.5).cumsum(3))
+
+    mapping = fxq.QConfigMapping().set_module_name("second", None)
+    integer, reference = both(Mixed(), "nash-e", ordinary(2, 3, 9, 9), qconfig=mapping)
+    assert_same(integer, reference, ordinary(2, 3, 9, 9))
+    assert_same(integer, reference, ordinary(2, 3, 9, 9).contiguous(memory_format=torch.channels_last))
+
+
+class Pair(NamedTuple):
+    """What a model may return."""
+
+    first: Tensor
+    rest: dict[str, Any]
+
+
+def test_what_is_returned_has_the_same_containers() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Pair:
+            y = self.conv(x)
+            return Pair(y, {"list": [y, x], "tuple": (y, None, 3)})
+
+    integer, reference = both(Returns(), "nash-e", ordinary(2, 3, 5, 5))
+    for _ in range(3):
+        found, wanted = integer(ordinary(2, 3, 5, 5)), reference(ordinary(2, 3, 5, 5))
+        assert type(found) is type(wanted)
+        kinds = [[type(part) for part in (each.rest, each.rest["list"], each.rest["tuple"])] for each in (found, wanted)]
+        assert kinds[0] == kinds[1] == [dict, list, tuple]
+        assert all_equal(found, wanted)
+
+
+# ---- admission ------------------------------------------------------------------------------------------------------
+
+
+class Wrong:
+    """An implementation that is wrong where an operand is at the end of its range, as sums of 16 bits are."""
+
+    name = "saturating convolution"
+    reads_held = True
+
+    def build(self, site: Any) -> Any:
+        built = tensors.OneDnn().build(site)
+
+        class Built:
+            def bind(self) -> Any:
+                bound = built.bind()
+
+                def wrong(inputs: Any, output: Tensor) -> None:
+                    bound([inputs[0].clamp(1), *inputs[1:]], output)
+
+                return wrong
+
+        return Built()
+
+
+class WrongAtPairs(Wrong):
+    """Wrong for two neighbouring largest integers and zeros else: sums of pairs saturate there, and no limit of the output hides it."""
+
+    name = "saturating pairs"
+
+    def build(self, site: Any) -> Any:
+        honest, zero = tensors.OneDnn().build(site), site.held(site.match.reads[0]).zero
+
+        class Built:
+            def bind(self) -> Any:
+                right = honest.bind()
+
+                def wrong(inputs: Any, output: Tensor) -> None:
+                    right(inputs, output)
+                    pairs, others = inputs[0][:, :2] == 255, inputs[0][:, 2:] == zero
+                    output[pairs.all(1) & others.all(1)] += 1
+
+                return wrong
+
+        return Built()
+
+
+def only(*implementations: Any) -> tuple[Kernel, ...]:
+    return tuple(Kernel(each.name, each.match, implementations if each.name == "sum of products" else ()) for each in backends.kernels())
+
+
+def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "KERNELS", only(Wrong()))
+    integer, reference = both(nn.Conv2d(3, 8, 3), "nash-e", ordinary(2, 3, 9, 9))
+    assert_same(integer, reference, images(2, 3, 9, 9))
+    assert set(chosen(integer).values()) == {None}
+    assert "runs its primitives, not the kernel for a sum of products: saturating convolution: it differs" in fxq.explain(integer)
+
+
+def test_a_small_layer_is_proved_with_pairs_of_the_largest_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "KERNELS", only(WrongAtPairs()))
+    integer, reference = both(nn.Linear(4, 4), "bayes-e", ordinary(2, 4))
+    assert_same(integer, reference, torch.tensor([[10.0, 10.0, 0.0, 0.0]]))
+    assert set(chosen(integer).values()) == {None}
+    assert "saturating pairs: it differs from the primitives" in fxq.explain(integer)
+
+
+def convolution_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The site at which the model's 4-channel convolution gets its kernel in C. Skips the test where no kernel in C is built."""
+    sites: list[Any] = []
+    integer, _ = both(model, "bayes-e", ordinary(2, 4, 9, 9))
+    build = in_c.Convolution.build
+    with monkeypatch.context() as patched:
+        patched.setattr(in_c.Convolution, "build", lambda self, site: (sites.append(site), build(self, site))[1])
+        integer(images(1, 4, 9, 9)), integer(images(1, 4, 9, 9))
+    if not sites:
+        pytest.skip("no kernel in C here")
+    return sites[0]
+
+
+def kernel_in_c(site: Any) -> Any:
+    """The kernel of a site. Skips the test where the processor has none."""
+    try:
+        return in_c.Convolution().build(site)
+    except Refused as refused:
+        pytest.skip(str(refused))
+
+
+def test_a_requantization_is_compared_on_both_sides_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong for one sum of 2^20 alone, which operands at random would not find."""
+    site = convolution_in_c(nn.Conv2d(4, 4, 1), monkeypatch)
+    layer, built = Layer.of(site), kernel_in_c(site)
+    layer.prove_requantization(site, built.requantized)  # type: ignore[attr-defined]
+
+    def off_by_one(sums: Tensor) -> Tensor:
+        found = built.requantized(sums).to(torch.int64)  # type: ignore[attr-defined]
+        later = built.requantized(sums - 1).to(torch.int64)  # type: ignore[attr-defined]
+        return torch.where(found == 200, later, found)  # one step a single sum too late
+
+    with pytest.raises(Refused, match="requantization differs"):
+        layer.prove_requantization(site, off_by_one)
+
+
+def test_a_requantization_with_a_first_shift_is_compared_where_the_shift_moves_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong from a step to the next multiple of the shift's power: nothing within two sums of the quotient shows it."""
+    model = nn.Conv2d(4, 4, 1)
+    with torch.no_grad():
+        model.weight.mul_(torch.rand_like(model.weight) + 0.5)
+    site = convolution_in_c(model, monkeypatch)
+    layer, built = Layer.of(site), kernel_in_c(site)
+    shift = int(site.constant(site.match.root.args[1]).max())
+    assert shift > 1
+    for late in (1, 2**shift - 1):
+
+        def wrong(sums: Tensor, late: int = late) -> Tensor:
+            found = built.requantized(sums).to(torch.int64)  # type: ignore[attr-defined]
+            later = built.requantized(sums - late).to(torch.int64)  # type: ignore[attr-defined]
+            return torch.where(found == 130, later, found)  # a result that begins that many sums too late
+
+        with pytest.raises(Refused, match="requantization differs"):
+            layer.prove_requantization(site, wrong)
+    layer.prove_requantization(site, built.requantized)  # type: ignore[attr-defined]
+
+
+def test_the_compared_sums_stand_on_both_sides_of_every_step_behind_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all sums there are: wherever the result changes, the sums before and behind it are among them."""
+    site = convolution_in_c(nn.Conv2d(4, 4, 1), monkeypatch)
+    layer, root = Layer.of(site), site.match.root
+    constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
+    largest = int(layer.largest)
+    sums = torch.arange(-largest, largest + 1, dtype=torch.int32)[:, None].expand(-1, 4)
+    results = root.target(sums[..., None, None], *constants)[..., 0, 0]
+    compared = layer._steps(site)
+    for channel in range(4):
+        changes = torch.nonzero(results[1:, channel] != results[:-1, channel]).flatten()
+        assert len(changes) > 100
+        below = sums[changes, channel]
+        assert bool(torch.isin(below, compared[:, channel]).all())
+        assert bool(torch.isin(below + 1, compared[:, channel]).all())
+
+
+def test_explain_tells_of_the_machine_when_asked() -> None:
+    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    assert "runs the kernel" not in fxq.explain(integer)
+    told = fxq.explain(integer, machine=True)
+    told_of = told.count("runs the kernel for a") + told.count("runs its primitives")
+    assert told_of == sum(kernel(node) is not None for node in integer.graph.nodes)
+    assert "runs the primitives without kernels" in fxq.explain(reference, machine=True)
+
+
+SCRIPT = """
+import torch
+from tests.kernels.test_kernels import Everything, assert_same, both, images, ordinary
+for target in ("bayes-e", "x86"):
+    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
+    assert_same(integer, reference, images(2, 3, 18, 22))
+    assert_same(integer, reference, images(2, 3, 18, 22).sign() * 100)
+print("equal")
+"""
+
+
+def test_a_processor_without_dot_products_stays_exact() -> None:
+    """oneDNN as on a machine with AVX2 alone, where pairs of products saturate in 16 bits, and no kernels in C."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", native.SWITCH: "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.stdout.endswith("equal\n"), done.stderr
+
+
+# ---- the graph, files, copies, threads --------------------------------------------------------------------------------
+
+
+def test_the_stage_and_the_reference_graph() -> None:
+    prepared, fused = compiled(Everything().eval(), [ordinary(2, 3, 18, 22)])
+    reference = fxq.convert(prepared, kernels="reference")
+    assert (fused.meta["stage"], reference.meta["stage"]) == ("FUSED", "INTEGER")
+    assert Stage.FUSED > Stage.INTEGER
+    assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
+    assert all(kernel(node) is None for node in reference.graph.nodes)
+    known = {each.name for each in backends.kernels()} - {"dynamic layer"}  # which tests/quantization/test_dynamic.py holds
+    assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == known
+    assert "# kernel: sum of products" in fxq.text(fused)
+
+
+def test_a_file_holds_the_primitives_and_kernels_are_fused_when_it_is_loaded(tmp_path: Path) -> None:
+    integer, reference = both(Everything(), "bayes-e", ordinary(2, 3, 18, 22))
+    one, other = fxq.save(integer, tmp_path / "fused.fxq"), fxq.save(reference, tmp_path / "reference.fxq")
+    assert one.read_bytes() == other.read_bytes()
+    loaded = fxq.load(one)
+    assert loaded.meta["stage"] == "FUSED"
+    assert_same(loaded, reference, images(2, 3, 18, 22))
+    assert set(chosen(loaded).values()) == set(chosen_after(integer, images(2, 3, 18, 22)).values())
+
+
+def chosen_after(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, str | None]:
+    integer(*inputs), integer(*inputs)
+    return chosen(integer)
+
+
+def test_copies_run_on_their_own_and_follow_their_constants() -> None:
+    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    x = images(2, 3, 18, 22)
+    before = integer(x)
+    assert_same(integer, reference, x)
+    for other in (copy.deepcopy(integer), copy.copy(integer), pickle.loads(pickle.dumps(integer))):
+        assert other.__dict__[RUNNER] is not integer.__dict__[RUNNER]
+        assert_same(other, reference, x)
+    changed = copy.deepcopy(integer)
+    changed(x), changed(x)
+    node = next(node for node in changed.graph.nodes if node.name == "same_bias")
+    resolve(changed, str(node.target)).add_(2000)  # in place
+    plain = copy.deepcopy(changed)
+    del plain.__dict__[RUNNER]
+    assert not all_equal(plain(x), before)
+    assert_same(changed, plain, x)
+    *path, name = str(node.target).split(".")
+    holder = resolve(changed, ".".join(path))
+    setattr(holder, name, getattr(holder, name) - 2000)  # another tensor
+    assert_same(changed, integer, x)
+    assert_same(integer, reference, x)
+
+
+def test_several_threads_run_one_model_at_once() -> None:
+    integer, reference = both(Everything(), "bayes-e", ordinary(2, 3, 18, 22))
+    batches = [images(1 + index % 3, 3, 18, 22, seed=index) for index in range(6)]
+    wanted = [reference(batch) for batch in batches]
+    wrong: list[int] = []
+
+    def run(first: int) -> None:
+        for step in range(12):
+            index = (first + step) % len(batches)
+            if not all_equal(integer(batches[index]), wanted[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_any_number_of_threads_gives_the_same() -> None:
+    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert_same(integer, reference, images(5, 3, 18, 22))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_what_is_traced_or_transformed_runs_the_primitives() -> None:
+    integer, reference = both(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), "nash-e", ordinary(2, 3, 9, 9))
+    x = ordinary(2, 3, 9, 9)
+    assert_same(integer, reference, x)
+    assert all_equal(torch.compile(integer, backend="eager")(x), reference(x))
+    assert all_equal(torch.func.vmap(integer)(x[None])[0], reference(x))
+
+
+def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.library.__wrapped__() == "FXQUANT_NATIVE is 0"
+    monkeypatch.setenv(native.SWITCH, "1")
+    monkeypatch.setenv("PATH", "")
+    assert native.library.__wrapped__() == "a C compiler was not found"
+
+
+# ---- sizes that are remembered --------------------------------------------------------------------------------------
+
+
+def small(target: str = "nash-e") -> tuple[fx.GraphModule, fx.GraphModule]:
+    return both(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), target, ordinary(4, 3, 8, 8))
+
+
+def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
+    integer, reference = small()
+    runner: Runner = integer.__dict__[RUNNER]
+    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
+    wanted = [reference(x[:size]) for size in range(len(x) + 1)]
+    for _ in range(3):
+        for size in range(1, len(x) + 1):
+            assert torch.equal(integer(x[:size]), wanted[size])
+    for size in [*range(1, 18), *range(17, 0, -1), 1, 1, 3, 3, *range(1, 18)]:
+        assert torch.equal(integer(x[:size]), wanted[size])
+    strided = [torch.empty_strided((2, 3, 8, 8), (200 + index, 64, 8, 1)).copy_(x[:2]) for index in range(40)]
+    assert all(torch.equal(integer(each), wanted[2]) for each in strided)
+    assert len(runner.programs) == MOST_PROGRAMS
+    integer(x[:3]), integer(x[:3])
+    assert isinstance(next(reversed(runner.programs.values())), Program)
+
+
+def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
+    integer, reference = small()
+    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
+    wanted = [reference(x[:size]) for size in range(len(x) + 1)]
+
+    def run(first: int) -> bool:
+        sizes = [1 + (first * 5 + step // 2) % len(x) for step in range(60)]
+        return all(torch.equal(integer(x[:size]), wanted[size]) for size in sizes)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
+
+
+def test_what_was_chosen_for_sizes_is_bounded() -> None:
+    """Rows of a reshaped tensor that grow with the batch are sizes of their own for a proof."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x).permute(1, 0, 2)))
+
+    integer, reference = both(Rows(), "nash-e", ordinary(4, 5, 6))
+    runner: Runner = integer.__dict__[RUNNER]
+    for size in range(1, 40):
+        x = images(size, 5, 6)
+        assert_same(integer, reference, x, runs=2)
+    kernels = sum(kernel(node) is not None for node in integer.graph.nodes)
+    assert 0 < len(runner.chosen) <= MOST_PROGRAMS * kernels
+
+
+# ---- constants that are written to ----------------------------------------------------------------------------------
+
+
+def through_inference_mode(constant: Tensor) -> None:
+    with torch.inference_mode():
+        constant.neg_()
+
+
+def through_shared_memory(constant: Tensor) -> None:
+    torch.empty(0, dtype=constant.dtype).set_(constant.untyped_storage()).neg_()  # type: ignore[call-overload]
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda constant: constant.neg_(), "data": lambda constant: constant.data.copy_(-constant.data),
+    "another data": lambda constant: setattr(constant, "data", -constant.data), "inference mode": through_inference_mode,
+    "NumPy": lambda constant: np.negative(constant.numpy(), out=constant.numpy()), "detached": lambda constant: constant.detach().neg_(),
+    "one element": lambda constant: constant.data.view(-1)[7:8].add_(1), "shared memory": through_shared_memory,
+    "DLPack": lambda constant: torch.utils.dlpack.from_dlpack(constant.detach()).neg_(),
+    "strides": lambda constant: setattr(constant, "data", constant.data.as_strided(constant.shape, (27, 9, 1, 3))),
+    "the same memory again": lambda constant: [setattr(constant, "data", -constant.data), setattr(constant, "data", constant.data + 0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
+    integer, _ = small()
+    x = images(2, 3, 8, 8)
+    before = integer(x)
+    integer(x), integer(x)
+    constant = next(buffer for buffer in integer.buffers() if buffer.dtype == torch.int8 and buffer.shape[1:] == (3, 3, 3))
+    with torch.no_grad():
+        EDITS[edit](constant)
+    if edit == "strides":
+        for _ in range(len(list(integer.buffers()))):  # one tensor is compared in each call
+            integer(x)
+    plain = copy.deepcopy(integer)
+    del plain.__dict__[RUNNER]
+    assert not torch.equal(plain(x), before)
+    assert torch.equal(integer(x), plain(x))
+    assert torch.equal(integer(x), plain(x))
+
+
+def large() -> tuple[fx.GraphModule, Tensor, Tensor]:
+    """An integer model with more constants than one call looks at, its input, and the weight of its second layer."""
+    integer, _ = both(nn.Sequential(nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 512)), "nash-e", ordinary(4, 256))
+    weight = next(buffer for buffer in integer.buffers() if buffer.dtype == torch.int8 and buffer.shape == (512, 300))
+    assert weight.nbytes > 2 * EACH_CALL
+    return integer, ordinary(2, 256), weight
+
+
+def plain_result(integer: fx.GraphModule, x: Tensor) -> Tensor:
+    plain = copy.deepcopy(integer)
+    del plain.__dict__[RUNNER]
+    result: Tensor = plain(x)
+    return result
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_an_edit_of_one_element_of_a_large_constant_is_found_by_turns(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not compiler:
+        monkeypatch.setattr(constants.WATCHES, "known", [])
+    integer, x, weight = large()
+    integer(x), integer(x)
+    with caplog.at_level("WARNING", "fxquant"):
+        weight.data[200, 100] ^= 64
+        for _ in range(8):
+            integer(x)
+    assert len(caplog.records) == 1
+    assert "Write to it under torch.no_grad()" in caplog.text
+    assert torch.equal(integer(x), plain_result(integer, x))
+
+
+@pytest.mark.parametrize("look", ["save", "export", "verify", "whole"])
+def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_path: Path) -> None:
+    integer, x, weight = large()
+    integer(x), integer(x)
+    if look == "whole":
+        weight.data.neg_()  # samples of every tensor are looked at in every call
+    else:
+        weight.data[200, 100] ^= 64
+        {
+            "save": lambda: fxq.save(integer, tmp_path / "model.fxq"),
+            "export": lambda: fxq.export_onnx(integer, tmp_path / "model.onnx"),
+            "verify": lambda: fxq.verify(integer, copy.deepcopy(integer), [x], show_progress=False),
+        }[look]()
+    assert torch.equal(integer(x), plain_result(integer, x))
+
+
+# ---- forks ------------------------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, select, sys, threading, torch, fxquant as fxq
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+x = torch.randn(4, 3, 8, 8)
+integer = fxq.quantize(model, [x], target="nash-e").integer
+wanted = integer(x)
+runner = integer.__dict__["_fxquant_runner"]
+
+def forked(action):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os.write(write, b"1")
+        finally:
+            os._exit(0)
+    os.close(write)
+    answered = bool(select.select([read], [], [], 20)[0]) and os.read(read, 1) == b"1"
+    if not answered:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(read)
+    return answered
+
+def held(lock):
+    inside, leave = threading.Event(), threading.Event()
+    def hold():
+        with lock:
+            inside.set()
+            leave.wait()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    return leave, thread
+
+def runs():
+    assert torch.equal(integer(x), wanted) and torch.equal(integer(x), wanted)
+
+def compiles():
+    assert torch.equal(fxq.quantize(model, [x], target="nash-e").integer(x), wanted)
+"""
+
+
+LOCKS = {
+    "runner.lock": "runs",
+    "fxquant.ir.model._Collection.lock": "compiles",
+    "fxquant.frontend.environment._OwnRandomNumbers._lock": "compiles",
+    "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
+}
+
+
+COLLECTION = """
+import gc
+from fxquant.ir.model import collection_paused
+leave, thread = held(collection_paused())
+def collects():
+    assert gc.isenabled()  # the compilation of the other thread does not go on in the child
+    compiles()
+    assert gc.isenabled()
+print(not gc.isenabled() and forked(collects))
+leave.set()
+thread.join()
+print(gc.isenabled())
+with collection_paused():
+    print(forked(lambda: 1 / int(not gc.isenabled())))
+print(gc.isenabled())
+"""
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    cases = [f"leave, thread = held({lock})\nprint(forked({action}))\nleave.set()\nthread.join()\nruns()" for lock, action in LOCKS.items()]
+    code = "\n".join([FORKS, "import fxquant.ir.model, fxquant.frontend.environment, fxquant.primitives.record", *cases, COLLECTION])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.split() == ["True"] * (len(LOCKS) + 4)

@@ -1,0 +1,253 @@
+"""The weight quantizer: scales and integers against the oracle, and another rounding, which trains and holds the contract."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType
+from fxquant.numerics.rounding import straight_through
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.weights import WeightQuantizer, WeightScale
+from tests.shared import contract, oracle
+
+
+class Adaptive(fxq.Rounding):
+    """Down or up, as a learned number for each weight says: the shape of AdaRound."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(shape)
+        self.offset = nn.Parameter(torch.zeros(shape))
+
+    def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        down, share = torch.floor(real.detach()), torch.sigmoid(self.offset)
+        exact = (down + torch.round(share)).clamp(low, high).detach()
+        return straight_through((down + (real - real.detach()) + share).clamp(low, high), exact)
+
+
+# ---- scales and integers ----------------------------------------------------------------------------------------------------
+
+weights = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6).map(lambda row: torch.tensor(row).reshape(3, 2))
+least_scales = st.lists(st.floats(0, 0.125, width=32), min_size=3, max_size=3).map(torch.tensor)
+
+
+def next_power_of_two(value: Fraction) -> Fraction:
+    power = Fraction(1)
+    while power < value:
+        power *= 2
+    while power / 2 >= value:
+        power /= 2
+    return power
+
+
+@given(weight=weights, least=least_scales, dtype=st.sampled_from([WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16]),
+       per_channel=st.booleans(), power_of_two=st.booleans())  # fmt: skip
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_scales_and_integers(weight: Tensor, least: Tensor, dtype: IntType, per_channel: bool, power_of_two: bool) -> None:
+    found = WeightQuantizer(dtype, per_channel=per_channel, power_of_two=power_of_two).integers(weight, None, least)
+    rows = weight.tolist() if per_channel else [weight.flatten().tolist()]
+    needs = least.tolist() if per_channel else [max(least.tolist())]
+    scales, own, integers = [], [], []
+    for row, need in zip(rows, needs, strict=True):
+        largest = max(abs(Fraction(w)) for w in row)
+        chosen = max(oracle.float32(largest / dtype.high), Fraction(1, 2**48)) if largest else Fraction(1, 2**23)
+        raised = max(chosen, Fraction(need))
+        own.append(raised == chosen)
+        scales.append(next_power_of_two(raised) if power_of_two else raised)
+        integers += [oracle.weight_integer(Fraction(w), scales[-1]) for w in row]
+    assert [Fraction(scale) for scale in found.scale.tolist()] == scales
+    assert found.own.tolist() == own
+    assert found.integers.flatten().tolist() == integers
+    assert found.integers.shape == weight.shape
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("p", [2.0, 3.0])
+def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, power_of_two: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.distributions.StudentT(3.0).sample((4, 400)) * torch.tensor([[0.1], [1.0], [3.0], [0.5]])  # type: ignore[no-untyped-call]
+    found = WeightQuantizer(WEIGHT_INT4, per_channel=per_channel, power_of_two=power_of_two, p=p).integers(weight)
+    rows = weight if per_channel else weight.reshape(1, -1)
+    assert found.integers.abs().max() == 7
+
+    def errors(scale: Tensor) -> Tensor:
+        column = scale.unsqueeze(1)
+        return ((rows / column).round().clamp(-7, 7) * column - rows).abs().pow(p).sum(1)
+
+    largest = rows.abs().amax(1) / 7
+    tried = [2.0**k for k in range(-8, 4)] if power_of_two else [float(largest.max()) * k / 400 for k in range(2, 401)]
+    best = torch.stack([errors(torch.full_like(largest, scale)) for scale in tried]).amin(0)
+    covering = torch.exp2(largest.log2().ceil()) if power_of_two else largest
+    assert bool((errors(found.scale) <= (1.0 if power_of_two else 1.05) * best + 1e-6).all())
+    assert bool((errors(found.scale) < errors(covering)).all()) or power_of_two
+    assert torch.equal(found.integers.reshape(rows.shape), (rows / found.scale.unsqueeze(1)).round().clamp(-7, 7))
+
+
+@pytest.mark.parametrize(("target", "config"), [
+    ("bayes-e", fxq.WeightConfig("int4", p=3.0)),
+    ("bernoulli", fxq.WeightConfig("int4", p=2.0, per_channel=False, power_of_two=True)),
+    ("nash-e", fxq.WeightConfig("int4", p=2.4, training="learned")),
+])  # fmt: skip
+def test_least_errors_hold_the_contract_after_training(target: str, config: fxq.WeightConfig, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    prepared = contract.compiled(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config)).prepared
+    train(prepared, 2)
+    assert all(float(layer.weight.grad.abs().max()) > 0 for layer in (prepared.conv, prepared.head))
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
+    contract.assert_train_is_validate(prepared, batches()[1])
+
+
+def test_a_learned_scale_starts_where_it_is_kept() -> None:
+    weight = torch.randn(4, 9)
+    learned = WeightScale(4)
+    quantizer = WeightQuantizer(WEIGHT_INT4, learned=learned)
+    looked = quantizer.integers(weight)
+    assert bool(learned.base_scale.isnan().all())
+    kept = quantizer.integers(weight, keep=True)
+    assert torch.equal(learned.base_scale, looked.scale)
+    assert all(torch.equal(one, other) for one, other in zip(looked, kept, strict=True))
+    assert torch.equal(quantizer.integers(3 * weight).scale, looked.scale)
+
+
+# ---- another rounding ---------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Every kind of weight: of a convolution with a batch norm, transposed in groups, a matrix, a linear layer; and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+        self.norm = nn.BatchNorm2d(4)
+        self.offset = nn.Parameter(torch.randn(4, 1, 1))
+        self.matrix = nn.Parameter(torch.randn(4, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.conv(x)))
+        x = self.norm(torch.sigmoid(self.up(x))) + self.offset
+        return self.head(x.mean((2, 3)) @ self.matrix)
+
+
+LAYERS = {"conv": (6, 3, 3, 3), "up": (4, 3, 2, 2), "matmul": (5, 4), "head": (3, 5)}
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(6, 3, 6, 6, generator=generator) for _ in range(3)]
+
+
+def adaptive(training: str = "statistics", target: str = "bayes-e") -> fx.GraphModule:
+    torch.manual_seed(1)
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4", training=training, rounding=Adaptive))
+    return contract.compiled(Net(), batches(), target, qconfig).prepared
+
+
+def train(prepared: fx.GraphModule, steps: int = 3) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    optimizer = torch.optim.Adam(prepared.parameters(), 0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(prepared(batches()[step]), torch.arange(6) % 3).backward()
+        optimizer.step()
+
+
+def offsets(prepared: fx.GraphModule) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in prepared.named_parameters() if name.endswith(".rounding.offset")}
+
+
+def test_each_layer_has_a_rounding_in_the_shape_of_its_weight() -> None:
+    prepared = adaptive()
+    found = {name.split(".")[1]: tuple(offset.shape) for name, offset in offsets(prepared).items()}
+    assert found == {f"quantized.{name}".split(".")[1]: shape for name, shape in LAYERS.items()}
+    keys = set(prepared.state_dict()) - set(Net().state_dict())
+    assert set(offsets(prepared)) <= keys
+    rest = [o for name, o in quantized_operators(prepared).items() if name not in LAYERS]
+    assert all(type(operator.weight_quantizer.rounding) is fxq.Nearest for operator in rest)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "bernoulli"])
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_another_rounding_holds_the_contract_after_training(training: str, target: str, tmp_path: Path) -> None:
+    prepared = adaptive(training, target)
+    train(prepared)
+    assert all(0 < int((offset > 0).sum()) < offset.numel() for offset in offsets(prepared).values())
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
+    contract.assert_train_is_validate(prepared, batches()[1])
+    if training == "statistics" and target != "bernoulli":
+        weight, offset = prepared.head.weight.tolist(), offsets(prepared)["quantized.head.weight_quantizer.rounding.offset"].tolist()
+        expected = []
+        for row, moves in zip(weight, offset, strict=True):
+            scale = oracle.float32(max(abs(Fraction(w)) for w in row) / 7)
+            down = [math.floor(oracle.float32(Fraction(w) / scale)) for w in row]
+            expected.append([min(max(q + (move > 0), -7), 7) for q, move in zip(down, moves, strict=True)])
+        assert integer.integer.head.weight.tolist() == expected
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_gradients_reach_weights_scales_and_roundings(training: str) -> None:
+    """Those of weights and learned scales are as if the rounding were any other; that of the rounding is that of its soft form."""
+    torch.manual_seed(4)
+    rounding = Adaptive((3, 8))
+    with torch.no_grad():
+        rounding.offset.uniform_(-2, 2)
+    learned = WeightScale(3) if training == "learned" else None
+    quantizer = WeightQuantizer(WEIGHT_INT4, learned=learned, rounding=rounding)
+    weight, incoming = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    found = quantizer.integers(weight, keep=True)
+    found.integers.backward(incoming)
+    real = weight.detach() / found.scale.unsqueeze(1)
+    inside = (real >= -7) & (real <= 7) if training == "learned" else torch.ones_like(real, dtype=torch.bool)
+    share = torch.sigmoid(rounding.offset.detach())
+    soft = torch.floor(real) + share
+    free = (soft > -7) & (soft < 7)
+    torch.testing.assert_close(rounding.offset.grad, incoming * share * (1 - share) * free)
+    if learned is None:
+        torch.testing.assert_close(weight.grad, incoming * free / found.scale.unsqueeze(1))
+        return
+    torch.testing.assert_close(weight.grad, incoming * inside / found.scale.unsqueeze(1))
+    of_real = incoming / found.scale.unsqueeze(1)  # of the real numbers that the integers stand for
+    of_scale = (of_real * (found.integers.detach() - real * inside)).sum(1)
+    error = (found.integers.detach() - real * inside).square().mean(1).clamp_min(1 / 12).sqrt()
+    torch.testing.assert_close(learned.scale_change.grad, of_scale / (weight.detach().norm(dim=1) * error))
+
+
+def test_a_rounding_that_is_not_finite_is_an_error() -> None:
+    prepared = adaptive()
+    with torch.no_grad():
+        offsets(prepared)["quantized.conv.weight_quantizer.rounding.offset"].fill_(float("nan"))
+    with pytest.raises(fxq.NotFinite, match="conv") as caught:
+        fxq.convert(prepared)
+    assert "rounding holds NaN" in str(caught.value)
+
+
+def test_roundings_load_from_a_state_dict_and_not_from_a_file(tmp_path: Path) -> None:
+    prepared = adaptive("learned")
+    train(prepared)
+    other = adaptive("learned")
+    assert other.load_state_dict(prepared.state_dict()) == ([], [])
+    assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(prepared)) != fxq.text(fxq.convert(adaptive("learned")))
+    with pytest.raises(fxq.ExportError, match="its class Adaptive is not one of those a file can name"):
+        fxq.save(prepared, tmp_path / "model.fxq")
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig(rounding=Adaptive))
+    annotated = fxq.prepare(Net(), batches()[0], qconfig=qconfig, until="specs.annotate")
+    with pytest.raises(fxq.ExportError, match="the rounding Adaptive cannot be saved"):
+        fxq.save(annotated, tmp_path / "model.fxq")
+    integer = fxq.convert(prepared)  # its constants are rounded
+    assert torch.equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(batches()[0]), integer(batches()[0]))

@@ -1,0 +1,529 @@
+"""Affine activations: uint8 with a zero point, from the arithmetic of one operator to whole networks, held by the slow oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.ir.integer import qparams
+from fxquant.lowering.eager import EagerLowering, Mode
+from fxquant.lowering.lowering import Quantized
+from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
+from fxquant.numerics.rescaling import FixedWidths
+from fxquant.ops import OPERATORS
+from fxquant.prepared.operators import quantized_operators
+from fxquant.primitives import boundary, elementwise, requantize, shape
+from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import WeightQuantizer
+from fxquant.serialization.archive import pack, unpack
+from fxquant.target import Target
+from tests.shared import contract, oracle
+from tests.shared.contract import compiled, graph_values
+
+EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+REAL = RealArithmetic("real")
+EVERY = torch.arange(256).to(torch.uint8)
+AFFINE = fxq.ActivationConfig("uint8")
+
+exponents = st.integers(-12, 4)
+scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), exponents)
+zero_points = st.one_of(st.sampled_from([0, 1, 127, 128, 255]), st.integers(0, 255))
+grids = st.tuples(scales, zero_points)
+numbers = st.floats(-1e6, 1e6, width=32)
+
+
+def float32(value: Fraction) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
+def grid(scale: Fraction, zero_point: int) -> Grid:
+    return Grid(UINT8, float32(scale), zero_point)
+
+
+# ---- grids ----------------------------------------------------------------------------------------------------------
+
+
+@EXACT
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20))
+def test_the_grid_of_an_interval(intervals: list[tuple[float, float]]) -> None:
+    ordered = [sorted(pair) for pair in intervals]
+    low, high = (torch.tensor(end, dtype=torch.float32) for end in zip(*ordered, strict=True))
+    found = [part.tolist() for part in grid_from_range(low, high, UINT8)]
+    expected = [oracle.affine_grid(Fraction(one), Fraction(other)) for one, other in ordered]
+    assert list(zip(*found, strict=True)) == [(float(scale), zero_point) for scale, zero_point in expected]
+
+
+@EXACT
+@given(st.lists(numbers, min_size=1, max_size=20), grids)
+def test_quantize_and_dequantize(values: list[float], given_grid: tuple[Fraction, int]) -> None:
+    """clip(round(x / s) + z, 0, 255), computed on centred integers."""
+    scale, zero_point = given_grid
+    made = grid(scale, zero_point)
+    ties = [float(oracle.float32(Fraction(value) * scale / 2)) for value in range(-300, 300, 7)]
+    input = torch.tensor([*values, *ties, math.nan, math.inf, -math.inf])
+    expected = [oracle.quantize(x, scale, -zero_point, 255 - zero_point) for x in input.tolist()]
+    assert made.quantize(input).tolist() == expected
+    stored = boundary.quantize(input, made.scale, *made.bounds, torch.uint8, zero_point)
+    assert stored.dtype == torch.uint8
+    assert stored.tolist() == [c + zero_point for c in expected]
+    real = boundary.dequantize(stored, made.scale, torch.float32, zero_point)
+    assert real.tolist() == [float(oracle.dequantize(c, scale)) for c in expected]
+    assert torch.equal(made.dequantize(made.quantize(input)), real)
+    assert (made.low, made.high, made.magnitude) == (-zero_point, 255 - zero_point, max(zero_point, 255 - zero_point))
+
+
+@EXACT
+@given(st.lists(st.integers(-(2**24), 2**24), min_size=1, max_size=20), scales, grids)
+def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int], step: Fraction, to: tuple[Fraction, int]) -> None:
+    scale, zero_point = to
+    factor = oracle.real_multiplier(step * Fraction(2) ** -10 / scale)
+    centred = [oracle.requantize_real(value, factor, -zero_point, 255 - zero_point) for value in sums]
+    arguments = (float32(factor), -zero_point, 255 - zero_point, torch.uint8)
+    assert requantize.requantize_real(torch.tensor(sums), *arguments, zero_point).tolist() == [c + zero_point for c in centred]
+    assert requantize.requantize_real(torch.tensor(sums, dtype=torch.float32), *arguments).tolist() == centred  # as it trains
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def lower(name: str, output: tuple[Fraction, int], *operands: Any, **named: Any) -> list[int]:
+    """The centred integers that an operator's `lower` gives eagerly."""
+    to = Quantizer(UINT8, None, scale=float(output[0]), zero_point=output[1])
+    lowering = EagerLowering("y", REAL, to, None, WeightQuantizer(WEIGHT_INT8), Mode())
+    record = next(record for record in OPERATORS.values() if record.name == name)
+    result = record.lower(lowering, *operands, **named)
+    assert (result.grid.zero_point, result.dtype) == (output[1], UINT8)
+    return [int(value) for value in result.value.flatten().tolist()]
+
+
+def quantized(stored: list[int], on: tuple[Fraction, int], *sizes: int) -> tuple[Quantized, list[int]]:
+    centred = [q - on[1] for q in stored]
+    value = torch.tensor(centred, dtype=torch.float32).reshape(sizes or (-1,))
+    return Quantized(value, grid(*on), tuple(value.shape)), centred
+
+
+integers = st.lists(st.integers(0, 255), min_size=12, max_size=12)
+
+
+@EXACT
+@given(integers, integers, grids, grids, grids)
+def test_sums_and_products(one: list[int], two: list[int], left: Any, right: Any, output: Any) -> None:
+    (x, xs), (y, ys) = quantized(one, left), quantized(two, right)
+    low, high = -output[1], 255 - output[1]
+    added = [oracle.add(a, b, left[0], right[0], output[0], oracle.Rules("real"), low, high) for a, b in zip(xs, ys, strict=True)]
+    assert lower("add", output, x, y) == added
+    factor = oracle.real_multiplier(left[0] * right[0] / output[0])
+    product = [oracle.requantize_real(a * b, factor, low, high) for a, b in zip(xs, ys, strict=True)]
+    assert lower("mul", output, x, y) == product
+
+
+@EXACT
+@given(integers, grids, grids)
+def test_pools_and_means(stored: list[int], on: Any, output: Any) -> None:
+    x, centred = quantized(stored, on, 1, 1, 12)
+    low, high = -output[1], 255 - output[1]
+    nested = [[centred]]
+    sums = oracle.sum_pool(nested, [3], [2], [1], False)[0][0]
+    factor = oracle.real_multiplier(on[0] / 3 / output[0])
+    expected = [oracle.requantize_real(total, factor, low, high) for total in sums]
+    found = lower(
+        "avg_pool1d", output, x, kernel_size=3, stride=2, padding=1, ceil_mode=False, count_include_pad=True, divisor_override=None
+    )
+    assert found == expected  # padding counts as the real zero
+    total = oracle.requantize_real(sum(centred), oracle.real_multiplier(on[0] / 12 / output[0]), low, high)
+    assert lower("mean", output, x, dim=[2], keepdim=False) == [total]
+
+
+@EXACT
+@given(grids, grids)
+def test_tables(on: tuple[Fraction, int], output: tuple[Fraction, int]) -> None:
+    x, centred = quantized(list(range(256)), on)
+    expected = oracle.table(math.tanh, float(on[0]), float(output[0]), centred, -output[1], 255 - output[1])
+    assert lower("tanh", output, x) == expected
+    entries = (table(math.tanh, grid(*on), grid(*output)) + output[1]).to(torch.uint8)
+    assert elementwise.lookup(EVERY, entries, 0).tolist() == [c + output[1] for c in expected]
+
+
+@EXACT
+@given(integers, grids, st.lists(st.integers(-127, 127), min_size=12, max_size=12), st.integers(-(2**20), 2**20), grids)
+def test_a_linear_layer(stored: list[int], on: Any, weights: list[int], bias: int, output: Any) -> None:
+    weights = [127, *weights[1:]]
+    s_w = Fraction(1, 1024)
+    x, centred = quantized(stored, on, 1, 12)
+    weight = torch.tensor([weights], dtype=torch.float32) * float(s_w)
+    real_bias = torch.tensor([float(oracle.float32(bias * on[0] * s_w))])
+    total = sum(c * w for c, w in zip(centred, weights, strict=True))
+    total += oracle.bias_integer(float(real_bias), float(on[0]), float(s_w))
+    expected = oracle.requantize_real(total, oracle.real_multiplier(on[0] * s_w / output[0]), -output[1], 255 - output[1])
+    assert lower("linear", output, x, weight, real_bias) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("primitive", "arguments", "moved"),
+    [(elementwise.clamp, (-20, 30), lambda z: (-20 + z, 30 + z)), (shape.pad, ([1], [2], -3), lambda z: ([1], [2], -3 + z))],
+    ids=["clamp", "pad"],
+)
+def test_what_moves_integers_gives_the_same_on_stored_ones(primitive: Any, arguments: Any, moved: Callable[[int], Any]) -> None:
+    for zero_point in (20, 128, 200):
+        centred = primitive(elementwise.centre(EVERY, zero_point), *arguments)
+        assert torch.equal(elementwise.centre(primitive(EVERY, *moved(zero_point)), zero_point), centred)
+
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Most of the ways operators treat a zero point: sums, a residual, tables, pools, padding, joining, moving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 1)
+        self.slope = nn.PReLU(8)
+        self.up = nn.ConvTranspose2d(16, 4, 2, stride=2)
+        self.head = nn.Linear(16 * 9, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.stem(x)).relu()
+        x = self.left(x) + x
+        y = torch.cat((self.slope(self.right(x)), torch.sigmoid(x)), 1)
+        z = nn.functional.pad(nn.functional.max_pool2d(y.clamp(-0.5, 0.75), 2), (1, 1, 1, 1), value=0.25)
+        pooled = nn.functional.avg_pool2d(z - 0.125, 3, 2, 1) * 1.5
+        return self.head(pooled.flatten(1)), nn.functional.interpolate(self.up(y), scale_factor=0.5, mode="bilinear") @ y[:, :4].mT
+
+
+def batch(count: int = 4, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + 0.4
+
+
+@pytest.fixture(scope="module")
+def network() -> contract.Compiled:
+    torch.manual_seed(0)
+    return compiled(Network().eval(), [(batch(seed=seed),) for seed in range(3)], "x86")
+
+
+def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path) -> None:
+    prepared, integer = network
+    grids = {qparams(node).zero_point for node in integer.graph.nodes if qparams(node) is not None and qparams(node).dtype == "uint8"}
+    assert len(grids) > 5
+    assert {0} < grids
+    contract.assert_alive(integer, batch())
+    contract.assert_validate_is_integer(prepared, integer, batch())
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch(),), (batch(1, seed=1),)])
+    loaded = fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))
+    again = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    assert contract.all_equal(loaded(batch()), integer(batch()))
+    assert contract.all_equal(fxq.convert(again)(batch()), integer(batch()))
+    for style in ("fast", "qdq"):
+        path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
+        report = fxq.verify(integer, path, [batch()], show_progress=False)
+        assert report or style == "qdq", str(report)
+    kernels = fxq.onnx_metadata(tmp_path / "fast.onnx")["kernels"]
+    assert len(kernels["integer"]) + len(kernels["refused"]) == 6
+    assert kernels["refused"] == [] or not contract.VNNI
+    contract.assert_train_is_validate(again, batch())
+    contract.assert_gradients_reach_every_parameter(again, batch())
+
+
+def test_the_first_difference_is_found_where_a_zero_point_is_wrong(network: contract.Compiled, tmp_path: Path) -> None:
+    path = fxq.export_onnx(network.integer, tmp_path / "model.onnx")
+    broken = fxq.convert(network.prepared)
+    node = next(node for node in broken.graph.nodes if node.target is elementwise.centre and node.name.startswith("head"))
+    node.args = (node.args[0], node.args[1] + 1)
+    broken.recompile()
+    report = fxq.verify(broken, path, [batch()], show_progress=False)
+    assert report.mismatches
+    assert "%head" in str(report)
+
+
+def test_moving_and_comparing_needs_no_centred_integers(network: contract.Compiled) -> None:
+    """What is centred is read by sums, products and alignments alone."""
+    readers = {user.target.__name__ for node in network.integer.graph.nodes if node.target is elementwise.centre for user in node.users}
+    assert readers
+    assert not readers & {"max_pool", "reshape", "permute", "concatenate", "crop", "select", "clamp", "pad", "lookup", "resize_linear"}
+
+
+def test_what_a_model_says_of_its_zero_points(network: contract.Compiled, tmp_path: Path) -> None:
+    scale, zero_point = fxq.qparams(network.prepared)["head"]
+    assert f"{scale:.6g}, zero point {zero_point}" in fxq.explain(network.prepared)
+    assert f"{scale:.6g}, zero point {zero_point}" in fxq.explain(network.integer)
+    assert f"z={zero_point}" in fxq.text(network.prepared)
+    for style in ("exact", "fast", "qdq"):
+        entry = fxq.onnx_metadata(fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style))["tensors"]["head"]
+        assert (entry["dtype"], entry["storage"], entry["scale"], entry["zero_point"]) == ("uint8", "uint8", scale, zero_point)
+
+
+def test_integers_in_and_out(network: contract.Compiled, tmp_path: Path) -> None:
+    values = graph_values(network.integer, batch())
+    for style in ("exact", "fast"):
+        path = fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style, io="integer")
+        options = onnxruntime.SessionOptions()
+        for key, value in fxq.onnx_metadata(path).get("session_options", {}).items():
+            options.add_session_config_entry(key, value)
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        found = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
+        assert torch.equal(torch.from_numpy(found[0]), values["head"])
+
+
+@pytest.mark.parametrize(
+    ("primitive", "position", "because"),
+    [
+        ("centre", 1, "its zero point is 99, and declared as"),
+        ("requantize_real", 5, "its zero point is 99, and declared as|does not hold|beyond uint8"),
+        ("dequantize", 3, "its zero point is 99, and declared as"),
+        ("lookup", 2, "does not cover its operand"),
+    ],
+)
+def test_a_file_with_another_zero_point_is_refused(
+    primitive: str, position: int, because: str, network: contract.Compiled, tmp_path: Path
+) -> None:
+    path = fxq.save(network.integer, tmp_path / "model.fxq")
+    document, tensors = unpack(path.read_bytes())
+    named = (entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
+    next(entry for entry in named if len(entry["args"]) > position)["args"][position] = 99
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match=because):
+        fxq.load(path)
+
+
+def test_a_prepared_model_with_a_zero_point_beyond_its_dtype_is_refused(network: contract.Compiled, tmp_path: Path) -> None:
+    path = fxq.save(network.prepared, tmp_path / "model.fxq")
+    document, tensors = unpack(path.read_bytes())
+    name = next(name for name in tensors if name.endswith("head.output.zero_point"))
+    tensors[name] = tensors[name] + 256
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match="its zero point is"):
+        fxq.load(path)
+
+
+def test_sums_are_proved_for_the_whole_grid() -> None:
+    """127·255 of each weight, where int8 activations have 127·128."""
+    layer = nn.Linear(66_400, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    config = fxq.QConfig(
+        fxq.ActivationConfig("uint8", scale=0.5, zero_point=0), input=fxq.ActivationConfig("uint8", scale=0.5, zero_point=0)
+    )
+    with pytest.raises(fxq.AccumulatorOverflow, match="is exact up to 2147483647"):
+        compiled(layer, [torch.ones(1, 66_400)], "x86", config)
+
+
+# ---- how a grid is found --------------------------------------------------------------------------------------------
+
+
+def skewed(count: int = 20_000) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(3)).exp() - 0.5
+
+
+def error(values: Tensor, low: Tensor, high: Tensor) -> float:
+    scale, zero_point = grid_from_range(low, high, UINT8)
+    made = Grid(UINT8, scale, int(zero_point))
+    return float((made.dequantize(made.quantize(values)) - values).double().square().mean())
+
+
+def observed(made: Observer, *batches: Tensor) -> Observer:
+    for values in batches:
+        made.observe(values)
+    return made
+
+
+@pytest.mark.parametrize("made", [fxq.MinMaxObserver, fxq.MovingAverageMinMaxObserver], ids=["min max", "moving average"])
+def test_a_range_is_the_interval(made: Callable[[], Observer]) -> None:
+    values = skewed()
+    low, high = observed(made(), values).interval(UINT8)
+    assert (low, high) == (values.min(), values.max())
+    low, high = observed(made(), values + 7).interval(UINT8)
+    assert (low, high) == (0, (values + 7).max())
+
+
+def test_the_histogram_finds_the_interval_of_least_error() -> None:
+    values = skewed()
+    low, high = observed(fxq.MSEObserver(), *values.split(3000)).interval(UINT8)
+    best = error(values, low, high)
+    assert best <= error(values, values.min(), values.max())
+    assert best < 0.5 * error(values, *(torch.tensor(sign) * values.abs().max() for sign in (-1.0, 1.0)))
+    for more, less in ((0.97, 1.0), (1.03, 1.0), (1.0, 0.8), (1.0, 1.25)):
+        assert best < 1.01 * error(values, low * less, high * more)
+
+
+def test_observers_on_several_ranks_find_one_interval() -> None:
+    values = skewed()
+    parts = [observed(fxq.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
+    merged = fxq.HistogramObserver()
+    merged.merge([dict(part.named_buffers()) for part in parts])
+    whole = observed(fxq.HistogramObserver(), values)
+    assert float(merged.negative.sum()) == float((values < 0).sum())
+    assert error(values, *merged.interval(UINT8)) <= 1.02 * error(values, *whole.interval(UINT8))
+
+
+def test_a_percentile_covers_its_share() -> None:
+    values = skewed()
+    low, high = observed(fxq.PercentileObserver(99.0), values).interval(UINT8)
+    assert 0.985 < float(((values >= low) & (values <= high)).float().mean()) <= 0.995
+    assert float(low) == pytest.approx(float(values.min()), abs=0.05)
+
+
+def test_an_observer_that_knows_scales_alone_is_symmetric() -> None:
+    class Own(Observer):
+        def observe(self, value: Tensor) -> None:
+            self.count += 1
+
+        def scale(self, dtype: IntType) -> Tensor:
+            return torch.tensor(0.25)
+
+    quantizer = Quantizer(UINT8, Own())
+    quantizer.observe(torch.ones(3))
+    quantizer.update_scale()
+    assert (float(quantizer.grid.scale), quantizer.grid.zero_point) == (0.25, 128)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def layers(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    config = fxq.QConfig(fxq.ActivationConfig("uint8", **settings))
+    prepared = fxq.prepare(model, batch(), "x86", config)
+    fxq.calibrate(prepared, [batch(seed=seed) for seed in range(2)], show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    return prepared.train()
+
+
+def test_statistics_move_the_scale_and_the_zero_point() -> None:
+    prepared = layers(observer=fxq.MinMaxObserver)
+    before = fxq.qparams(prepared)["input_1_quantize"]
+    prepared(batch() * 2 + 6)
+    scale, zero_point = fxq.qparams(prepared)["input_1_quantize"]
+    seen = torch.cat([batch(seed=seed).flatten() for seed in range(2)] + [(batch() * 2 + 6).flatten()])
+    wanted = oracle.affine_grid(Fraction(float(seen.min())), Fraction(float(seen.max())))
+    assert before != (scale, zero_point) == pytest.approx((float(wanted[0]), wanted[1]), rel=1e-6)
+
+
+def test_a_zero_point_does_not_drift_while_the_range_stays() -> None:
+    prepared = layers(observer=fxq.MinMaxObserver)
+    before = fxq.qparams(prepared)["input_1_quantize"]
+    for _ in range(5):
+        prepared(batch())
+    assert fxq.qparams(prepared)["input_1_quantize"] == before
+
+
+def test_a_learned_scale_holds_its_zero_point() -> None:
+    prepared = layers(training="learned")
+    before = fxq.qparams(prepared)
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.5)
+    for _ in range(2):
+        prepared(batch()).square().sum().backward()
+        optimizer.step()
+    after = fxq.qparams(prepared)
+    assert all(after[name][1] == zero_point for name, (_, zero_point) in before.items())
+    assert any(after[name][0] != scale for name, (scale, _) in before.items())
+    contract.assert_train_is_validate(prepared, batch())
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
+
+
+def test_gradients_stop_where_the_grid_ends() -> None:
+    config = fxq.ActivationConfig("uint8", scale=1.0, zero_point=100)
+    prepared = fxq.prepare(nn.Sequential(nn.Tanh()), torch.zeros(1, 4), "x86", fxq.QConfig(input=config))
+    fxq.calibrate(prepared, [torch.zeros(1, 4)], show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    x = torch.tensor([[-101.0, 0.0, 0.25, 156.0]], requires_grad=True)
+    quantize = quantized_operators(prepared)["input_1_quantize"]
+    quantize(x).sum().backward()
+    assert x.grad.tolist() == [[0.0, 1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned", "frozen"])
+def test_a_state_dict_holds_zero_points(training: str) -> None:
+    prepared, other = layers(training=training), layers(training=training)
+    prepared(batch() * 3 - 1)
+    fxq.set_qparams(prepared, {"_2": (0.03, 77)})
+    assert fxq.qparams(prepared)["_2"] == (pytest.approx(0.03), 77)
+    other.load_state_dict(prepared.state_dict())
+    assert fxq.qparams(other) == fxq.qparams(prepared)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    fxq.set_state(other, fxq.State.VALIDATE)
+    assert torch.equal(prepared.eval()(batch()), other.eval()(batch()))
+
+
+def test_qparams_are_what_set_qparams_takes() -> None:
+    prepared, other = layers(), layers(observer=fxq.MinMaxObserver)
+    fxq.set_qparams(other, fxq.qparams(prepared))
+    assert fxq.qparams(other) == fxq.qparams(prepared)
+    fxq.set_qparams(other, {"_2": 0.5})
+    assert fxq.qparams(other)["_2"] == (0.5, fxq.qparams(prepared)["_2"][1])  # a scale alone leaves the zero point
+    for wrong in (256, -1):
+        with pytest.raises(fxq.ConfigurationError, match="zero point"):
+            fxq.set_qparams(other, {"_2": (0.5, wrong)})
+
+
+# ---- what can be asked for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("x86", "uint8"), ("qnnpack", "uint8"), ("nash-e", "int8"), ("bayes-e", "int8")])
+@pytest.mark.parametrize(
+    "config", [None, fxq.QConfig(), fxq.QConfigMapping().set_module_name("0", fxq.QConfig())], ids=["none", "config", "mapping"]
+)
+def test_a_dtype_that_is_left_out_is_the_targets(target: str, dtype: str, config: Any) -> None:
+    prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), target, config)
+    assert {operator.output.dtype.name for operator in quantized_operators(prepared).values()} == {dtype}
+
+
+def test_a_fixed_grid() -> None:
+    config = fxq.QConfig(fxq.ActivationConfig("uint8", scale=0.125, zero_point=3), input=fxq.ActivationConfig(scale=0.25))
+    prepared, integer = compiled(nn.Sequential(nn.Linear(4, 4)), [torch.randn(8, 4)], "x86", config)
+    assert fxq.qparams(prepared) == {"input_1_quantize": (0.25, 128), "_0": (0.125, 3)}  # 128: what int8 covers
+    contract.assert_validate_is_integer(prepared, integer, torch.randn(8, 4))
+
+
+def test_int8_is_still_symmetric_there() -> None:
+    prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), "x86", fxq.QConfig(fxq.ActivationConfig("int8")))
+    assert {operator.output.dtype for operator in quantized_operators(prepared).values()} == {INT8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"zero_point": 3, "scale": 0.5}, "default dtype of the target"),
+        ({"dtype": "int8", "zero_point": 0, "scale": 0.5}, "those of other dtypes are symmetric"),
+        ({"dtype": "uint8", "zero_point": 3}, "both are observed, or both are fixed"),
+        ({"dtype": "uint8", "zero_point": 3, "threshold": 0.5}, "both are observed, or both are fixed"),
+        ({"dtype": "uint8", "zero_point": 256, "scale": 0.5}, "0 to 255"),
+    ],
+)
+def test_zero_points_that_make_no_sense(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=reason):
+        fxq.ActivationConfig(**settings)
+
+
+@pytest.mark.parametrize("target", ["bernoulli", "bayes-e", "nash-e"])
+def test_targets_that_are_symmetric_say_so(target: str) -> None:
+    with pytest.raises(fxq.ConfigurationError, match="x86, qnnpack"):
+        fxq.prepare(nn.Linear(4, 4), torch.zeros(2, 4), target, fxq.QConfig(AFFINE))
+
+
+def test_a_target_with_shifts_cannot_be_affine() -> None:
+    fixed = FixedArithmetic("fixed", widths={"int8": FixedWidths(16, 15, True)})
+    with pytest.raises(ValueError, match="adds no zero point"):
+        Target("own", "an example", fixed, ("uint8", "int8"))
+
+
+def test_two_fixed_zero_points_on_one_grid_are_a_conflict() -> None:
+    mapping = fxq.QConfigMapping()
+    for name, zero_point in (("0", 3), ("1", 4)):
+        mapping = mapping.set_module_name(name, fxq.QConfig(fxq.ActivationConfig("uint8", scale=0.5, zero_point=zero_point)))
+    with pytest.raises(fxq.ScaleConflict, match=r"scale 0\.5 and zero point 4"):
+        fxq.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(2)), batch(), "x86", mapping)

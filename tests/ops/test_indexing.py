@@ -1,0 +1,124 @@
+"""What is brought together at places: by a loop over Python's numbers, at every opset; what has no integer form says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.primitives import PRIMITIVES, scatter
+from fxquant.primitives.bounds import Unproved, Value
+from tests.shared import contract
+from tests.shared.contract import compiled
+
+
+class Model(nn.Module):
+    """A function of a live tensor of shape (B, 3, 4, 5)."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Conv2d(3, 3, 1), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, 3, 4, 5, generator=generator) for count in (4, 3)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.sampled_from((torch.int8, torch.int16)))
+def test_sums_and_extremes_at_places_are_those_of_a_loop(terms: int, size: int, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.iinfo(dtype)
+    source, input = (torch.randint(ends.min, ends.max + 1, (2, count), generator=generator, dtype=dtype) for count in (terms, size))
+    index = torch.randint(0, size, (2, terms), generator=generator)
+    found = [
+        [[int(q) for q, place in zip(row, at, strict=True) if int(place) == wanted] for wanted in range(size)]
+        for row, at in zip(source, index, strict=True)
+    ]
+    sums = [[sum(each) for each in row] for row in found]
+
+    def extremes(choose: Callable[..., int]) -> list[list[int]]:
+        pairs = [zip(row, each, strict=True) for row, each in zip(input.tolist(), found, strict=True)]
+        return [[choose([old, *each]) for old, each in row] for row in pairs]
+
+    for values in (source, source.float()):  # as the integer graph has them, and as the prepared model does
+        for wide in (False, True):
+            total = scatter.sum_along(values, 1, index, size, wide)
+            assert total.tolist() == sums
+            assert total.is_floating_point() == values.is_floating_point()
+        for expected, flag in ((extremes(max), True), (extremes(min), False)):
+            assert scatter.extremum_along(input.to(values.dtype), values, 1, index, terms, flag).tolist() == expected
+    bound = 2.0 ** (torch.iinfo(dtype).bits - 1)
+    known = Value(torch.tensor(-bound).double(), torch.tensor(bound).double(), TensorFact(tuple(source.shape), dtype))
+    record = PRIMITIVES[scatter.sum_along].bounds
+    assert record is not None
+    reached = record(source=known, dim=1, index=None, size=size, wide=False)
+    assert float(reached.high) == terms * bound >= max(abs(each) for row in sums for each in row)
+
+
+def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
+    one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[scatter.sum_along].bounds
+    assert bounds is not None
+    source = Value(-one, one, TensorFact((BatchDim(1, 0), 3), torch.int8))
+    with pytest.raises(Unproved, match="depends on the batch"):
+        bounds(source, 0, None, 3, False)
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
+    def brought(x: Tensor) -> Any:
+        index = x.argmax(2, keepdim=True).expand_as(x)
+        return (
+            x.scatter_add(2, index, x),
+            x.scatter_reduce(2, index, x.flip(3), "amax"),
+            x.scatter_reduce(1, x.argmin(1, keepdim=True), x, "amin", include_self=False),
+            torch.zeros_like(x).scatter(1, x.argmax(1, keepdim=True), 1.0),
+        )
+
+    prepared, integer = compiled(Model(brought).eval(), batches())
+    assert "none is left in float" in fxq.explain(prepared)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
+    assert fxq.verify(integer, path, [(batch,) for batch in batches()])
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a product": (lambda x: x.scatter_reduce(1, x.argmax(1, True), x, "prod"), "exceeds every accumulator"),
+    "what is multiplied": (lambda x: x.scatter(1, x.argmax(1, True), 2.0, reduce="multiply"), "it reduces by 'multiply'"),
+    "running places": (lambda x: torch.cummax(x, 1)[1], "its indices are read as well"),
+    "bags of any size": (
+        lambda x: nn.functional.embedding_bag(x[:, 0, 0].argmax(1), torch.eye(5), offsets=torch.tensor([0])), "depend on the batch size"
+    ),
+    "an order of the batch": (lambda x: torch.msort(x), "it ranks the batch"),
+    "a quantile of the batch": (lambda x: torch.quantile(x, 0.5, dim=0), "it ranks the batch"),
+    "the second item": (lambda x: torch.take(x, torch.tensor([61])), "samples of the batch other than the first"),
+    "a list of the batch": (lambda x: x[[0, 1], [1, 2]], "it indexes the batch by a list"),
+    "counts of the batch": (lambda x: torch.count_nonzero(x > 0, 0), "it counts over the batch"),
+    "classes that the data say": (lambda x: torch.bucketize(x, x[0, 0, 0]), "its boundaries are not a constant"),
+    "what is accumulated": (
+        lambda x: x.index_put((torch.tensor([0, 0]),), x[:1].expand(2, -1, -1, -1), accumulate=True), "accumulates values at one index"
+    ),
+}  # fmt: skip
+
+
+def test_what_has_no_integer_form_says_why_and_gives_what_pytorch_does() -> None:
+    model = Model(lambda x: tuple(function(x) for function, _ in REFUSED.values())).eval()
+    prepared, integer = compiled(model, batches())
+    told = fxq.explain(prepared)
+    for name, (_, reason) in REFUSED.items():
+        assert reason in told, (name, told)
+    for wanted, found in zip(model(batches()[1]), integer(batches()[1]), strict=True):
+        assert wanted.shape == found.shape
+        assert wanted.dtype == found.dtype

@@ -1,0 +1,160 @@
+"""Norms of items of very different size: what brings them to one magnitude is the oracle's, and keeps the small ones."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.ir.integer import qparams
+from fxquant.ir.parts import part
+from fxquant.ops.normalization.magnitude import COARSE
+from tests.shared import contract, oracle
+from tests.shared.contract import compiled
+from tests.shared.oracle import Grid, Rules
+
+EPS, SIZE = 1e-5, 24
+FORMATS = [("nash-e", "int8"), ("nash-e", "int16"), ("nash-m", "int8"), ("nash-e-level2", "int16")]
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.plain, self.planes = nn.LayerNorm(SIZE), nn.LayerNorm((6, SIZE), 0.1, False), nn.LayerNorm((6, SIZE))
+        self.group, self.instance, self.root = nn.GroupNorm(2, 6), nn.InstanceNorm1d(6, affine=True), nn.RMSNorm(SIZE)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 1, 0.3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        norms = (self.layer, self.plain, self.planes, self.group, self.instance, self.root)
+        return (*(norm(x) for norm in norms), F.normalize(x, dim=-1), F.normalize(x, 1.0, -1))
+
+
+def norms() -> nn.Module:
+    torch.manual_seed(0)
+    return Norms().eval()
+
+
+def items(decades: float, count: int = 8, seed: int = 0, offset: float = 0.0) -> Tensor:
+    """Float32 rows of the shape (count, 6, SIZE) whose deviations span so many decades; the first row of each is constant."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, SIZE, generator=generator) * 10 ** (-decades * torch.rand(count, 6, 1, generator=generator)) + offset
+    x[:, 0] = 0.7 + offset
+    return x
+
+
+def of_dtype(dtype: str) -> fxq.QConfig:
+    return fxq.QConfig(fxq.ActivationConfig(dtype))
+
+
+def by_hand(x: Tensor) -> Tensor:
+    """Layer norm as it is written by hand, of which only the squares and what is computed from them have 16 bits."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
+
+
+class Row(nn.Module):
+    def __init__(self, hand: bool) -> None:
+        super().__init__()
+        self.hand = hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_hand(x) if self.hand else F.layer_norm(x, (SIZE,), eps=EPS)
+
+
+def sqnr(exact: Tensor, found: Tensor) -> float:
+    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - found.double()).pow(2).sum()))
+
+
+def gain(decades: float, target: str, dtype: str) -> float:
+    """By how many dB a layer norm is nearer to the float model's than one that is written by hand."""
+    calibration, x = [items(decades, 32, seed)[:, 1:] for seed in (1, 2)], items(decades, 32)[:, 1:]
+    wide = fxq.QConfig(fxq.ActivationConfig(dtype), input=fxq.ActivationConfig("int16"))
+    exact = F.layer_norm(x, (SIZE,), eps=EPS)
+    hand, norm = (sqnr(exact, compiled(Row(each), calibration, target, wide)[1](x)) for each in (True, False))
+    return norm - hand
+
+
+@pytest.mark.parametrize(("target", "dtype"), FORMATS)
+def test_norms_of_spread_items_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
+    x = items(2)
+    prepared, integer = compiled(norms(), [x], target, of_dtype(dtype))
+    assert len([node for node in integer.graph.nodes if "of_one_magnitude" in str(part(node)) and qparams(node)]) >= 8
+    contract.assert_all_is_integer(prepared)
+    contract.assert_alive(integer, x)
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,), (items(3, 1, 1),)])
+    contract.assert_train_is_validate(prepared, x)
+    contract.assert_gradients_reach_every_parameter(prepared, x)
+
+
+def roles(integer: fx.GraphModule, role: str) -> list[fx.Node]:
+    return [node for node in integer.graph.nodes if str(part(node)) == f"layer_norm: {role}" and qparams(node) is not None]
+
+
+def grid_of(node: fx.Node) -> Grid:
+    known = qparams(node)
+    assert known is not None
+    return Grid(Fraction(float(known.scale)), -(2**15), 2**15 - 1, 16)
+
+
+def test_elements_over_their_extents_are_the_oracles() -> None:
+    rules = Rules("real")
+    x = items(3, 16)
+    _, integer = compiled(Row(False), [x], "nash-e", of_dtype("int16"))
+    values = contract.graph_values(integer, x)
+    extent, centred = sorted(roles(integer, "sub"), key=lambda node: values[node.name].shape[-1])
+    result = next(node for node in roles(integer, "of_one_magnitude") if values[node.name].shape[-1] == SIZE)
+    on, least = grid_of(centred), math.sqrt(EPS)
+    scale = float(grid_of(extent).scale)
+    step = Fraction(oracle.float32(min(1 / least, 1 / (COARSE * scale)) / (2**15 - 1)))
+    extents = values[extent.name].flatten(0, 1).flatten().tolist()
+    rows = values[centred.name].flatten(0, 1).tolist()
+    for size, row, found in zip(extents, rows, values[result.name].flatten(0, 1).tolist(), strict=True):
+        factor = 0 if size == 0 else min(max(math.floor(1 / (max(size * scale, least) * float(step))), 1), 2**15 - 1)
+        sums = [q * factor for q in row]
+        assert found == [
+            oracle.requantized(total, rules.product_step(on.scale, step), grid_of(result), rules, kind="product") for total in sums
+        ]
+    assert 0 in extents
+    assert min(filter(None, extents)) * 30 < max(extents)
+
+
+def test_spread_items_gain() -> None:
+    """A square on one linear grid has no bits left for an item a hundred times smaller: its root is that of 0."""
+    assert gain(2, "nash-e", "int16") > 15
+    assert gain(1, "nash-e", "int16") > 1
+    assert gain(0, "nash-e", "int8") > -0.2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_a_constant_item_becomes_exactly_the_bias(dtype: str) -> None:
+    """Far from 0, the rounding of its mean is larger than √ε, and would be brought to a deviation of 1."""
+    norm = nn.LayerNorm(SIZE, EPS).eval()
+    nn.init.zeros_(norm.bias)
+    x = items(0, 16, offset=-60.0)
+    _, integer = compiled(norm, [x], "nash-e", of_dtype(dtype))
+    found = integer(x)
+    assert torch.equal(found[:, 0], torch.zeros(16, SIZE))
+    assert sqnr(norm(x), found) > (20 if dtype == "int16" else 2)
+
+
+def test_factors_of_items_change_no_gradient() -> None:
+    x = items(2)[:, 1:].requires_grad_()
+    prepared = fxq.prepare(Row(False), x.detach(), "nash-e")
+    fxq.set_state(prepared, "FLOAT")
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    found, expected = (torch.autograd.grad((each(x) * upstream).sum(), x)[0] for each in (prepared, Row(False)))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("target", ["bayes", "bayes-e", "bayes-e/former"])
+def test_a_measured_march_has_the_operators_that_its_compiler_runs_on_the_bpu(target: str) -> None:
+    _, integer = compiled(norms(), [items(2)], target, of_dtype("int8"))
+    assert not [node for node in integer.graph.nodes if "of_one_magnitude" in str(part(node))]

@@ -1,0 +1,127 @@
+"""Layers of the measured targets: half a step in their bias, their residuals and changes of scale, in every form and against the oracle."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.ir.graph import resolve
+from fxquant.ir.integer import qparams
+from fxquant.primitives import accumulate, product
+from tests.shared import contract, oracle
+from tests.shared.contract import graph_values
+
+RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
+every_target = pytest.mark.parametrize("target", RULES)
+
+
+class Layers(nn.Module):
+    """A convolution that is normalized, a layer with a residual, one without a bias, and a join of two scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.second, self.third = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = self.second(x) + x
+        return torch.cat((torch.relu(self.third(x)), x), 1)
+
+
+def weights(**options: Any) -> fxq.QConfig:
+    return fxq.QConfig(weight=fxq.WeightConfig(**options))
+
+
+WEIGHTS = {"channels": weights(), "one scale": weights(per_channel=False), "int4": weights(dtype="int4", per_channel=False)}
+
+
+@every_target
+@pytest.mark.parametrize("qconfig", WEIGHTS.values(), ids=WEIGHTS)
+def test_every_form_of_a_layer_holds_half_a_step(target: str, qconfig: fxq.QConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(2, 3, 6, 6)
+    prepared, integer = contract.compiled(Layers(), [batch], target, qconfig)
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
+    contract.assert_train_is_validate(prepared, batch)
+
+
+@every_target
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> None:
+    torch.manual_seed(1)
+    layer, batch = nn.Conv2d(3, 4, 3, bias=bias), torch.randn(2, 3, 5, 5)
+    _, integer = contract.compiled(nn.Sequential(layer), [batch], target, weights(per_channel=per_channel))
+    (node,) = [node for node in integer.graph.nodes if node.target in (accumulate.convolution, accumulate.convolution_wide)]
+    values = graph_values(integer, batch)
+    (result,) = node.users
+    x, to = (
+        oracle.Grid(Fraction(float(known.scale)), -128, 127, 8) for known in (qparams(node.args[0]), qparams(result)) if known is not None
+    )
+    rules = RULES[target] if per_channel else oracle.replace(RULES[target], per_channel=False)
+    real = layer.bias.tolist() if bias else [0.0] * 4
+    made = oracle.layer(layer.weight.tolist(), real, x, rules)
+    held = [
+        oracle.lifted_bias(own, rules.product_step(x.scale, scale), to.scale, rules.bias_bits)
+        for own, scale in zip(made.bias, made.scales, strict=True)
+    ]
+    assert resolve(integer, node.args[1].target).tolist() == made.weight
+    assert resolve(integer, node.args[2].target).tolist() == held
+    sums = oracle.convolution(values[node.args[0].name].tolist(), made.weight, made.bias, [1, 1], [0, 0], [1, 1], 1)
+    assert values[result.name].tolist() == oracle.finished(sums, made, x, to, rules)
+
+
+def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None:
+    class Join(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat((x, y), 1)
+
+    torch.manual_seed(2)
+    batch = torch.randn(4, 3, 40), 0.3 * torch.randn(4, 2, 40)
+    kept = fxq.QConfigMapping(default=fxq.QConfig()).set_object_type(torch.cat, fxq.QConfig())
+    _, integer = contract.compiled(Join(), [batch], "bernoulli2", kept)
+    layers = [node for node in integer.graph.nodes if node.target is product.scale_channels]
+    assert layers
+    values = graph_values(integer, *batch)
+    for node in layers:
+        (result,) = node.users
+        x, to = (oracle.Grid(Fraction(float(qparams(each).scale)), -128, 127, 8) for each in (node.args[0], result))  # type: ignore[union-attr]
+        expected = [oracle.rescaled(q, x, to, RULES["bernoulli2"]) for q in values[node.args[0].name].flatten().tolist()]
+        assert values[result.name].flatten().tolist() == expected
+        assert len(set(expected)) > 20
+
+
+@every_target
+def test_a_mean_over_an_image_has_batches_of_any_size(target: str, tmp_path: Path) -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.mean((2, 3)), x.mean((2, 3), keepdim=True)
+
+    torch.manual_seed(3)
+    batch = torch.randn(3, 5, 4, 6)
+    prepared, integer = contract.compiled(Mean(), [batch], target)
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
+
+
+@pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
+def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:
+    made = nn.PReLU(len(slopes))
+    made.weight.data = torch.tensor(slopes)
+    torch.manual_seed(4)
+    batch = torch.randn(4, 3, 5)
+    prepared, integer = contract.compiled(nn.Sequential(made), [batch], "bayes-e")
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
+    contract.assert_train_is_validate(prepared, batch)
+    with torch.no_grad():
+        near = bool((integer(batch) - made(batch)).square().mean() < 0.001 * made(batch).var())
+    assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does

@@ -1,0 +1,137 @@
+"""ARCHITECTURE.md: its dumps, its pass names, its rooms, its paths and its words are those of the code."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import fxquant as fxq
+from fxquant.passes import PIPELINE
+from fxquant.prepared.stage import Stage
+from tests.pages.test_layers import ROOMS
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+SKIPPED = "…"  # lines of a dump that the page leaves out
+LONGEST_PAGE, LONGEST_SENTENCE = 250, 25
+
+
+@functools.cache
+def page() -> str:
+    return (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+@functools.cache
+def prose() -> str:
+    """Return the page without its blocks of code."""
+    return re.sub(r"(?ms)^```.*?^```", "", page())
+
+
+def section(title: str) -> str:
+    """Return the text of a section of the page."""
+    return page().split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def shortened(text: str) -> list[str]:
+    """Return the lines of a graph's text, with two spaces between columns."""
+    return [re.sub(r"(?<=\S) {2,}", "  ", line.rstrip()) for line in text.strip().splitlines()]
+
+
+def shown() -> dict[str, list[str]]:
+    """Return the dumps on the page by what they follow: their lines as they stand there."""
+    dumps: dict[str, list[str]] = {}
+    for block in re.findall(r"^```text\n(.*?)^```", section("One convolution, in nine files"), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            begins = re.fullmatch(r"(\S.*), after (\S+)", line)
+            if begins:
+                lines = dumps[begins[2]] = [begins[1]]
+            else:
+                lines.append(line)
+    return dumps
+
+
+def equals(written: list[str], lines: list[str]) -> bool:
+    """Return whether lines of the page are those of a dump, but for what the page leaves out."""
+    pattern = "".join(r"(?:.*\n)+" if line.strip() == SKIPPED else re.escape(line) + r"\n" for line in written)
+    return re.fullmatch(pattern, "".join(line + "\n" for line in lines)) is not None
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, list[str]]:
+    """The walk's model, compiled as the page says: the dumps by what they follow."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "dump"))
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "fxq": fxq}
+    blocks = re.findall(r"^```python\n(.*?)^```", page(), re.MULTILINE | re.DOTALL)
+    exec(compile("".join(blocks), "ARCHITECTURE.md", "exec"), names)
+    dumps = {file.stem.split("-", 1)[1]: shortened(file.read_text(encoding="utf-8")) for file in (tmp_path / "dump").glob("*.txt")}
+    dumps["calibrate"] = shortened(fxq.text(names["prepared"]))
+    nodes = onnx.load(names["path"]).graph.node
+    lines = [f"  {', '.join(node.output)} = {node.op_type}({', '.join(node.input)})" for node in nodes]
+    dumps["export_onnx"] = ["nodes of the file", *lines]
+    return dumps
+
+
+def test_the_dumps_are_what_the_compiler_writes(compiled: Mapping[str, list[str]]) -> None:
+    dumps = shown()
+    assert [*dumps] == ["trace", "batchnorm.fold", "activation.fuse", "specs.annotate", "calibrate", "integer.lower", "export_onnx"]
+    for name, written in dumps.items():
+        assert equals(written, compiled[name]), f"after {name} the compiler writes\n" + "\n".join(compiled[name])
+
+
+def test_a_dump_that_is_wrong_is_noticed() -> None:
+    assert equals(["a", "  …", "d"], ["a", "b", "c", "d"])
+    assert not equals(["a", "  …", "d"], ["a", "b", "c", "e"])
+    assert not equals(["a", "  …", "d"], ["a", "d"])
+    assert not equals(["a", "d"], ["a", "b", "d"])
+
+
+def test_the_diagram_has_the_passes_and_stages_in_their_order() -> None:
+    diagram = section("The pipeline")
+    assert re.findall(r"^  │  (\w+\.\w+)", diagram, re.MULTILINE) == [step.name for step in PIPELINE]
+    stages = [stage.name for stage in Stage]
+    assert re.findall(r"^([A-Z]+) ─", diagram, re.MULTILINE) == stages
+    assert re.findall(r"^\| `([A-Z]+)`", section("Stages"), re.MULTILINE) == stages
+    below, reached = {}, "TRACED"
+    for name, stage in re.findall(r"^  │  (\w+\.\w+)|^([A-Z]+) ─", diagram, re.MULTILINE):
+        reached = stage or reached
+        if name:
+            below[name] = reached
+    first = {step.name for i, step in enumerate(PIPELINE) if i and step.reaches != PIPELINE[i - 1].reaches}
+    assert below == {step.name: Stage(step.reaches - (step.name in first)).name for step in PIPELINE}
+
+
+def test_the_rooms_are_those_of_the_layer_test() -> None:
+    rooms = re.findall(r"^\| `(\w+)`", section("The rooms"), re.MULTILINE)
+    assert [room.replace("fxquant", "") for room in rooms] == list(ROOMS)
+
+
+def test_the_paths_exist() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", prose())
+    paths = {*links, *re.findall(r"\b(?:[\w-]+/)+[\w-]+\.(?:py|md|c|txt)\b", page())}
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_page_is_short_and_plain() -> None:
+    assert page().count("\n") <= LONGEST_PAGE
+    spec = importlib.util.spec_from_file_location("words", ROOT / "docs" / "words.py")
+    assert spec is not None
+    assert spec.loader is not None
+    words = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(words)
+    text = words.prose(prose())
+    assert [found.group() for banned in words.BANNED for found in re.finditer(rf"\b({banned})\b", text, re.IGNORECASE)] == []
+    paragraphs = [line for line in re.sub(r"\]\([^)]*\)|[\[*]", "", text).splitlines() if not line.startswith(("|", "#"))]
+    sentences = [sentence for line in paragraphs for sentence in re.split(r"(?<=[.!?:;])\s+", line)]
+    assert [sentence for sentence in sentences if len(sentence.split()) > LONGEST_SENTENCE] == []

@@ -1,0 +1,266 @@
+"""Who may import whom: rooms have an order. `ast` holds the code to it, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import networkx
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+
+# The rooms, from the bottom up: a module imports from its own room and from those before it. `fxquant.errors` and its like are rooms of
+# one file; "fxquant" is the table of contents that users import.
+ROOMS = (
+    "errors",  # what is raised
+    "version",
+    "support",  # arguments, files, locks, progress
+    "numerics",  # scales, grids, multipliers
+    "ir",  # graphs and their facts
+    "primitives",  # what integers are computed by
+    "training",  # fused kernels of training steps
+    "quantization",  # qconfigs, observers, quantizers
+    "lowering",  # operators to primitives
+    "ops",  # the operator table
+    "kernels",  # kernels that stand for several primitives
+    "frontend",  # the tracer
+    "target",
+    "prepared",  # the modules of a prepared model
+    "analysis",  # what can be said of a model
+    "remedies",  # operators within the limits of a target
+    "pipeline",
+    "calibration",
+    "passes",
+    "serialization",
+    "backends",
+    "tuning",  # methods that make one model more exact
+    "reporting",
+    "api",
+    "nn",
+    "search",  # methods that prepare models
+    "figures",  # plots of what all of these find
+    "conformance",
+    "",
+    "demo",
+    "compat",
+    "cli",
+)
+# Beyond the order: imports that a room, or a part of it, does not have.
+APART = {
+    "passes": ("serialization", "kernels", "frontend"),  # a pass knows graphs, operators and facts
+    "backends": ("passes", "calibration", "remedies", "pipeline", "serialization"),  # nor does a target know how a graph came about
+    "backends.aten": ("backends.bpu", "backends.c", "backends.cpu", "backends.horizon", "backends.onnx"),
+    "backends.bpu": ("backends.aten", "backends.c", "backends.cpu", "backends.horizon", "backends.onnx"),
+    "backends.c": ("backends.aten", "backends.bpu", "backends.cpu", "backends.horizon", "backends.onnx"),
+    "backends.cpu": ("backends.aten", "backends.bpu", "backends.c", "backends.horizon", "backends.onnx"),
+    "backends.horizon": ("backends.aten", "backends.bpu", "backends.c", "backends.cpu"),
+    "backends.onnx": ("backends.aten", "backends.bpu", "backends.c", "backends.cpu", "backends.horizon"),
+    "cli": ("passes", "backends", "ops", "ir", "compat"),  # the command line is a user of the public functions
+}
+SINGLE = {"passes"}  # rooms whose modules import none of their own but what SHARED names: they are run by the table of contents
+SHARED = {"fxquant.passes.rewriting", "fxquant.passes.matching"}
+
+# Packages from outside that only these modules may import, if any.
+CONFINED: dict[str, set[str]] = {
+    "scipy": {"fxquant.search.program"},
+    "matplotlib": {"fxquant.reporting.pictures"},
+    "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
+    "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"}
+    | {
+        f"fxquant.backends.onnx.{name}"
+        for name in (
+            "agreement",
+            "connections",
+            "emitter",
+            "export",
+            "fast",
+            "files",
+            "float_export",
+            "float_file",
+            "horizon",
+            "kernels",
+            "layouts",
+            "metadata",
+            "opsets",
+            "parts",
+            "reading",
+            "runtime",
+            "sums",
+            "writer",
+        )
+    },
+    "onnxruntime": {"fxquant.backends.onnx.runtime"},
+    "onnxscript": {"fxquant.backends.onnx.float_export"},
+    "sklearn": {"fxquant.demo.digits"},
+    "torch.ao": {"fxquant.compat.torch_ao"},  # PyTorch's own objects by name, where this PyTorch has them
+    "torch.quantization": set(),
+}
+# PyTorch is removing its quantized tensors: plain int8, uint8 and int32 are used.
+BANNED_ATTRIBUTES = {
+    "torch.ao", "torch.quantization", "torch.ops.quantized",
+    "torch.quint8", "torch.qint8", "torch.qint32", "torch.quint4x2", "torch.quint2x4",
+    "torch.quantize_per_tensor", "torch.quantize_per_channel",
+}  # fmt: skip
+
+
+@functools.cache
+def library() -> Mapping[str, str]:
+    """The source of every module, by the name it is imported as; a package's __init__ goes by the package's name."""
+    sources = {}
+    for top, package in (("fxquant", "fxquant"), ("passes", "fxquant.passes"), ("backends", "fxquant.backends")):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            parts = file.relative_to(ROOT / top).with_suffix("").parts
+            sources[".".join([package, *(part for part in parts if part != "__init__")])] = file.read_text(encoding="utf-8")
+    return sources
+
+
+def below(name: str, prefix: str) -> bool:
+    """Whether a dotted name is the prefix or stands below it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def imports(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Every import statement, wherever it stands."""
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported(source: str, modules: Mapping[str, str]) -> Iterator[str]:
+    """Every module that is imported, as precisely as can be known."""
+    for node in imports(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        else:
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                yield full if full in modules or full in CONFINED else module
+
+
+@functools.cache
+def attributes(source: str) -> set[str]:
+    """Every dotted expression, as "torch.ops.quantized"."""
+    texts = {ast.unparse(node) for node in ast.walk(parsed(source)) if isinstance(node, ast.Attribute)}
+    return {text for text in texts if text.replace(".", "").isidentifier()}
+
+
+def room_of(name: str) -> str:
+    """Return the room of a module: what follows "fxquant." up to the next dot, "" for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def refused(name: str, target: str) -> bool:
+    """Return whether a module must not import another one of ours."""
+    room, other = room_of(name), room_of(target)
+    if room not in ROOMS or other not in ROOMS or ROOMS.index(other) > ROOMS.index(room):
+        return True
+    inside = name.removeprefix("fxquant.")
+    if any(below(inside, part) and below(target.removeprefix("fxquant."), never) for part, others in APART.items() for never in others):
+        return True
+    return room == other and room in SINGLE and name != f"fxquant.{room}" and target not in SHARED
+
+
+def violations(modules: Mapping[str, str]) -> list[str]:
+    """Return everything that the order of the rooms and the tables do not allow."""
+    found = []
+    for name, source in modules.items():
+        if room_of(name) not in ROOMS:
+            found.append(f"{name} is in no room")
+            continue
+        for target in sorted(set(imported(source, modules))):
+            if target.startswith("."):
+                found.append(f"{name} imports {target}: imports are absolute")
+            elif below(target, "fxquant") and refused(name, target):
+                found.append(f"{name} imports {target}")
+            found.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
+        found.extend(f"{name} uses {text}" for text in sorted(attributes(source) & BANNED_ATTRIBUTES))
+    return found
+
+
+def circles(modules: Mapping[str, str]) -> list[list[str]]:
+    """The sets of modules that import each other, in a circle; imports inside functions and for the type checker alone count."""
+    graph = networkx.DiGraph()
+    for name, source in modules.items():
+        for target in imported(source, modules):
+            if target in modules and target != name:
+                graph.add_edge(name, target)
+    return [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1]
+
+
+def test_imports_form_no_circle() -> None:
+    assert circles(library()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fxquant.frontend import handler",
+        "import fxquant.frontend.handler",
+        "def f():\n    from fxquant.frontend.handler import Handler",
+        "if TYPE_CHECKING:\n    from fxquant.frontend.handler import Handler",
+    ],
+)
+def test_a_planted_circle_is_found(source: str) -> None:
+    modules = library()
+    planted = {**modules, "fxquant.frontend.memory": modules["fxquant.frontend.memory"] + source}
+    assert circles(planted) == [
+        [f"fxquant.frontend.{name}" for name in ("arguments", "evaluation", "gradients", "handler", "memory", "snapshot")]
+    ]
+
+
+def test_imports_keep_their_direction() -> None:
+    assert violations(library()) == []
+
+
+def test_every_row_is_about_a_module_that_exists() -> None:
+    modules = library()
+    rooms = {room_of(name) for name in modules}
+    assert set(ROOMS) == rooms
+    parts = {part for row, others in APART.items() for part in (row, *others)}
+    assert [part for part in parts if f"fxquant.{part}" not in modules] == []
+    assert [name for name in (*SHARED, *(name for names in CONFINED.values() for name in names)) if name not in modules] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("fxquant.errors", "import fxquant.ir.graph", "fxquant.errors imports fxquant.ir.graph"),
+        ("fxquant.numerics.grids", "from fxquant.ir import graph", "fxquant.numerics.grids imports fxquant.ir.graph"),
+        ("fxquant.ops.pooling.pool", "from fxquant.prepared.stage import Stage", "fxquant.ops.pooling.pool imports fxquant.prepared.stage"),
+        (
+            "fxquant.ops.pooling.pool",
+            "def f():\n    from fxquant.backends import bpu",
+            "fxquant.ops.pooling.pool imports fxquant.backends.bpu",
+        ),
+        ("fxquant.primitives.pool", "import onnx", "fxquant.primitives.pool imports onnx"),
+        ("fxquant.passes.scales", "from fxquant.passes import specs", "fxquant.passes.scales imports fxquant.passes.specs"),
+        ("fxquant.passes.scales", "from fxquant.passes.specs import annotate", "fxquant.passes.scales imports fxquant.passes.specs"),
+        ("fxquant.passes.scales", "from . import specs", "fxquant.passes.scales imports .: imports are absolute"),
+        ("fxquant.passes.scales", "import fxquant.backends", "fxquant.passes.scales imports fxquant.backends"),
+        ("fxquant.passes.scales", "from onnx import helper", "fxquant.passes.scales imports onnx"),
+        ("fxquant.passes.scales", "from fxquant.frontend import trace", "fxquant.passes.scales imports fxquant.frontend"),
+        ("fxquant.passes.scales", "import fxquant as fxq", "fxquant.passes.scales imports fxquant"),
+        ("fxquant.backends.onnx.export", "from fxquant.passes import scales", "fxquant.backends.onnx.export imports fxquant.passes.scales"),
+        ("fxquant.backends.onnx.export", "import onnxruntime", "fxquant.backends.onnx.export imports onnxruntime"),
+        ("fxquant.backends.bpu", "import onnx", "fxquant.backends.bpu imports onnx"),
+        ("fxquant.analysis.verify", "from fxquant.api import prepare", "fxquant.analysis.verify imports fxquant.api"),
+        ("fxquant.cli", "from fxquant.passes import PIPELINE", "fxquant.cli imports fxquant.passes"),
+        ("fxquant.api", "from torch import ao", "fxquant.api imports torch.ao"),
+        ("fxquant.api", "import torch.ao.quantization", "fxquant.api imports torch.ao.quantization"),
+        ("fxquant.ir.graph", "import torch\nx = torch.quint8", "fxquant.ir.graph uses torch.quint8"),
+        ("fxquant.ir.graph", "import torch\nx = torch.ops.quantized.add(1)", "fxquant.ir.graph uses torch.ops.quantized"),
+        ("fxquant.furniture", "", "fxquant.furniture is in no room"),
+    ],
+)
+def test_a_planted_violation_is_found(name: str, source: str, expected: str) -> None:
+    assert violations({**library(), name: source}) == [expected]

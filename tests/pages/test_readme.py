@@ -1,0 +1,224 @@
+"""What the documents show is true: their code runs, prints what they say it prints, and their diffs apply.
+
+README.md and docs/guide: the ```python blocks of a page run in order in one namespace; a ```text block right after one is what it
+prints, up to numbers; a line of … means any lines. CONTRIBUTING.md: its ```diff blocks are applied to a
+copy of the repository, and its ```python blocks run in that copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.elementwise.table import UNARY
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide"
+PLACES = (".", "docs", "docs/guide", "backends/bpu", "benchmarks", "benchmarks/results")  # of pages
+CODE = ("fxquant", "passes", "backends", "tests", "benchmarks", "docs", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document: its language, its text, the line it begins at, and whether it follows the block before at once."""
+
+    language: str
+    text: str
+    line: int
+    follows: bool
+
+
+def blocks(document: str) -> list[Block]:
+    """The fenced blocks of a document, in order."""
+    found, end = [], 0
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL):
+        follows = bool(found) and document[end : match.start()].strip() == ""
+        found.append(Block(match[1], match[2], document[: match.start()].count("\n") + 2, follows))
+        end = match.end()
+    return found
+
+
+def masked(text: str) -> list[str]:
+    """The lines, with numbers masked and every run of blanks and rules made one blank."""
+    text = re.sub(r"#[0-9a-f]{8}\b", "#hash", text)
+    text = re.sub(r"\d[\d,.]*(e[-+]?\d+)?", "0", text)
+    return [line for line in (re.sub(r"[\s─━]+", " ", line).strip() for line in text.splitlines()) if line]
+
+
+def prints(shown: str, printed: str) -> bool:
+    """Whether the text a document shows is what was printed, up to numbers and to lines left out by …"""
+    pattern = "".join(r"(?:.*\n)*" if line == "…" else re.escape(line) + r"\n" for line in masked(shown))
+    return re.fullmatch(pattern, "".join(line + "\n" for line in masked(printed))) is not None
+
+
+@pytest.fixture
+def _own_operators() -> Iterator[None]:
+    """The operators that a page declares are unknown to the tests behind it."""
+    tables: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES, UNARY)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)
+
+
+PAGES = sorted(page.stem for page in GUIDE.glob("*.md") if page.name != "README.md")
+COMPARED = {"README": 1, "four-bits": 2, "train": 1, "python": 2, "board": 1}  # outputs that a page shows at least; of other pages 3
+OLD_AND_NEW = ("from-torch-ao", "from-horizon")  # tests/compat/test_guides.py runs their programs
+
+
+def run(page: Path, folder: Path) -> tuple[int, int]:
+    """Run the programs of a page, and return how many blocks ran and how many outputs were as shown."""
+    document = blocks(page.read_text(encoding="utf-8"))
+    code = [block for block in document if block.language == "python"]
+    file = folder / "example.py"  # so that source lines in the outputs are those of one file a reader would have
+    file.write_text("\n".join(block.text for block in code), encoding="utf-8")
+    namespace = {"__name__": "example"}
+    offset, printed, compared = 0, "", 0
+    for block in document:
+        if block.language == "python":
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile("\n" * offset + block.text, str(file), "exec"), namespace)
+            offset += block.text.count("\n") + 1
+            printed = output.getvalue()
+        elif block.language == "text" and block.follows:
+            assert prints(block.text, printed), f"{page}, line {block.line} shows\n{block.text}\nand what is printed is\n{printed}"
+            compared += 1
+    return len(code), compared
+
+
+@pytest.mark.usefixtures("_own_operators")
+@pytest.mark.parametrize("name", ["README", *(page for page in PAGES if page not in OLD_AND_NEW)])
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran, compared = run(ROOT / "README.md" if name == "README" else GUIDE / f"{name}.md", tmp_path)
+    assert ran >= 1
+    assert compared >= COMPARED.get(name, 3)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_the_guide_begins_with_a_program_and_is_short(name: str) -> None:
+    text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
+    first = blocks(text)[0]
+    assert first.language == ("diff" if name in OLD_AND_NEW else "python")
+    assert first.line < 10
+    assert text.count("\n") <= 250
+
+
+def test_the_guide_lists_every_page_once() -> None:
+    linked = re.findall(r"^\|.*\]\(([\w-]+)\.md\) \|$", (GUIDE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(linked) == PAGES
+
+
+def test_a_readme_that_is_wrong_is_noticed() -> None:
+    assert prints("a 1.5 b\n…\nc", "a 27 b\nx\ny\nc\n")
+    assert not prints("0 mismatching elements", "0 matching elements")
+    assert not prints("a\nb", "a\nx\nb")
+    assert [block.follows for block in blocks("```python\n1\n```\n\n```text\n2\n```\nwords\n```text\n3\n```\n")] == [False, True, False]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of one."""
+    text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    found = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
+        path, _, place = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (place and place not in anchors(target.read_text(encoding="utf-8"))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(str(page.relative_to(ROOT)) for folder in PLACES for page in (ROOT / folder).glob("*.md")))
+def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
+    assert broken(ROOT / name) == []
+
+
+def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One head\n[a](page.md#one-head) [b](other.md) [c](#two) `[d](e.md)`\n", encoding="utf-8")
+    assert broken(page) == ["other.md", "#two"]
+
+
+def apply(diff: str, root: Path) -> None:
+    """Apply one ```diff block: each hunk's old lines stand in the file exactly once."""
+    header, *hunks = re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)
+    path = root / re.findall(r"^\+\+\+ b/(.*)$", header, re.MULTILINE)[0]
+    created = "--- /dev/null" in header
+    assert path.exists() != created, path
+    text = "" if created else path.read_text(encoding="utf-8")
+    for hunk in hunks:
+        lines = [line or " " for line in hunk.splitlines()]
+        old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+        new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+        assert created or text.count(old) == 1, f"this stands {text.count(old)} times in {path.relative_to(root)}, not once:\n{old}"
+        text = new if created else text.replace(old, new)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def copy_of_the_code(destination: Path) -> Path:
+    for name in CODE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, destination / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, destination / name)
+    return destination
+
+
+def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
+    contributing = blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    repository = copy_of_the_code(tmp_path)
+    for block in contributing:
+        if block.language == "diff":
+            apply(block.text, repository)
+    checks = [block.text for block in contributing if block.language == "python"]
+    script = repository / "check.py"
+    script.write_text("\n".join([*checks, f"assert str(fxq.__file__).startswith({str(repository)!r}), fxq.__file__"]), encoding="utf-8")
+    result = subprocess.run([sys.executable, script], cwd=repository, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(checks) == 10
+    added = "every_registered or every_operator or spherical_bessel or multilabel or fftshift or LaplaceObserver"
+    assert_passes(repository, added, "tests/ops/test_operators.py", "tests/quantization/test_observers.py")
+
+
+def assert_passes(repository: Path, chosen: str, *files: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files, "-k", chosen]
+    result = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+ONE_EDIT = {"fxquant/ops/elementwise/unary.py": "spherical_bessel_j0", "fxquant/ops/reduction/distance.py": "multilabel_soft_margin_loss"}
+
+
+def test_an_elementwise_operator_and_a_composite_are_one_edit_in_one_file_each(tmp_path: Path) -> None:
+    """All tests that list operators are green behind the two diffs, and hold the two to their float functions and to the contract."""
+    diffs = [block.text for block in blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) if block.language == "diff"]
+    repository = copy_of_the_code(tmp_path)
+    for path, name in ONE_EDIT.items():
+        (diff,) = [diff for diff in diffs if name in diff]
+        assert re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE) == [path]
+        apply(diff, repository)
+    listing = "every_registered or every_operator or every_call_form or written_somehow or every_row or second_time"
+    names = ("ops/test_operators", "ops/test_unary_oracle", "ops/test_tables_and_selection", "contract/test_random_graphs")
+    files = [f"tests/{name}.py" for name in (*names, "pages/test_operators_page")]
+    assert_passes(repository, " or ".join((listing, *ONE_EDIT.values())), *files)

@@ -1,0 +1,188 @@
+"""Operators that break a limit become others that keep it and mean the same: which, how exactly, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.backends import TARGETS
+from fxquant.ops import OPERATORS
+from fxquant.remedies import REMEDIES
+from tests.analysis.test_check import FAMILIES, ROWS, Row
+from tests.shared import contract
+from tests.shared.contract import compiled
+
+# What is broken where no remedy keeps the meaning in this case: that row's operator runs on the host.
+HOSTED = {
+    ("bernoulli2", "add", "rank"), ("bernoulli2", "amax", "reduced size"), ("bernoulli2", "sum", "reduced dimension"),
+    ("bayes", "conv2d", "output channels"), ("bayes", "avg_pool2d", "padding"), ("bayes", "avg_pool2d", "kernel"),
+    ("bayes", "adaptive_avg_pool2d", "kernel"), ("bayes", "max_pool2d", "kernel"), ("bernoulli2", "", "bounds"),
+    ("bayes", "conv3d", "number of constant operands"), ("bernoulli2", "avg_pool2d", "count_include_pad"),
+}  # fmt: skip
+MENDED = [row for row in ROWS if (row.operator or "*", row.measure) in REMEDIES and (row.family, row.operator, row.measure) not in HOSTED]
+
+
+def test_every_remedy_is_about_what_exists() -> None:
+    names = {record.name for record in OPERATORS.values()} | {"*"}
+    limits = {(name, limit.measure) for target in TARGETS.values() for limit in target.limits for name in limit.operators or ("*",)}
+    assert {operator for operator, _ in REMEDIES} <= names
+    measures = {measure for _, measure in limits}
+    assert {measure for _, measure in REMEDIES} <= measures
+    assert len(MENDED) > 40
+
+
+def adapted(row: Row) -> fxq.Findings:
+    target, one = FAMILIES[row.family][0], row.model(row.outside)
+    large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
+    inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
+    return fxq.check(fxq.trace(one.model, inputs, {}, check=False), inputs, target, adapt=True)
+
+
+def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
+    assert [(row.family, row.operator, row.measure, str(found)) for row in MENDED if len(found := adapted(row))] == []
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
+    rest = [row for row in ROWS if row not in MENDED and row.measure not in ("batch", "bytes")]
+    for row in rest[place::24]:
+        found = adapted(row)
+        assert found
+        assert {finding.kind for finding in found} <= {"host"}, str(found)
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
+
+
+class Camera(nn.Module):
+    """For bernoulli2: a large kernel, a dilation of 3, constants, a division, two poolings too large, linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 6, 9, padding=4, bias=False), nn.BatchNorm2d(6)
+        self.wide = nn.Conv2d(6, 6, 3, padding=3, dilation=3)
+        self.shift, self.gain = nn.Parameter(torch.randn(6, 1, 1)), nn.Parameter(torch.rand(1, 6, 1, 1) + 0.5)
+        self.hidden, self.head = nn.Linear(24, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.norm(self.stem(x)))
+        x = F.relu(self.wide(x) + x)
+        x = (self.shift - x) * self.gain / 3
+        x = F.max_pool2d(x, (1, 66), (1, 2))
+        x = F.avg_pool2d(x, (8, 1)) + F.avg_pool2d(x, (16, 8), 1).mean((2, 3), keepdim=True)
+        return self.head(F.relu(self.hidden(F.max_pool2d(x, (1, 4)).flatten(1))))
+
+
+class Wide(nn.Module):
+    """For bayes-e: int16 where it has 8 bits, a dilated int16 result, a mean that counts what is there, reflection, many features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(2, 4, 3, padding=2, dilation=2), nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(F.interpolate(self.conv(x), scale_factor=2), (1, 1, 1, 1), "reflect")
+        x = F.avg_pool2d(self.up(x), 3, 2, 1, count_include_pad=False)
+        return self.head(torch.amax(x[..., :8].repeat(1, 25, 1, 1), 1))
+
+
+class Long(nn.Module):
+    """For nash-e: layers of one dimension, and reductions of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.pool = nn.ConvTranspose1d(3, 4, 4, stride=2, padding=1), nn.AvgPool1d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.pool(F.relu(self.up(x)))
+        images = F.gelu(x.reshape(-1, 4, 4, 4), approximate="tanh")
+        return images.mean((2, 3)), images.sum((1, 3))
+
+
+INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
+WHOLE = {"bernoulli2": (Camera, (4, 2, 16, 80), None), "bayes-e": (Wide, (4, 2, 8, 8), INT16), "nash-e": (Long, (4, 3, 16), None)}
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build, shape, qconfig = WHOLE[target]
+    model = build().eval()
+    batches = [torch.randn(shape) for _ in range(2)]
+    assert any(finding.kind == "limit" for finding in fxq.check(model, batches[0], target, qconfig))
+    prepared, integer = compiled(model, batches, target, qconfig, adapt=True)
+    assert fxq.check(prepared), str(fxq.check(prepared))
+
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    with torch.no_grad():
+        for mine, theirs in zip(contract.flat(prepared(batches[0])), contract.flat(model(batches[0])), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(contract.flat(integer(batches[0])), contract.flat(model(batches[0])), strict=True):
+        assert 10 * torch.log10(theirs.pow(2).sum() / (mine - theirs).pow(2).sum()) > 20
+    contract.assert_validate_is_integer(prepared, integer, batches[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,) for batch in batches])
+    contract.assert_alive(integer, batches[0])
+    contract.assert_train_is_validate(prepared, batches[0])
+    contract.assert_gradients_reach_every_parameter(prepared, batches[0])
+    assert set(model.state_dict()) <= set(prepared.state_dict()), "parameters keep their names"
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    assert contract.all_equal(fxq.convert(loaded)(batches[0]), fxq.convert(prepared)(batches[0]))
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "shape"),
+    [
+        ("bayes-e", nn.Conv2d(2, 8193, 1), (2, 2, 3, 3)),
+        ("bayes-e", nn.Linear(2, 8193), (3, 2)),
+        ("bernoulli2", nn.Conv2d(2, 3, 3, dilation=3), (2, 2, 9, 9)),
+        ("bernoulli2", nn.MaxPool2d((1, 99), (1, 6)), (2, 2, 2, 200)),
+        ("bayes-e", nn.ReflectionPad2d(2), (2, 2, 5, 5)),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", "") if isinstance(value, nn.Module) else "",
+)
+def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: str, model: nn.Module, shape: tuple[int, ...]) -> None:
+    chained = nn.Sequential(model, nn.Sigmoid()).eval()
+    x, observed = torch.randn(shape), fxq.QConfig(fxq.ActivationConfig(observer=fxq.MinMaxObserver))
+    whole, parts = (compiled(chained, [x], target, observed, adapt=adapt) for adapt in (False, True))
+    assert not fxq.check(whole.prepared)
+    assert fxq.check(parts.prepared)
+    assert contract.all_equal(whole.integer(x), parts.integer(x))
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    prepared = fxq.prepare(Camera(), torch.randn(4, 2, 16, 80), "bernoulli2", adapt=True)
+    told = fxq.explain(prepared)
+    for sentence in (
+        "conv2d split by kernel, since its kernel is 9; bernoulli2 allows 1 to 7",
+        "conv2d without dilation, since its dilation is 3",
+        "mul as a depthwise convolution, since its number of constant operands is 1",
+        "div as a product, since bernoulli2 has no div",
+        "linear as a 1×1 convolution, since bernoulli2 has no linear",
+        "it runs on the host, since bernoulli2 has no reshape",
+        "the batch norm of %stem keeps its running statistics while training, since the layer is conv2d split by kernel",
+    ):
+        assert sentence in told
+    assert "limits of bernoulli2 that are broken" not in caplog.text
+
+
+def test_nothing_is_adapted_unless_it_is_asked_for() -> None:
+    x = torch.randn(2, 2, 20, 20)
+    assert "split" not in fxq.explain(fxq.prepare(nn.Conv2d(2, 2, 9), x, "bernoulli2"))
+    plain = fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2"))
+    assert fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2", adapt=True)) == plain
+
+
+def test_what_is_on_the_host_is_said_by_check() -> None:
+    found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", adapt=True)
+    assert found
+    assert found.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
+    assert [finding.kind for finding in found] == ["host"]

@@ -1,0 +1,882 @@
+"""The pipeline's laws, what it shows, and what a prepared model is: states, copies, checkpoints, configuration, batches and outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxquant as fxq
+from fxquant.backends import get as get_target
+from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.ir.copying import copy_parameters
+from fxquant.ir.graph import annotation
+from fxquant.ir.integer import is_inner, qparams
+from fxquant.ir.model import Model, copy_graph
+from fxquant.passes import CONVERT, PIPELINE, PREPARE
+from fxquant.pipeline import Context, Dial, Pass, run
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.stage import Stage
+from fxquant.primitives import shape
+from fxquant.quantization.mapping import QConfigMapping
+from tests.conftest import Golden
+from tests.shared import contract
+from tests.shared.contract import all_equal, compiled
+
+SHAPE = (2, 8, 8)
+
+
+class Tiny(nn.Module):
+    """Every pass has something to do: conv-bn-relu, conv-bn-add-relu, pool, flatten, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = F.relu(x + self.bn2(self.conv2(x)))
+        x = self.pool(x).flatten(1)
+        return self.head(x)
+
+
+def tiny() -> Tiny:
+    """In eval mode, with statistics that make folding no trivial matter."""
+    torch.manual_seed(1)
+    model = Tiny()
+    for norm in (model.bn1, model.bn2):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias)
+        nn.init.normal_(norm.running_mean, std=0.2)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+    return model.eval()
+
+
+def batch(count: int = 4, seed: int = 2) -> Tensor:
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def prepared() -> fx.GraphModule:
+    return compiled(tiny(), [batch()]).prepared
+
+
+def operators(prepared: fx.GraphModule) -> Mapping[str, QuantizedOperator]:
+    return quantized_operators(prepared)
+
+
+# ---- the laws of passes -------------------------------------------------------------------------------------------------
+
+FLOAT_PASSES = [step for step in PREPARE if step.reaches < Stage.PREPARED]
+by_pass = pytest.mark.parametrize("step", FLOAT_PASSES, ids=lambda step: step.name)
+
+
+class Reversed(torch.autograd.Function):
+    """Turns the sign of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Around(nn.Module):
+    """Before the tiny network what bayes-e pads in another way; behind it factors, a composite, and integers between float operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stub, self.tiny = torch.ao.quantization.QuantStub(), tiny()
+        self.mix, self.factors = nn.Linear(3, 3), nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+        self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tiny(F.pad(self.stub(x)[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
+        x = self.mix(x) * self.factors
+        x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
+        x = torch.cat((x, 2 * x), 1)[:, :3] + x
+        x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
+        parts = torch.cat((x, 100 * x), 1)
+        x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
+        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts), 1)
+
+
+def traced_model() -> fx.GraphModule:
+    traced = fxq.trace(Around(), batch())
+    return Model.of(copy_parameters(traced), copy_graph(traced.graph))
+
+
+def context(step: Pass | None = None) -> Context:
+    """Of which every pass has something to do: a pool that is to have another dtype than the layer before it; a dynamic layer."""
+    if step is not None and step.name == "dynamic.choose":
+        return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
+    mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
+    return Context(get_target("bayes-e"), mapping, adapt=True)
+
+
+def run_up_to(step: Pass) -> fx.GraphModule:
+    """The graph as it is when this pass begins."""
+    gm = traced_model()
+    run(gm, PREPARE[: PREPARE.index(step)], context(step), Dial(0, None))
+    return gm
+
+
+@by_pass
+def test_a_pass_changes_something_and_keeps_the_outputs(step: Pass) -> None:
+    gm, image = run_up_to(step), batch()
+    before = gm(image)
+    assert step.function(gm, context(step)) > 0
+    gm.recompile()
+    after = gm(image)
+    if step.name in (
+        "batchnorm.fold",
+        "layerscale.fold",
+        "composite.expand",
+        "adapt.apply",
+    ):  # these compute the same in other steps, each of which is rounded
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    "step", [s for s in FLOAT_PASSES if s.name.split(".")[0] in ("batchnorm", "layerscale", "residual", "activation")], ids=lambda s: s.name
+)
+def test_a_fusion_leaves_nothing_for_a_second_run(step: Pass) -> None:
+    gm = run_up_to(step)
+    assert step.function(gm, context()) > 0
+    text = fxq.text(gm)
+    assert step.function(gm, context()) == 0
+    assert fxq.text(gm) == text
+
+
+@by_pass
+def test_a_second_run_of_a_pass_changes_no_text(step: Pass) -> None:
+    gm = run_up_to(step)
+    step.function(gm, context(step))
+    text = fxq.text(gm)
+    step.function(gm, context(step))
+    assert fxq.text(gm) == text
+
+
+def test_the_pipeline_climbs_the_stages() -> None:
+    reached = [step.reaches for step in PIPELINE]
+    assert reached == sorted(reached)
+    assert PREPARE + CONVERT == PIPELINE
+    assert len({step.name for step in PIPELINE}) == len(PIPELINE)
+
+
+# ---- the caller's model -------------------------------------------------------------------------------------------------
+
+
+def portrait(model: nn.Module) -> list[Any]:
+    """Everything a user could notice a change of."""
+    return [
+        (path, type(module), module.training, sorted(vars(module)), [len(getattr(module, kind)) for kind in HOOKS])
+        for path, module in model.named_modules()
+    ]
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_callers_model_is_left_untouched(training: bool) -> None:
+    model = tiny().train(training)
+    model.bn1.eval()
+    called: list[int] = []
+    model.conv1.register_forward_hook(lambda *_: called.append(1))
+    looks, tensors = portrait(model), {name: value.clone() for name, value in model.state_dict().items()}
+    memory = {name: value.data_ptr() for name, value in model.state_dict().items()}
+
+    prepared = fxq.prepare(model, batch())
+    fxq.calibrate(prepared, [batch()], show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=1.0)
+    prepared(batch()).sum().backward()
+    optimizer.step()
+    fxq.convert(prepared)
+
+    assert portrait(model) == looks
+    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == memory
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_in_train_mode_is_compiled_as_in_eval_mode() -> None:
+    one, other = compiled(tiny().train(), [batch()]).integer, compiled(tiny().eval(), [batch()]).integer
+    assert torch.equal(one(batch()), other(batch()))
+
+
+def test_converting_leaves_the_prepared_model_as_it_was(prepared: fx.GraphModule) -> None:
+    text, tensors = fxq.text(prepared), {name: value.clone() for name, value in prepared.state_dict().items()}
+    expected = prepared(batch())
+    first, second = fxq.convert(prepared), fxq.convert(prepared)
+    assert fxq.text(prepared) == text
+    assert list(prepared.state_dict()) == list(tensors)
+    assert all(torch.equal(value, tensors[name]) for name, value in prepared.state_dict().items())
+    assert torch.equal(prepared(batch()), expected)
+    assert fxq.text(first) == fxq.text(second)
+
+
+def test_an_integer_model_does_not_follow_later_training(prepared: fx.GraphModule) -> None:
+    integer = fxq.convert(prepared)
+    expected = integer(batch())
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.add_(1)
+    fxq.set_qparams(prepared, {"head": 1.0})
+    assert torch.equal(integer(batch()), expected)
+
+
+def test_equal_models_give_equal_texts_and_bits() -> None:
+    one, other = compiled(tiny(), [batch()]), compiled(tiny(), [batch()])
+    assert fxq.text(one.prepared) == fxq.text(other.prepared)
+    assert fxq.text(one.integer) == fxq.text(other.integer)
+    assert fxq.explain(one.integer) == fxq.explain(other.integer)
+
+
+# ---- until, dumps, the dial -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("step", PREPARE, ids=lambda step: step.name)
+def test_until_a_pass_gives_a_graph_that_runs(step: Pass, golden: Golden) -> None:
+    gm = fxq.prepare(tiny(), batch(), until=step.name)
+    torch.testing.assert_close(gm(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)  # float in every one, with batch norms folded in some
+    golden(fxq.text(gm), f"{PIPELINE.index(step) + 1:02d}-{step.name}.txt")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("target", contract.TARGETS)
+def test_the_integer_graph_reads_as_it_should(target: str, golden: Golden) -> None:
+    integer = compiled(tiny(), [batch()], target, qconfig=fixed(1 / 32)).integer
+    golden(re.sub(r"#[0-9a-f]{8}", "#", fxq.text(integer)), f"integer-{target}.txt")  # without the fingerprints of weights
+    golden(without_lines(fxq.explain(integer)), f"explain-{target}.txt")
+
+
+@pytest.mark.parametrize("stage", [Stage.CANONICAL, Stage.ANNOTATED, Stage.BOUNDED, Stage.PREPARED], ids=lambda stage: stage.name)
+def test_until_a_stage_stops_at_its_last_pass(stage: Stage) -> None:
+    last = [step for step in PREPARE if step.reaches is stage][-1]
+    assert fxq.text(fxq.prepare(tiny(), batch(), until=stage)) == fxq.text(fxq.prepare(tiny(), batch(), until=last.name))
+
+
+def test_convert_until_its_pass(prepared: fx.GraphModule) -> None:
+    assert fxq.text(fxq.convert(prepared, until="integer.lower")) == fxq.text(fxq.convert(prepared, kernels="reference"))
+    assert fxq.text(fxq.convert(prepared, until="kernels.fuse")) == fxq.text(fxq.convert(prepared))
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:N", text)
+
+
+def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
+    prepared = fxq.prepare(tiny(), batch(), dump=tmp_path)
+    fxq.calibrate(prepared, [batch()], show_progress=False)
+    integer = fxq.convert(prepared, dump=tmp_path)
+    files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
+    assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
+    assert files["00-trace.txt"] == fxq.text(fxq.trace(tiny(), batch()))
+    assert files[f"{len(PIPELINE):02d}-kernels.fuse.txt"] == fxq.text(integer)
+    reference = fxq.text(fxq.convert(prepared, kernels="reference"))
+    assert files[f"{len(PIPELINE) - 1:02d}-integer.lower.txt"] == reference
+
+
+def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
+    fxq.prepare(tiny(), batch(), until="batchnorm.fold")
+    assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
+        "00-trace.txt", "01-gradients.mark.txt", "02-canonical.rewrite.txt", "03-gradients.move.txt", "04-rules.match.txt",
+        "05-stubs.settle.txt", "06-parts.pick.txt", "07-masks.recognise.txt", "08-pointwise.join.txt", "09-precision.widen.txt",
+        "10-composite.expand.txt", "11-dynamic.choose.txt", "12-batchnorm.fold.txt",
+    ]  # fmt: skip
+
+
+def test_dump_of_one_graph(prepared: fx.GraphModule, tmp_path: Path) -> None:
+    directory = fxq.dump(prepared, tmp_path / "graph")
+    assert (directory / "graph.txt").read_text(encoding="utf-8") == fxq.text(prepared)
+    assert (directory / "explain.txt").read_text(encoding="utf-8") == fxq.explain(prepared)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_debug_dial(level: int, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    fxq.prepare(tiny(), batch(), debug=level)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    golden(re.sub(r" +\d+\.\d ms", " N ms", shown.err), f"debug-{level}.txt")
+
+
+def test_the_dial_by_environment_and_by_keyword(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXQUANT_DEBUG", "1")
+    fxq.prepare(tiny(), batch())
+    assert len(capsys.readouterr().err.splitlines()) == len(PREPARE)
+    fxq.prepare(tiny(), batch(), debug=0)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_node_knows_the_pass_and_the_line_it_came_from() -> None:
+    integer = compiled(tiny(), [batch()]).integer
+    for node in integer.graph.nodes:
+        if node.op == "call_function" and node.name not in ("x_quantize",):
+            assert node.meta["made_by"] == "integer.lower", node.name
+            assert node.meta["source"].startswith("test_pipeline.py:"), node.name
+
+
+# ---- copies and checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["prepared", "integer"])
+def test_a_copy_is_equal_and_independent(form: str) -> None:
+    model = getattr(compiled(tiny(), [batch()]), form)
+    copied = copy.deepcopy(model)
+    expected = model(batch())
+    assert torch.equal(copied(batch()), expected)
+    assert fxq.text(copied) == fxq.text(model)
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(value, copied.state_dict()[name]) for name, value in model.state_dict().items())
+    assert not {value.data_ptr() for value in copied.state_dict().values()} & {value.data_ptr() for value in model.state_dict().values()}
+    with torch.no_grad():
+        for value in copied.state_dict().values():
+            value.zero_()
+    assert torch.equal(model(batch()), expected)
+
+
+def test_a_copy_of_a_prepared_model_trains_and_converts_on_its_own(prepared: fx.GraphModule) -> None:
+    copied, expected = copy.deepcopy(prepared), prepared(batch())
+    fxq.set_state(copied, fxq.State.TRAIN)
+    fxq.set_qparams(copied, {"head": 0.5})
+    copied.train()
+    copied(batch()).sum().backward()
+    assert all(parameter.grad is None for parameter in prepared.parameters())
+    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.VALIDATE}
+    assert torch.equal(prepared(batch()), expected)
+    contract.assert_validate_is_integer(copied, fxq.convert(copied), batch())
+
+
+def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
+    float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
+    assert float_keys <= keys
+    quantizer = r"(quantizer|intermediate)\.(base_scale|stopped|batches_used|(observer|range|others\.\w+)\.\w+)"
+    pattern = rf"quantized\.\w+\.({quantizer}|factors\.(inputs|outputs))"
+    assert all(re.fullmatch(pattern, key) for key in keys - float_keys)
+    assert {f"quantized.{name}.quantizer.base_scale" for name in ("x_quantize", "conv1", "conv2", "head")} <= keys
+
+
+def test_a_checkpoint_gives_equal_bits_in_a_new_model(prepared: fx.GraphModule) -> None:
+    file = io.BytesIO()
+    torch.save(prepared.state_dict(), file)
+    file.seek(0)
+    other = fxq.prepare(Tiny(), batch())
+    other.load_state_dict(torch.load(file, weights_only=True))
+    fxq.set_state(other, fxq.State.VALIDATE)
+    assert torch.equal(other(batch()), prepared(batch()))
+    assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(prepared))
+    assert fxq.qparams(other) == fxq.qparams(prepared)
+
+
+def test_float_weights_load_into_a_prepared_model() -> None:
+    prepared = fxq.prepare(Tiny(), batch())
+    missing, unexpected = prepared.load_state_dict(tiny().state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.startswith("quantized.") for name in missing)
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    torch.testing.assert_close(prepared(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)
+
+
+# ---- states -----------------------------------------------------------------------------------------------------------------
+
+
+def observed(prepared: fx.GraphModule) -> dict[str, int]:
+    return {name: int(value) for name, value in prepared.state_dict().items() if name.endswith("range.count")}
+
+
+def test_a_new_model_calibrates_and_computes_the_float_function() -> None:
+    prepared = fxq.prepare(tiny(), batch())
+    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.CALIBRATE}
+    torch.testing.assert_close(prepared(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_calibrate_observes_in_both_modes(training: bool) -> None:
+    prepared = fxq.prepare(tiny(), batch()).train(training)
+    prepared(batch())
+    assert set(observed(prepared).values()) == {1}
+    assert torch.equal(prepared.bn1.running_mean, tiny().bn1.running_mean)
+
+
+def test_float_state_neither_observes_nor_quantizes(prepared: fx.GraphModule) -> None:
+    before = observed(prepared)
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    torch.testing.assert_close(prepared.train()(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)
+    assert observed(prepared) == before
+
+
+def test_eval_in_train_validates_and_stops_the_observers(prepared: fx.GraphModule) -> None:
+    expected, before = prepared(batch()), observed(prepared)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.eval()
+    assert torch.equal(prepared(batch()), expected)
+    assert observed(prepared) == before
+    prepared.train()
+    prepared(3 * batch())
+    moved = observed(prepared)
+    assert all(moved[name] == before[name] + 1 for name in before if ".intermediate." not in name)
+    assert fxq.qparams(prepared) != fxq.qparams(compiled(tiny(), [batch()]).prepared)
+
+
+def test_states_by_name_and_below(prepared: fx.GraphModule) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN, "conv2")
+    fxq.set_state(prepared, fxq.State.FLOAT, ["head", "pool"])
+    assert {name: operator.state.name for name, operator in operators(prepared).items()} == {
+        "x_quantize": "VALIDATE", "conv1": "VALIDATE", "conv2": "TRAIN", "pool": "FLOAT", "flatten": "VALIDATE", "head": "FLOAT"
+    }  # fmt: skip
+    assert prepared(batch()).shape == (4, 3)
+
+
+@pytest.mark.parametrize("alone", ["conv1", "conv2", "head"])
+def test_one_layer_in_float_computes_the_float_function_of_quantized_inputs(prepared: fx.GraphModule, alone: str) -> None:
+    with torch.no_grad():
+        quantized = prepared(batch())
+        fxq.set_state(prepared, fxq.State.FLOAT, alone)
+        mixed = prepared(batch())
+    assert not torch.equal(mixed, quantized)
+    scale = fxq.qparams(prepared)["head"]
+    assert float((mixed - quantized).abs().max()) < 8 * scale  # a few steps of rounding, no other function
+
+
+def test_leaving_calibrate_sets_the_scales_and_returning_continues(prepared: fx.GraphModule) -> None:
+    fxq.set_state(prepared, fxq.State.CALIBRATE)
+    prepared(5 * batch())
+    before = fxq.qparams(prepared)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    after = fxq.qparams(prepared)
+    assert all(after[name] > before[name] for name in ("x_quantize", "conv1", "head"))
+
+
+def test_freeze_keeps_scales_and_statistics_through_training(prepared: fx.GraphModule) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    fxq.freeze(prepared)
+    scales, statistics = fxq.qparams(prepared), prepared.bn1.running_mean.clone()
+    prepared.train()(4 * batch())
+    assert fxq.qparams(prepared) == scales
+    assert torch.equal(prepared.bn1.running_mean, statistics)
+
+
+def test_set_scales_survive_calibration_and_training(prepared: fx.GraphModule) -> None:
+    fxq.set_qparams(prepared, {"head": 0.5, "x_quantize": 0.25})
+    fxq.calibrate(prepared, [3 * batch()], show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()(4 * batch())
+    scales = fxq.qparams(prepared)
+    assert (scales["head"], scales["x_quantize"]) == (0.5, 0.25)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
+
+
+def test_operators_that_share_a_scale_report_it(prepared: fx.GraphModule) -> None:
+    fxq.set_qparams(prepared, {"pool": 0.125})
+    scales = fxq.qparams(prepared)
+    assert scales["conv2"] == scales["pool"] == scales["flatten"] == 0.125
+
+
+# ---- configuration ----------------------------------------------------------------------------------------------------------
+
+
+def fixed(scale: float) -> fxq.QConfig:
+    return fxq.QConfig(output=fxq.ActivationConfig(scale=scale))
+
+
+def test_one_qconfig_applies_to_everything() -> None:
+    prepared = compiled(tiny(), [batch()], qconfig=fixed(0.25)).prepared
+    assert set(fxq.qparams(prepared).values()) == {0.25}
+
+
+def test_precedence_is_name_over_pattern_over_type_over_default() -> None:
+    mapping = (
+        fxq.QConfigMapping()
+        .set_global(fixed(0.5))
+        .set_object_type(nn.Conv2d, fixed(0.25))
+        .set_module_name_regex(r"conv\d", fixed(0.125))
+        .set_module_name("conv2", fixed(0.0625))
+        .set_object_type(nn.Linear, fixed(2.0))
+    )
+    scales = fxq.qparams(compiled(tiny(), [batch()], qconfig=mapping).prepared)
+    assert {name: scales[name] for name in ("conv1", "conv2", "head")} == {"conv1": 0.125, "conv2": 0.0625, "head": 2.0}
+
+
+def test_a_name_covers_everything_below_it_and_the_nearest_wins() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2))
+    mapping = fxq.QConfigMapping().set_module_name("0", fixed(0.25)).set_module_name("0.1", fixed(0.125))
+    scales = fxq.qparams(compiled(model, [torch.randn(8, 4)], qconfig=mapping).prepared)
+    assert (scales["_0_0"], scales["_0_1"]) == (0.25, 0.125)
+    assert scales["_1"] not in (0.25, 0.125)
+
+
+def test_none_keeps_a_layer_in_float_and_explain_says_why() -> None:
+    mapping = fxq.QConfigMapping().set_module_name("conv2", None)
+    prepared, integer = compiled(tiny(), [batch()], qconfig=mapping)
+    node = next(node for node in prepared.graph.nodes if node.name == "conv2")
+    assert annotation(node).dtype is None
+    assert re.search(r"%conv2 +float +the qconfig keeps it in float", fxq.explain(prepared))
+    contract.assert_validate_is_integer(prepared, integer, batch())
+
+
+def test_rules_that_match_nothing_are_listed() -> None:
+    mapping = fxq.QConfigMapping().set_module_name("conv1", fixed(0.5)).set_module_name("convv", fixed(0.5)).set_object_type(nn.GELU, None)
+    prepared = fxq.prepare(tiny(), batch(), qconfig=mapping)
+    listed = [line for line in fxq.explain(prepared).splitlines() if "matched nothing" in line]
+    assert len(listed) == 2
+    assert "convv" in listed[0]
+    assert "GELU" in listed[1]
+
+
+def test_a_threshold_fixes_the_scale() -> None:
+    config = fxq.QConfig(output=fxq.ActivationConfig(threshold=6.0))
+    assert set(fxq.qparams(compiled(tiny(), [batch()], qconfig=config).prepared).values()) == {6.0 / 128}
+
+
+def test_the_input_has_a_configuration_of_its_own() -> None:
+    config = fxq.QConfig(input=fxq.ActivationConfig(scale=1 / 64))
+    prepared = compiled(tiny(), [batch()], qconfig=config).prepared
+    assert fxq.qparams(prepared)["x_quantize"] == 1 / 64
+    assert fxq.qparams(prepared)["conv1"] != 1 / 64
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weight_scales_per_tensor_and_per_channel_hold_the_contract(per_channel: bool, tmp_path: Path) -> None:
+    weight = fxq.WeightConfig("int8", per_channel=per_channel)
+    prepared, integer = compiled(tiny(), [batch()], qconfig=fxq.QConfig(weight=weight))
+    contract.assert_validate_is_integer(prepared, integer, batch())
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch(),)])
+    assert integer.integer.conv1.weight.abs().amax((1, 2, 3)).eq(127).all() == per_channel
+    contract.assert_train_is_validate(prepared, batch())
+
+
+INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
+WIDE = "bayes, bayes-e, nash-e, nash-m, nash-b, nash-p, nash-h"  # the targets with int16 activations
+
+
+NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
+WIDE = f"bayes, bayes-e, {NASH}"
+
+
+NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
+WIDE = f"bayes, bayes-e, {NASH}"
+
+
+@pytest.mark.parametrize(
+    ("target", "qconfig", "kind", "asker", "able"),
+    [
+        ("bernoulli2", INT16, "int16 activations", "its default", WIDE),
+        ("bernoulli2", fxq.QConfig(input=INT16.output), "int16 activations", "its default", WIDE),
+        ("x86", fxq.QConfigMapping().set_module_name("head", INT16), "int16 activations", "name head", WIDE),
+        ("x86", fxq.QConfigMapping().set_object_type(F.relu, INT16), "int16 activations", "type relu", WIDE),
+        ("bayes-e", fxq.QConfigMapping().set_module_name_regex("conv", fxq.QConfig(weight=fxq.WeightConfig("int16"))), "int16 weights",
+         "pattern conv", NASH),
+    ],
+)  # fmt: skip
+def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
+    target: str, qconfig: Any, kind: str, asker: str, able: str
+) -> None:
+    for action in (fxq.prepare, fxq.check):
+        with pytest.raises(fxq.ConfigurationError, match=f"^{target} has no {kind}") as caught:
+            action(tiny(), batch(), target, qconfig)
+        assert f"({asker})" in caught.value.because
+        assert caught.value.remedy.endswith(f"{kind}: {able}")
+
+
+def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
+    model = tiny()
+    model.head.qconfig = INT16  # type: ignore[assignment]
+    with pytest.raises(fxq.ConfigurationError, match=r"bernoulli has no int16 activations[\s\S]*\(attribute head\)"):
+        fxq.prepare(model, batch(), "bernoulli")
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------------------
+
+
+def scales_after(batches: Any, **arguments: Any) -> dict[str, Any]:
+    prepared = fxq.prepare(tiny(), batch())
+    assert fxq.calibrate(prepared, batches, show_progress=False, **arguments) is prepared
+    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.VALIDATE}
+    return fxq.qparams(prepared)
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    "list of tuples": lambda: [(batch(seed=seed), torch.zeros(4)) for seed in (2, 3)],
+    "list of lists": lambda: [[batch(seed=seed)] for seed in (2, 3)],
+    "generator": lambda: (batch(seed=seed) for seed in (2, 3)),
+    "dicts": lambda: [{"x": batch(seed=seed), "label": 1} for seed in (2, 3)],
+    "loader with labels": lambda: DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_every_kind_calibrate_alike(kind: str) -> None:
+    assert scales_after(BATCHES[kind]()) == scales_after([batch(seed=2), batch(seed=3)])
+
+
+def test_one_tensor_is_one_batch() -> None:
+    assert scales_after(batch()) == scales_after([batch()])
+
+
+def test_batch_fn_maps_a_batch_to_the_inputs() -> None:
+    assert scales_after([{"pictures": [batch()]}], batch_fn=lambda item: item["pictures"][0]) == scales_after([batch()])
+
+
+def test_num_batches_takes_that_many_and_no_more() -> None:
+    generator = (batch(seed=seed) for seed in (2, 3, 4, 5))
+    assert scales_after(generator, num_batches=2) == scales_after([batch(seed=2), batch(seed=3)])
+    assert torch.equal(next(generator), batch(seed=4))
+
+
+def test_dropped_labels_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxquant"):
+        scales_after([(batch(), 1), (batch(), 2)])
+    assert [record.message for record in caplog.records if "items" in record.message] == [
+        "batches have 2 items; the model takes the first 1"
+    ]
+
+
+def test_batches_of_other_sizes_are_fine() -> None:
+    prepared, integer = compiled(tiny(), [batch(4), batch(1), batch(7)])
+    for count in (1, 2, 9):
+        contract.assert_validate_is_integer(prepared, integer, batch(count))
+
+
+def test_quantize_does_all_of_it_in_one_call(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4)
+    model = tiny()
+    result = fxq.quantize(model, loader, target="nash-e", show_progress=False)
+    assert result.float is model
+    assert fxq.text(result.integer) == fxq.text(compiled(tiny(), [batch(seed=2), batch(seed=3)], "nash-e").integer)
+    assert result.verify(result.export(tmp_path / "model.onnx"), loader)
+
+
+# ---- inputs and outputs -----------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Two inputs by name, and a nest of outputs, one of which is returned twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Any]:
+        left, right = self.left(a), self.right(b)
+        return {"sum": left + right, "parts": (left, [right.relu(), left]), "raw": a}
+
+
+def test_nested_outputs_keep_their_structure(tmp_path: Path) -> None:
+    example = {"b": torch.randn(6, 5), "a": torch.randn(6, 4)}
+    model = Branching()
+    prepared = fxq.prepare(model, example)
+    fxq.calibrate(prepared, [example], show_progress=False)
+    integer = fxq.convert(prepared)
+    inputs = [example[str(node.target)] for node in integer.graph.nodes if node.op == "placeholder"]
+    for form in (prepared, integer):
+        found, expected = form(*inputs), model(**example)
+        assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(expected)
+        assert torch.equal(found["raw"], example["a"])
+        assert torch.equal(found["parts"][0], found["parts"][1][1])
+    assert all_equal(prepared(*inputs), integer(*inputs))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [example], show_progress=False)
+
+
+class Token(nn.Module):
+    """Sizes of the batch are read twice: for a reshape, which needs none in the end, and for a parameter that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.token, self.head = nn.Conv1d(2, 4, 1), nn.Parameter(torch.randn(1, 4, 1)), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        x = torch.cat([self.token.expand(x.size(0), -1, -1), x], 2)
+        return self.head(x.view(x.shape[0], -1))
+
+
+def test_sizes_may_be_read_inside_the_integer_part(tmp_path: Path) -> None:
+    lines = torch.randn(4, 2, 5)
+    prepared, integer = compiled(Token(), [lines])
+    methods = {node.name: node for node in integer.graph.nodes if node.op == "call_method"}
+    assert list(methods) == ["size"]
+    assert [node.target for node in methods["size"].users] == [shape.expand]  # of the token's integers
+    contract.assert_validate_is_integer(prepared, integer, lines)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(lines,), (lines[:1],)])
+    contract.assert_train_is_validate(prepared, lines)
+
+
+def test_names_of_the_file_are_those_asked_for(tmp_path: Path) -> None:
+    integer = compiled(tiny(), [batch()]).integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", input_names=["image"], output_names=["logits"])
+    report = fxq.verify(integer, path, [batch()], show_progress=False)
+    assert report, str(report)
+    graph = onnx.load(path).graph
+    assert ([entry.name for entry in graph.input], [entry.name for entry in graph.output]) == (["image"], ["logits"])
+
+
+def test_the_integer_interface_takes_and_returns_the_integers(tmp_path: Path) -> None:
+    integer = compiled(tiny(), [batch()]).integer
+    model = OnnxModel(fxq.export_onnx(integer, tmp_path / "model.onnx", io="integer"))
+    values = contract.graph_values(integer, batch())
+    (name,), (output,) = model.input_names, model.output_names
+    found = model.runner("onnxruntime", [])({name: values["x_quantize"]})[output]
+    assert torch.equal(found, values["head"])
+    nodes = {node.name: node for node in integer.graph.nodes}
+    assert model.tensors[name]["scale"] == qparams(nodes["x_quantize"]).scale
+    assert model.tensors[output]["scale"] == qparams(nodes["head"]).scale
+
+
+@pytest.mark.parametrize("opset", [17, 18, 19, 20, 21])
+def test_every_opset_gives_the_same_bits(opset: int, tmp_path: Path) -> None:
+    integer = compiled(tiny(), [batch()]).integer
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset), [batch()], show_progress=False)
+    assert report, str(report)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which stays in float and keeps its parameters a second time in a list, before a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.head(self.recurrent(x)[0])
+        return value
+
+
+def test_a_prepared_model_shares_neither_flat_weights_nor_hooks_with_the_users() -> None:
+    model = Recurrent().eval()
+    prepared = fxq.prepare(model, (torch.randn(2, 3, 4),))
+    assert prepared.recurrent._flat_weights[0] is prepared.recurrent.weight_ih_l0
+    assert prepared.recurrent.weight_ih_l0 is not model.recurrent.weight_ih_l0
+    prepared.head.register_forward_hook(lambda *_: None)
+    assert not model.head._forward_hooks
+
+
+class TokensNormalised(nn.Module):
+    """A linear layer on (batch, tokens, features), and a batch norm over the tokens, which are dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.norm(self.linear(x))
+        return value
+
+
+def test_a_batch_norm_over_another_dimension_is_not_folded() -> None:
+    model = TokensNormalised()
+    model(torch.randn(64, 3, 6))  # running statistics that differ from channel to channel
+    model.eval()
+    x = torch.randn(4, 3, 6)
+    prepared = fxq.prepare(model, (x,))
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    # Folding, where it is right, multiplies in another order than the float model: hence a tolerance.
+    torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class Namesake(nn.Module):
+    """A model whose own modules have the names under which the passes put theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized = nn.Conv2d(3, 4, 3)
+        self.integer = nn.Softmax(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.integer(self.quantized(x))
+        return value
+
+
+def test_a_model_may_use_the_names_the_passes_use() -> None:
+    model = Namesake().eval()
+    x = torch.randn(2, 3, 6, 6)
+    prepared = fxq.calibrate(fxq.prepare(model, (x,)), [x])
+    before = list(prepared.state_dict())
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, [x])
+    assert torch.equal(integer(x), prepared(x))
+    assert list(prepared.state_dict()) == before
+    assert prepared.graph.owning_module is prepared
+
+
+# ---- what an operator is lowered to -----------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """A residual that is too fine to be added in the accumulator, tensors that are joined, and channels that are shuffled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        with torch.no_grad():
+            self.second.weight.mul_(100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = self.second(x) + 0.001 * x
+        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2).tanh()
+
+
+@pytest.mark.parametrize("target", ["bernoulli2", "nash-e"])
+def test_inner_tensors_say_which_scale_they_are_on(target: str, tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 5, 5)
+    torch.manual_seed(0)
+    prepared, integer = compiled(Skipping(), [x], target)
+    inner = [node for node in integer.graph.nodes if contract.primitive_kind(node) == "quantized" and is_inner(node)]
+    assert len(inner) >= 4
+    assert all(qparams(node) is not None for node in inner)
+    between = next(node for node in inner if node.meta["origin"] == "second")
+    scale = fxq.qparams(prepared)["second.intermediate"]
+    assert qparams(between).scale == pytest.approx(scale)
+    assert f"%{between.name}  " in fxq.explain(integer)
+    assert "inside of %second" in fxq.explain(integer)
+    assert sum("inside of" in line for line in fxq.explain(integer).splitlines()) == 1, "the others are on their result's scale"
+    assert fxq.explain(integer).count("operators are integer") == 1
+    assert f"{len(fxq.qparams(prepared)) - 2} operators are integer" in fxq.explain(integer)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    entry = fxq.onnx_metadata(path)["tensors"][between.name]
+    assert (entry["kind"], entry["dtype"], entry["scale"]) == ("quantized", "int8", qparams(between).scale)
+    report = fxq.verify(integer, path, [x], show_progress=False)
+    assert report
+    assert between.name in report.names
+    for style in ("qdq", "fast") if target == "nash-e" else ("qdq",):
+        fxq.verify(integer, fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style), [x], show_progress=False)
+
+
+def test_two_constants_of_one_role_are_a_defect_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lower(lowering: Any, input: Any, **_: Any) -> Any:
+        for index in (torch.arange(8), torch.arange(8).flip(0)):
+            value = lowering.call(shape.select, input.value, 1, lowering.constant("indices", index, torch.int64))
+        return input.with_value(value)
+
+    prepared, _ = compiled(nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(2)), [torch.randn(4, 8, 4)])
+    pool = next(operator for operator in operators(prepared).values() if operator.operator.name == "max_pool1d")
+    monkeypatch.setattr(pool, "operator", dataclasses.replace(pool.operator, lower=lower))
+    with pytest.raises(fxq.StageViolation, match="two constants of one operator have the role 'indices'"):
+        fxq.convert(prepared)

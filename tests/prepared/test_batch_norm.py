@@ -1,0 +1,311 @@
+"""Batch norm behind every layer and in every mode: live, frozen, folded; tiny weights; layers and norms that are shared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.prepared.operators import quantized_operators
+from tests.ops.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
+from tests.shared import contract
+
+MODES = ("live", "frozen", "folded")
+
+LAYERS: dict[str, Callable[[], Case]] = {
+    "conv1d": lambda: layer((8, 3, 9), nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)),
+    "conv2d": lambda: layer((4, 3, 6, 6), nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)),
+    "conv2d, groups": lambda: layer((4, 4, 6, 6), nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
+    "conv2d, reflect": lambda: layer((4, 3, 6, 6), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4)),
+    "conv3d": lambda: layer((4, 2, 4, 4, 4), nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4)),
+    "conv_transpose1d": lambda: layer((8, 4, 7), nn.ConvTranspose1d(4, 6, 4, 2, groups=2), nn.BatchNorm1d(6)),
+    "conv_transpose2d": lambda: layer((4, 4, 5, 5), nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, bias=False), nn.BatchNorm2d(6)),
+    "conv_transpose3d": lambda: layer((4, 2, 3, 3, 3), nn.ConvTranspose3d(2, 4, 2, 2, groups=2), nn.BatchNorm3d(4)),
+    "linear": lambda: layer((16, 8), nn.Linear(8, 5), nn.BatchNorm1d(5)),
+    "linear, no affine": lambda: layer((16, 8), nn.Linear(8, 5, bias=False), nn.BatchNorm1d(5, affine=False)),
+}
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def with_room(prepared: fx.GraphModule) -> fx.GraphModule:
+    """With scales twice as large: what batch statistics put beyond the calibrated range is not cut off."""
+    fxq.set_qparams(prepared, {name: 2 * scale for name, scale in fxq.qparams(prepared).items()})
+    return prepared
+
+
+def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        prepared(batch).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
+    """Before training and behind two steps of it, which move weights, norms and statistics."""
+    model, batches = built(LAYERS[name])
+    batch = batches[0][0]
+    prepared = contract.compiled(model, batches, "bayes-e", COVERING, batch_norm=mode).prepared
+    assert left_in_float(prepared) == []
+    assert [operator.operator.name for operator in quantized_operators(prepared).values()].count("batch_norm") == 0
+    prepared.eval()
+    for state in (fxq.State.FLOAT, fxq.State.CALIBRATE):
+        fxq.set_state(prepared, state)
+        torch.testing.assert_close(prepared(batch), model(batch), rtol=1e-5, atol=1e-5)
+    optimise(prepared, batch)
+    prepared.eval()
+    assert_contract(contract.Compiled(prepared, fxq.convert(prepared)), tmp_path / "model.onnx", batches)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
+    model, batches = built(LAYERS[name], 1)
+    prepared = with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    model.train()
+    found, expected = prepared(*batches[0]), model(*batches[0])
+    assert (found - expected).square().mean() < 0.005 * expected.var()
+    for statistic in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(prepared.norm, statistic), getattr(model.norm, statistic), rtol=1e-2, atol=1e-2)
+    assert torch.equal(prepared.norm.num_batches_tracked, model.norm.num_batches_tracked)
+
+
+# ---- folded once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_folded_and_frozen_are_equal_bit_for_bit(name: str) -> None:
+    model, batches = built(LAYERS[name])
+    frozen, folded = (contract.compiled(model, batches, "nash-e", batch_norm=mode) for mode in ("frozen", "folded"))
+    assert fxq.qparams(frozen.prepared) == fxq.qparams(folded.prepared)
+    for batch in batches:
+        assert torch.equal(frozen.prepared(*batch), folded.prepared(*batch))
+        assert torch.equal(frozen.integer(*batch), folded.integer(*batch))
+
+
+def test_the_parameters_of_a_folded_model_are_the_layers_own() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2)).eval()
+    before = copy.deepcopy(model.state_dict())
+    prepared = fxq.prepare(model, (torch.randn(2, 3, 6, 6),), batch_norm="folded")
+    keys = {name for name in prepared.state_dict() if not name.startswith("quantized.")}
+    assert keys == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert set(dict(prepared.named_parameters())) == keys
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(prepared.get_parameter("3.weight"), model[3].weight)
+
+
+def test_a_norm_that_nothing_absorbs_stays_when_the_others_are_folded(tmp_path: Path) -> None:
+    model, batches = built(
+        lambda: Case(
+            (4, 3, 6, 6),
+            lambda s, x: s.alone(s.behind(s.conv(x)).relu()),
+            conv=nn.Conv2d(3, 4, 3),
+            behind=nn.BatchNorm2d(4),
+            alone=nn.BatchNorm2d(4),
+        )
+    )
+    compiled = contract.compiled(model, batches, batch_norm="folded")
+    assert not hasattr(compiled.prepared, "behind")
+    statistics = compiled.prepared.alone.running_mean.clone()
+    optimise(compiled.prepared, batches[0][0])
+    assert torch.equal(statistics, compiled.prepared.alone.running_mean)
+    compiled.prepared.eval()
+    assert_contract(contract.Compiled(compiled.prepared, fxq.convert(compiled.prepared)), tmp_path / "model.onnx", batches)
+
+
+def test_functional_norms_and_computed_weights_are_folded(tmp_path: Path) -> None:
+    def forward(s: Case, x: Tensor) -> Tensor:
+        x = F.conv2d(x, s.w * s.gain, s.b)
+        return F.batch_norm(x, s.mean, s.var.exp(), s.scale, s.shift)
+
+    model, batches = built(
+        lambda: Case(
+            (4, 3, 6, 6), forward, w=weights(4, 3, 2, 2), gain=weights(4, 1, 1, 1), b=weights(4), mean=torch.randn(4), var=torch.randn(4),
+            scale=weights(4), shift=weights(4),
+        )
+    )  # fmt: skip
+    compiled = contract.compiled(model, batches, "nash-e", COVERING, batch_norm="folded")
+    assert set(dict(compiled.prepared.named_parameters())) == {"conv2d_weight", "conv2d_bias"}
+    assert_contract(compiled, tmp_path / "model.onnx", batches)
+    fxq.set_state(compiled.prepared, fxq.State.FLOAT)
+    torch.testing.assert_close(compiled.prepared(*batches[0]), model(*batches[0]), rtol=1e-5, atol=1e-5)
+
+
+class Functional(nn.Module):
+    """A batch norm whose statistics are parts of a tensor."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+        if isinstance(known, nn.Parameter):
+            self.known = known
+        else:
+            self.register_buffer("known", known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.known[0], self.known[1], self.scale, self.shift)
+
+
+def test_statistics_of_functional_norms_follow_the_batches() -> None:
+    model, batch = Functional(torch.rand(2, 3) + 0.5), torch.randn(4, 3, 6, 6)
+    prepared = contract.compiled(model, [batch]).prepared
+    optimise(prepared, batch, 60)
+    assert bool(((prepared.known[0] - batch.mean((0, 2, 3))).abs() < 0.02).all())
+    assert bool(((prepared.known[1] - batch.var((0, 2, 3))).abs() < 0.02).all())
+    prepared.eval()
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batch)
+
+
+def test_statistics_that_are_parameters_do_not_follow_the_batches() -> None:
+    model, batch = Functional(nn.Parameter(torch.rand(2, 3) + 0.5)), torch.randn(4, 3, 6, 6)
+    prepared = contract.compiled(model, [batch]).prepared
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    prepared(batch).square().mean().backward()
+    assert torch.equal(prepared.known, model.known)
+
+
+def test_a_weight_that_is_a_buffer_stays_one() -> None:
+    model, batches = built(LAYERS["conv2d"])
+    weight = model.layer.weight.detach()
+    del model.layer.weight
+    model.layer.register_buffer("weight", weight)
+    prepared = contract.compiled(model, batches, batch_norm="folded").prepared
+    assert [name for name, _ in prepared.named_parameters()] == []
+    assert {"layer.weight", "layer.bias"} <= {name for name, _ in prepared.named_buffers()}
+
+
+def test_a_frozen_weight_stays_frozen_when_folded() -> None:
+    model, batches = built(LAYERS["linear"])
+    model.layer.weight.requires_grad_(False)
+    prepared = contract.compiled(model, batches, batch_norm="folded").prepared
+    assert not prepared.get_parameter("layer.weight").requires_grad
+
+
+def test_a_folded_model_is_saved(tmp_path: Path) -> None:
+    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=SharedLayer()))
+    compiled = contract.compiled(model, batches, batch_norm="folded")
+    loaded = fxq.load(fxq.save(compiled.prepared, tmp_path / "model.fxq"))
+    assert list(loaded.state_dict()) == list(compiled.prepared.state_dict())
+    assert torch.equal(loaded(*batches[0]), compiled.prepared(*batches[0]))
+    assert torch.equal(fxq.convert(loaded)(*batches[0]), compiled.integer(*batches[0]))
+
+
+# ---- small weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gamma", [0.0, 1e-30, -1e-30])
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d", "linear", "conv3d"])
+def test_nothing_is_divided_by_a_small_weight(name: str, gamma: float, mode: str, tmp_path: Path) -> None:
+    model, batches = built(LAYERS[name])
+    with torch.no_grad():
+        model.norm.weight[1] = gamma
+    compiled = contract.compiled(model, batches, "bayes-e", COVERING, batch_norm=mode)
+    assert (compiled.integer(*batches[0]) - model(*batches[0])).square().mean() < 0.005 * model(*batches[0]).var()
+    assert torch.allclose(compiled.integer(*batches[0])[:, 1], model.norm.bias[1], atol=0.02)
+    contract.assert_validate_is_integer(*compiled, *batches[0])
+    contract.assert_integer_is_onnx(compiled.integer, tmp_path / "model.onnx", [batches[0]])
+    contract.assert_train_is_validate(compiled.prepared, *batches[0])
+    compiled.prepared(*batches[0]).square().mean().backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in compiled.prepared.parameters())
+    if mode != "folded":
+        assert bool((compiled.prepared.norm.weight.grad != 0).all()), "a weight of zero can never grow again"
+
+
+# ---- sharing --------------------------------------------------------------------------------------------------------
+
+
+class SharedLayer(nn.Module):
+    """One convolution, called twice, with a batch norm for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.one, self.other = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(self.conv(x)) - self.other(self.conv(x.flip(-1))).relu()
+
+
+class SharedNorm(nn.Module):
+    """Two convolutions with one batch norm behind both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.one(x)) - self.norm(self.other(x)).relu()
+
+
+class ReadTwice(nn.Module):
+    """One convolution, called once, whose output goes to two batch norms; nothing can be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.one, self.other = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.one(x) - self.other(x).relu()
+
+
+SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {"layer": (SharedLayer, 0), "norm": (SharedNorm, 0), "read twice": (ReadTwice, 2)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_shared_is_not_merged(name: str, target: str, mode: str, tmp_path: Path) -> None:
+    make, alone = SHARED[name]
+    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=make()))
+    batch = batches[0][0]
+    compiled = contract.compiled(model, batches, target, COVERING, batch_norm=mode)
+    kinds = [operator.operator.name for operator in quantized_operators(compiled.prepared).values()]
+    assert kinds.count("batch_norm") == alone
+    expected = model(batch)
+    assert (compiled.integer(batch) - expected).square().mean() < 0.005 * expected.var()
+    assert_contract(compiled, tmp_path / "model.onnx", batches)
+    compiled.prepared.eval()
+    for state in (fxq.State.FLOAT, fxq.State.CALIBRATE):
+        fxq.set_state(compiled.prepared, state)
+        torch.testing.assert_close(compiled.prepared(batch), expected, rtol=1e-5, atol=1e-5)
+    if mode == "folded" and name == "layer":
+        own = {key for key in compiled.prepared.state_dict() if not key.startswith("quantized.")}
+        assert own == {
+            "shared.conv.weight_shared_conv",
+            "shared.conv.bias_shared_conv",
+            "shared.conv.weight_shared_conv_1",
+            "shared.conv.bias_shared_conv_1",
+        }
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_live_statistics_of_what_is_shared(name: str) -> None:
+    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=SHARED[name][0]()), 1)
+    prepared = with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    model.train()
+    found, expected = prepared(*batches[0]), model(*batches[0])
+    assert (found - expected).square().mean() < 0.01 * expected.var()
+    assert len(norms(prepared)) == len(norms(model))
+    for ours, theirs in zip(norms(prepared), norms(model), strict=True):
+        for statistic in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(ours, statistic), getattr(theirs, statistic), rtol=2e-2, atol=2e-2)
+        assert torch.equal(ours.num_batches_tracked, theirs.num_batches_tracked)

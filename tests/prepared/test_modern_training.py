@@ -1,0 +1,226 @@
+"""What training is like today: mixed precision, accumulated gradients, averaged models, compilation, and going on after a kill."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fxquant as fxq
+from benchmarks.train_gap import gap, table
+from tests.prepared.test_training import Net, batches, config
+from tests.shared import contract
+
+TARGETS = torch.arange(8) % 4
+SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact": "learned"}  # of activations, and of weights
+
+
+@functools.cache
+def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphModule:
+    torch.manual_seed(3)
+    mapping = fxq.QConfigMapping(config(activations, SCALES[activations], bits=4))
+    prepared = fxq.prepare(Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, batch_norm=batch_norm)
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    return prepared.train()
+
+
+def student(activations: str = "learned", host: str | None = None, batch_norm: str = "live") -> fx.GraphModule:
+    return copy.deepcopy(calibrated(activations, host, batch_norm))
+
+
+def step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(prepared(batch), TARGETS).backward()
+    optimizer.step()
+
+
+def mixed_step(prepared: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """As PyTorch's guide has it: the forward pass and the loss under autocast."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(prepared(batch), TARGETS)
+    loss.backward()
+    optimizer.step()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models hold the same bits."""
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(contract.same_bytes(left[name], right[name]) for name in left)
+
+
+def assert_deployed(prepared: fx.GraphModule) -> None:
+    """What is validated now is what is deployed."""
+    prepared.eval()
+    integer = fxq.convert(prepared)
+    contract.assert_alive(integer, batches()[0])
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+
+
+# ---- mixed precision ------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
+    plain, mixed = student(), student()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in (plain, mixed)]
+    for batch in batches():
+        step(plain, optimizers[0], batch)
+        mixed_step(mixed, optimizers[1], batch)
+    assert same(plain, mixed)
+
+
+@pytest.mark.parametrize("host", ["conv1", "head"])
+def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
+    """In front of the integers, and behind them: these have the bits that their inputs have without autocast, and train in float32."""
+    prepared = student(host=host)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    wanted = contract.operator_outputs(prepared, batches()[0])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = contract.operator_outputs(prepared, batches()[0])
+        assert prepared(batches()[0]).dtype == (torch.bfloat16 if host == "head" else torch.float32)
+    assert all(value.dtype == torch.float32 for value in mixed.values())
+    equal = [name for name in wanted if torch.equal(mixed[name], wanted[name])]
+    assert len(equal) == len(wanted) if host == "head" else 0 < len(equal) < len(wanted)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.02)
+    mixed_step(prepared, optimizer, batches()[0])
+    gradients = {name: parameter.grad for name, parameter in prepared.named_parameters() if "intermediate" not in name}
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients.values())
+    prepared.eval()
+    assert fxq.verify(prepared, fxq.convert(prepared), batches(), show_progress=False)
+
+
+# ---- accumulation, averages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["learned", "lsq+", "pact"])
+def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
+    """Those of scales, too: none of them depends on how many numbers there are."""
+    whole, parts = student(activations, batch_norm="frozen"), student(activations, batch_norm="frozen")
+    batch = batches()[0]
+    F.cross_entropy(whole(batch), TARGETS).backward()
+    for part in torch.arange(8).split(2):
+        (F.cross_entropy(parts(batch[part]), TARGETS[part]) / 4).backward()
+    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        if "intermediate" in name:  # the residual is added in the accumulator, so nothing is quantized before it
+            continue
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("activations", ["learned", "statistics"])
+def test_an_average_of_models_is_deployed_as_any_model(activations: str) -> None:
+    prepared = student(activations)
+    average = AveragedModel(prepared, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
+    seen: list[dict[str, Tensor]] = []
+    for batch in batches():
+        step(prepared, optimizer, batch)
+        average.update_parameters(prepared)
+        seen.append({name: value.detach().clone() for name, value in prepared.named_parameters()})
+    found = average.module
+    assert isinstance(found, fx.GraphModule)
+    for name, value in found.named_parameters():
+        torch.testing.assert_close(value.detach(), 0.25 * seen[0][name] + 0.25 * seen[1][name] + 0.5 * seen[2][name])
+    assert_deployed(found)
+
+
+# ---- compilation ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_has_the_same_bits() -> None:
+    """What is beside the operators is compiled; here the layer on the host, in one graph behind that of the input's check."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    mapping = fxq.QConfigMapping(config("learned", "learned", bits=4)).set_host("2")
+    rows = [batch[:, 0, 0] for batch in batches()]
+    prepared = fxq.calibrate(fxq.prepare(network, rows[0], "nash-e", mapping), rows, show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    reference = copy.deepcopy(prepared)
+    compiled = torch.compile(prepared, backend=backend)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02) for model in (prepared, reference)]
+    for model, optimizer in ((compiled, optimizers[0]), (reference, optimizers[1])):
+        step(model, optimizer, rows[0])
+    assert same(prepared, reference)
+    assert len(graphs) == 2
+    for model in (prepared, reference):
+        fxq.set_state(model, fxq.State.VALIDATE)
+        model.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(rows[1]), reference(rows[1]))
+    torch._dynamo.reset()
+
+
+# ---- going on ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("activations", "kept"), [*((name, "state_dict") for name in SCALES), ("lsq+", "file")])
+def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: str, tmp_path: Path) -> None:
+    """Bit by bit, the optimizer's moments and the schedule with it."""
+
+    def course(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        for batch in batches()[:2]:
+            step(model, optimizer, batch)
+            schedule.step()
+
+    one = student(activations)
+    optimizer, schedule = course(one)
+    go(one, optimizer, schedule)
+    torch.save({"model": one.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, tmp_path / "run.pt")
+    fxq.save(one, tmp_path / "run.fxq")
+    go(one, optimizer, schedule)
+
+    state = torch.load(tmp_path / "run.pt")
+    other = fxq.load(tmp_path / "run.fxq") if kept == "file" else student(activations)
+    if kept == "state_dict":
+        other.load_state_dict(state["model"])
+    assert not same(other, one)
+    optimizer, schedule = course(other)
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    go(other, optimizer, schedule)
+    assert same(other, one)
+
+
+# ---- the gap between training and deployment ---------------------------------------------------------------------------------
+
+
+def test_the_gap_is_measured_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    prepared = student("statistics")
+    before = {name: value.clone() for name, value in prepared.state_dict().items()}
+    found = gap(prepared, 3 * batches()[0])
+    assert [name for name, layer in found.items() if layer.frozen] == []
+    assert found["x_quantize"].live > 0, "its scale follows the range of the batch"
+    assert found["conv1"].live > 0, "its statistics are the batch's"
+    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+    Console(width=120).print(table("a network", {0: found}, whole=True))
+    assert capsys.readouterr().out.count("│ conv1") == 1
+
+
+def test_a_layer_that_trains_on_something_else_is_seen() -> None:
+    prepared = student("statistics", batch_norm="frozen")
+    fxq.set_state(prepared, fxq.State.FLOAT, "conv2")
+    found = gap(prepared, batches()[0])
+    assert found["x_quantize"].frozen == found["conv1"].frozen == 0
+    assert found["conv2"].frozen > 0

@@ -1,0 +1,301 @@
+"""Dynamic quantization: the arithmetic against the oracle, the contract in every form, what is refused and what is told."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant import primitives
+from fxquant.search.observer_search import with_observer
+from fxquant.tuning.choices import Choices
+from tests.shared import oracle
+from tests.shared.contract import (
+    all_equal,
+    assert_gradients_reach_every_parameter,
+    assert_integer_is_onnx,
+    assert_train_is_validate,
+    assert_validate_is_integer,
+    same_bytes,
+)
+
+DYNAMIC = fxq.QConfig(dynamic=True)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def live(model: nn.Module) -> nn.Module:
+    """A model in eval mode with parameters of its own."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5)
+    return model.eval()
+
+
+def converted(model: nn.Module, example: Any, qconfig: Any = DYNAMIC, target: str = "x86", **options: Any) -> Any:
+    """The prepared and the integer model, of which nothing was calibrated."""
+    prepared = fxq.prepare(model, example if isinstance(example, tuple) else (example,), target, qconfig)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    return prepared, fxq.convert(prepared, **options)
+
+
+# ---- the arithmetic --------------------------------------------------------------------------------------------------------
+
+X = drawn(3, 5)
+OPERANDS = {
+    "both signs": X,
+    "positive": X.abs() + 1,
+    "negative": -X.abs() - 1,
+    "zeros": torch.zeros(2, 5),
+    "ties": torch.tensor([[-127.0, 128.0, 0.5, 1.5, -2.5]]),
+    "subnormal": X * 1e-42,
+    "tiny beside large": torch.tensor([[1e-36, -1e-30, 1e30, 3e-38, 0.0]]),
+    "the whole range": torch.tensor([[3e38, -3e38, 1.0, 2.0**126, -0.0]]),
+    "NaN": torch.tensor([[torch.nan, 1.0, -2.0, 0.25, torch.nan]]),
+    "infinite": torch.tensor([[torch.inf, 1.0, -torch.inf, 0.25, 3.0]]),
+    "one value": torch.full((2, 5), 7.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("channels", ["per channel", "per tensor"])
+def test_a_layer_is_the_oracle_s(name: str, channels: str) -> None:
+    generator, operand = torch.Generator().manual_seed(1), OPERANDS[name]
+    weight = torch.randint(-127, 128, (4, 5), generator=generator).to(torch.int8)
+    scale = torch.rand((4,) if channels == "per channel" else (), generator=generator) * 1e-3 + 1e-4
+    bias = torch.randn(4, generator=generator) if channels == "per channel" else None
+    found = primitives.dynamic_linear(operand, weight, scale, bias)
+    scales = [Fraction(value) for value in scale.expand(4).tolist()]
+    added = None if bias is None else [Fraction(value) for value in bias.tolist()]
+    wanted = oracle.dynamic_linear(operand.tolist(), weight.tolist(), scales, added)
+    assert [[Fraction(value) for value in row] for row in found.tolist()] == wanted
+
+
+@pytest.mark.parametrize("terms", [517, 519, 3000])
+def test_long_sums_are_exact(terms: int) -> None:
+    operand, weight = torch.full((2, terms), 255.0), torch.full((1, terms), 127, dtype=torch.int8)
+    operand[1] = torch.arange(terms) % 256
+    assert oracle.half_even(Fraction(255 * terms * 127)) < 2**31
+    found = primitives.dynamic_linear(operand, weight, torch.tensor(1.0), None)
+    whole = (operand.long() @ weight.t().long()).flatten().tolist()
+    assert [Fraction(value) for value in found.flatten().tolist()] == [oracle.float32(total) for total in whole]
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    """Two layers, and a product with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 7, bias=False)
+        self.matrix = nn.Parameter(torch.zeros(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) @ self.matrix
+
+
+class Sequence(nn.Module):
+    """A recurrent layer and a layer behind the mean of its states."""
+
+    def __init__(self, kind: type, **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(5, 4, batch_first=True, **options)
+        self.head = nn.Linear(options.get("proj_size", 4) * (2 if options.get("bidirectional") else 1), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+class Cells(nn.Module):
+    """Two steps of a cell."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.cell = kind(5, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x[:, 1], self.cell(x[:, 0]))
+
+
+class Attention(nn.Module):
+    """Attention that sees what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.register_buffer("mask", torch.triu(torch.ones(4, 4, dtype=torch.bool), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+
+
+MODELS: dict[str, tuple[Any, Tensor, int]] = {  # with how many dynamic layers
+    "product": (Product, drawn(4, 6), 3),
+    "lstm": (lambda: Sequence(nn.LSTM, num_layers=2, bidirectional=True), drawn(2, 3, 5), 13),
+    "projected": (lambda: Sequence(nn.LSTM, proj_size=2), drawn(2, 3, 5), 7),
+    "gru": (lambda: Sequence(nn.GRU), drawn(2, 3, 5), 4),
+    "rnn": (lambda: Sequence(nn.RNN, nonlinearity="relu"), drawn(2, 3, 5), 4),
+    "lstm cell": (lambda: Cells(nn.LSTMCell), drawn(2, 2, 5), 3),
+    "gru cell": (lambda: Cells(nn.GRUCell), drawn(2, 2, 5), 3),
+    "attention": (Attention, drawn(2, 4, 6), 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:
+    made, example, count = MODELS[name]
+    model = live(made())
+    prepared, integer = converted(model, example)
+    assert sum(layer.dynamic for layer in fxq.layers(integer)) == count
+    assert_validate_is_integer(prepared, integer, example)
+    assert_validate_is_integer(prepared, integer, drawn(*(3, *example.shape[1:]), seed=5) * 4)
+    assert_train_is_validate(prepared, example)
+    assert_gradients_reach_every_parameter(prepared, example)
+    with torch.no_grad():
+        wanted, found = model(example), integer(example)
+    for one, other in zip(*((value if isinstance(value, tuple) else (value,)) for value in (found, wanted)), strict=True):
+        assert 1 - float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) < 1e-3
+
+
+@pytest.mark.parametrize("target", ["x86", "qnnpack"])
+def test_a_file_has_the_same_bits(target: str, tmp_path: Path) -> None:
+    model = live(Product())
+    _, integer = converted(model, drawn(4, 6), target=target)
+    batches = [(drawn(4, 6, seed=7) * size,) for size in (1.0, 0.0, 1e-42, 1e35)]
+    assert_integer_is_onnx(integer, tmp_path / "exact.onnx", [*batches, (drawn(2, 6, seed=8),)])
+    fxq.export_onnx(integer, tmp_path / "fast.onnx", style="fast")
+    assert fxq.verify(integer, tmp_path / "fast.onnx", batches)
+
+
+def test_a_file_of_a_recurrence_is_fed_layer_by_layer(tmp_path: Path) -> None:
+    model = live(Sequence(nn.RNN))
+    _, integer = converted(model, drawn(2, 3, 5))
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "rnn.onnx"), [drawn(3, 3, 5, seed=9)])
+    assert report
+    assert {"layer_linear", "layer_linear_1", "layer_linear_2", "head"} <= report.names
+
+
+def test_kernels_have_the_bits_of_the_primitive() -> None:
+    model = live(nn.Sequential(nn.Linear(5, 33), nn.Linear(33, 4, bias=False)))
+    _, integer = converted(model, X)
+    _, plain = converted(model, X, kernels="reference")
+    for operand in (*OPERANDS.values(), drawn(7, 5), X.repeat(1, 2)[:, ::2], X[:0]):
+        for _ in range(3):  # primitives, kernels, kernels again
+            assert same_bytes(integer(operand), plain(operand))
+
+
+def test_learned_scales_and_saved_files(tmp_path: Path) -> None:
+    learned = fxq.QConfig(weight=fxq.WeightConfig("int4", training="learned"), dynamic=True)
+    prepared = fxq.prepare(live(Product()), (drawn(4, 6),), "x86", learned)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    assert_gradients_reach_every_parameter(prepared.train(), drawn(4, 6))
+    again = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    assert all_equal(again(drawn(4, 6)), prepared(drawn(4, 6)))
+    integer = fxq.convert(prepared)
+    assert all_equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(drawn(4, 6)), integer(drawn(4, 6)))
+    rules = fxq.QConfigMapping(default=None).set_object_type(nn.Linear, learned)
+    assert fxq.load_qconfig(fxq.save_qconfig(rules, tmp_path / "rules.json")) == rules
+
+
+# ---- beside other operators ------------------------------------------------------------------------------------------------
+
+
+def test_beside_layers_that_are_calibrated() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.dynamic, self.static = nn.Conv1d(3, 6, 1), nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.static(torch.relu(self.dynamic(self.conv(x).mean(2))))
+
+    rules = fxq.QConfigMapping().set_module_name("dynamic", DYNAMIC)
+    result = fxq.quantize(live(Mixed()), [drawn(8, 3, 4)], target="x86", qconfig=rules, show_progress=False)
+    known = {layer.name: layer for layer in fxq.layers(result.integer)}
+    assert [known[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
+    assert (known["dynamic"].integer, known["dynamic"].device, known["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
+    assert fxq.verify(result.prepared, result.integer, [drawn(4, 3, 4, seed=2)])
+    assert "1 is dynamic" in fxq.explain(result.integer)
+
+
+def test_searches_leave_dynamic_layers_as_they_are() -> None:
+    model = live(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
+    rules = fxq.QConfigMapping().set_module_name("2", DYNAMIC)
+    assert with_observer(rules, fxq.MinMaxObserver).names["2"] == DYNAMIC
+    prepared = fxq.prepare(model, (drawn(4, 6),), "x86", rules)
+    fxq.calibrate(prepared, [drawn(4, 6)], show_progress=False)
+    choices = Choices(prepared, (4, 8))
+    assert "_2.weight" not in choices
+    assert [product.width for product in choices.products if product.layer == "_2"] == [(8, 8)]
+    again = fxq.prepare(model, (drawn(4, 6),), "x86", choices.mapping(rules, {"_0.weight": "int4"}))
+    assert [layer.name for layer in fxq.layers(again) if layer.dynamic] == ["_2"]
+
+
+def test_many_steps_stay_readable() -> None:
+    prepared = fxq.prepare(Sequence(nn.RNN), (drawn(1, 20, 5),), "x86", DYNAMIC)
+    assert len(fxq.text(prepared).splitlines()) < 50
+    told = fxq.explain(prepared)
+    assert len(told.splitlines()) < 25
+    assert "21 are dynamic" in told
+
+
+def test_the_batch_has_one_grid() -> None:
+    _, integer = converted(live(Product()), drawn(4, 6))
+    x = drawn(4, 6)
+    loud = torch.cat((x[:1], x[1:] * 50))
+    assert not torch.equal(integer(x)[0], integer(loud)[0])
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "bernoulli2"])
+@pytest.mark.parametrize("where", ["everywhere", "one layer", "an attribute"])
+def test_a_march_has_none(target: str, where: str) -> None:
+    model, rules = Product(), fxq.QConfigMapping()
+    if where == "an attribute":
+        model.second.qconfig = DYNAMIC
+    else:
+        rules = rules.set_global(DYNAMIC) if where == "everywhere" else rules.set_module_name("first", DYNAMIC)
+    with pytest.raises(fxq.ConfigurationError, match=f"{target} has no dynamic quantization") as caught:
+        fxq.prepare(model, (drawn(4, 6),), target, rules)
+    assert "calibrate" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "given", [{"output": fxq.ActivationConfig("int8")}, {"input": fxq.ActivationConfig()}, {"weight": fxq.WeightConfig("int16")}]
+)
+def test_what_a_dynamic_qconfig_has_no_use_for(given: dict[str, Any]) -> None:
+    with pytest.raises(fxq.ConfigurationError, match="a dynamic QConfig"):
+        fxq.QConfig(**given, dynamic=True)
+
+
+def test_a_sum_that_is_too_long_stays_in_float() -> None:
+    told = fxq.explain(fxq.prepare(nn.Linear(66312, 1), (torch.zeros(1, 66312),), "x86", DYNAMIC))
+    assert "at most 66311 fit" in told
+    assert "dynamic" not in told.split()[1]
+
+
+def test_weights_that_are_no_numbers() -> None:
+    model = live(Product())
+    with torch.no_grad():
+        model.first.weight[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
+    with pytest.raises(fxq.NotFinite, match="%first"):
+        fxq.prepare(model, (drawn(4, 6),), "x86", DYNAMIC)
+
+
+def test_a_target_s_scale_cannot_be_set() -> None:
+    prepared = fxq.prepare(live(Product()), (drawn(4, 6),), "x86", DYNAMIC)
+    with pytest.raises(fxq.ConfigurationError, match="cannot be set"):
+        fxq.set_qparams(prepared, {"first": 0.5})

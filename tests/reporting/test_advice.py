@@ -1,0 +1,204 @@
+"""What advice says, done: every rule that it prints is given to `prepare`, and changes what it names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.prepared.operators import quantized_operators
+from tests.analysis.test_comparison import Digits, broken, network, quantized, residuals
+from tests.analysis.test_comparison import batches as digits
+
+RULE = re.compile(
+    r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"
+)
+NAMES = {
+    "QConfigMapping": QConfigMapping,
+    "QConfig": QConfig,
+    "ActivationConfig": ActivationConfig,
+    "WeightConfig": WeightConfig,
+    "fxq": fxq,
+}
+
+
+class Spectrum(nn.Module):
+    """A recurrent layer over the frames of a power spectrogram, whose mean is read beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped, self.lstm, self.head, self.side = nn.Dropout(), nn.LSTM(10, 8, batch_first=True), nn.Linear(8, 4), nn.Linear(10, 4)
+
+    def forward(self, mels: Tensor) -> Tensor:
+        frames, _ = self.lstm(self.dropped(mels))
+        return self.head(frames[:, -1]) + self.side(mels.mean(1))
+
+
+def spectrograms() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(16, 6, 10, generator=generator) ** 12 * 20 for _ in range(3)]
+
+
+def spectrum() -> nn.Module:
+    torch.manual_seed(0)
+    model = Spectrum().eval()
+    with torch.no_grad():
+        model.lstm.weight_ih_l0 *= 400  # quiet frames are heard
+        model.lstm.weight_hh_l0 *= 0.1
+        model.side.weight *= 0.001
+    return model
+
+
+class Joined(nn.Module):
+    """Two branches of different ranges in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.quiet, self.read = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(torch.cat([self.loud(x), self.quiet(x)], -1))
+
+
+def rules(advice: fxq.Advice) -> list[QConfigMapping]:
+    return [eval(text, dict(NAMES)) for text in RULE.findall(advice.cure)]
+
+
+def signature(prepared: Any) -> dict[str, tuple[Any, ...]]:
+    """Of each operator its dtype, its observer, and the dtype of its weight."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for layer in fxq.layers(prepared):
+        module = quantized_operators(prepared).get(layer.name)
+        output = getattr(module, "output", None)
+        weight = getattr(getattr(module, "weight_quantizer", None), "dtype", None)
+        found[layer.name] = (layer.integer, layer.dtype, type(getattr(output, "observer", None)).__name__, getattr(weight, "name", ""))
+    return found
+
+
+def applied(model: nn.Module, batch: Any, target: str, mapping: QConfigMapping, caplog: pytest.LogCaptureFixture) -> Any:
+    """The model prepared with a rule that advice printed, of which no part is without effect."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "fxquant"):
+        prepared = fxq.prepare(model, batch, target, mapping)
+    for words in ("matched nothing", "has no effect", "is not used by", "as the graph requires"):
+        assert words not in caplog.text, caplog.text
+    return prepared
+
+
+def outlying() -> nn.Module:
+    def stretch(model: Any) -> None:
+        for parameter in (model.down[1].weight, model.down[1].bias):
+            parameter[3] *= 100
+        model.head.weight.view(10, 24, 16)[:, 3] /= 100
+
+    return broken(stretch)
+
+
+def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list[Any], fxq.Comparison]]:
+    def found(target: str) -> tuple[nn.Module, list[Any], fxq.Comparison]:
+        result = quantized(network(), target=target)
+        prepared = copy.deepcopy(result.prepared)
+        fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] * factor})
+        return network(), digits(), fxq.compare(result.float, fxq.convert(prepared), digits())
+
+    return found
+
+
+def compared(make: Callable[[], nn.Module], batches: Callable[[], list[Any]], **options: Any) -> Callable[[str], Any]:
+    def found(target: str) -> tuple[nn.Module, list[Any], fxq.Comparison]:
+        model, given = make(), batches()
+        result = fxq.quantize(model, given, target, show_progress=False, **options)
+        return model, given, result.compare(given, show_progress=False)
+
+    return found
+
+
+def joined() -> nn.Module:
+    torch.manual_seed(0)
+    model = Joined().eval()
+    with torch.no_grad():
+        model.loud.weight *= 200
+        model.read.weight[:, :8] /= 200
+    return model
+
+
+def noise() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 6, generator=generator) for _ in range(2)]
+
+
+def coarse_weight() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model[1].weight[:, 0], model[0].weight[0], model[0].bias[0] = 400.0, 0.0, 0.0  # a weight that meets nothing sets the scale
+    return model
+
+
+CASES = {
+    "rounds_to_zero": (compared(spectrum, spectrograms), "mels_quantize", ("dropped",)),
+    "outlier_channel": (compared(outlying, digits, equalize=False), "down_0", ("down_0",)),
+    "scale_too_small": (rescaled("stem_0", 1 / 8), "stem_0", ("stem_0",)),
+    "scale_too_large": (rescaled("down_0", 64), "down_0", ("down_0",)),
+    "held_together": (compared(joined, noise, equalize=False), "cat", ("cat",)),
+    "inside": (compared(coarse_weight, noise, equalize=False), "_1", ("_1",)),
+}
+
+
+NARROW = ("rounds_to_zero", "held_together", "inside")  # printed for a target without int16
+
+
+@pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
+def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, layer, named = CASES[rule]
+    model, batches, found = make(target)
+    told = next((each for each in found.advice if each.rule == rule), None)
+    assert told is not None, str(found)
+    assert told.layer == layer
+    printed = rules(told)
+    assert printed, told.cure
+    assert told.cure.count("QConfigMapping()") == len(printed)
+    before = signature(fxq.prepare(model, batches[0], target))
+    for mapping in printed:
+        assert {name.split(".")[0] for name in mapping.names} <= {*named, "mean"}
+        prepared = applied(model, batches[0], target, mapping, caplog)
+        after = signature(prepared)
+        changed = {name for name in before if after.get(name) != before[name]}
+        assert layer in changed, (mapping, changed)
+        if "int16" in str(mapping):
+            module = quantized_operators(prepared)[layer]
+            assert (module.weight_quantizer.dtype if rule == "inside" else module.output.dtype).name == "int16"
+
+
+def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        model, batches, found = compared(spectrum, spectrograms)("bayes-e")
+    (line,) = [record.getMessage() for record in caplog.records if "become 0" in record.getMessage()]
+    assert re.search(r"\d+ % of the values of input mels that are not 0 become 0 at its scale of ", line)
+    assert "test_advice.py:" in line
+    assert "QConfig(input=ActivationConfig('int16'))" in line
+    (mapping,) = rules(found.advice[0])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        better = fxq.quantize(model, batches, "bayes-e", mapping, show_progress=False).compare(batches, show_progress=False)
+    assert "become 0" not in caplog.text
+    assert better.outputs[0].sqnr > found.outputs[0].sqnr + found.advice[0].gain / 2 > found.outputs[0].sqnr + 2
+
+
+def test_an_input_of_a_target_without_int16_is_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.quantize(spectrum(), spectrograms(), "x86", show_progress=False)
+    assert "x86 has no int16" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        quantized(network(Digits))
+        fxq.quantize(*residuals(), target="bayes-e")
+    assert "become 0" not in caplog.text

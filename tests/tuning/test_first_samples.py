@@ -1,0 +1,240 @@
+"""What calibration does by its first samples behind the scales: biases take back what rounding shifts on average."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.prepared.operators import quantized_operators
+from fxquant.tuning import bias, first_samples
+from fxquant.tuning.first_samples import LARGEST, FirstSamples
+from fxquant.tuning.result import TunedLayer
+from fxquant.tuning.walk import cut
+from tests.shared import contract
+
+FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+
+
+def network() -> nn.Module:
+    """With a pooling of four numbers, whose mean is in the middle between two integers in one case of four."""
+    torch.manual_seed(0)
+    first = [nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)]
+    model = nn.Sequential(*first, nn.Conv2d(12, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5)).eval()
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return model
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.mean(0))
+
+
+def batches(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(8, 3, 16, 16, generator=generator) for _ in range(8)]
+
+
+def calibrated(target: str, correct_bias: bool | None = None, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+    prepared = fxq.prepare(network(), batches()[0], target, qconfig)
+    return fxq.calibrate(prepared, batches(), correct_bias=correct_bias, show_progress=False)
+
+
+def corrected(prepared: fx.GraphModule) -> list[str]:
+    return [name for name, operator in quantized_operators(prepared).items() if operator.weight_quantizer.correction is not None]
+
+
+def noise(prepared: fx.GraphModule) -> float:
+    """Of what nothing was calibrated with."""
+    unseen, model = torch.cat(batches(1)), network()
+    with torch.no_grad():
+        return float((prepared(unseen) - model(unseen)).square().mean())
+
+
+@pytest.mark.parametrize(("target", "qconfig"), [("bernoulli", None), ("bayes-e", None), ("x86", FOUR_BITS)])
+def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig | None, tmp_path: Path) -> None:
+    plain, prepared = calibrated(target, False, qconfig), calibrated(target, None, qconfig)
+    assert not corrected(plain)
+    assert corrected(prepared)
+    assert noise(prepared) < {"bernoulli": 0.9, "bayes-e": 0.99, "x86": 0.9}[target] * noise(plain)
+    assert fxq.qparams(prepared) == fxq.qparams(plain)  # scales are what the ranges are
+    integer, unseen = fxq.convert(prepared), torch.cat(batches(1))
+    for model in (prepared, integer):
+        assert fxq.explain(model).count("bias corrected") == len(corrected(prepared))
+        assert ("weight rounded by samples" in fxq.explain(model)) == (qconfig is not None)
+    contract.assert_validate_is_integer(prepared, integer, unseen)
+    contract.assert_train_is_validate(prepared, unseen)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [unseen[:4]], show_progress=False)
+
+
+def test_by_fewer_samples_only_where_asked_for() -> None:
+    few = batches()[:7]
+    for asked in (None, True, False):
+        prepared = fxq.calibrate(fxq.prepare(network(), few[0]), few, correct_bias=asked, show_progress=False)
+        assert bool(corrected(prepared)) == (asked is True)
+
+
+def test_it_is_repeatable_and_goes_on_where_more_is_observed() -> None:
+    prepared = [fxq.prepare(network(), batches()[0], "bernoulli") for _ in range(2)]
+    state = torch.get_rng_state()
+    first, second = (fxq.calibrate(each, batches(), show_progress=False).state_dict() for each in prepared)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = fxq.calibrate(calibrated("bernoulli"), batches(), show_progress=False)
+    assert noise(again) < 1.1 * noise(calibrated("bernoulli"))
+
+
+def test_one_sample_corrects_nothing() -> None:
+    one = batches()[0][:1]
+    prepared = fxq.calibrate(fxq.prepare(network(), one, "bernoulli"), [one], show_progress=False)
+    assert not corrected(prepared)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
+
+
+@pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
+def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
+    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    for _ in range(8):
+        first.take([torch.rand(8, 3, side, side)])
+    few, judging = first._few()
+    assert first.kept.seen == 64
+    assert sum(len(chunk[0]) for chunk in few.chunks) in range(count, 2 * count)
+    assert few.judging
+    assert judging
+    assert first.kept.elements <= LARGEST + 8 * 3 * side**2
+
+
+def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 samples not all are kept, and still there are enough."""
+    monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
+    assert corrected(calibrated("bernoulli"))
+
+
+def test_a_vector_without_a_batch_is_tuned() -> None:
+    torch.manual_seed(0)
+    model, square = Vector().eval(), torch.randn(6, 6)
+    turned = [square, square.flip(0), square.flip(1), square.T]
+    prepared = fxq.prepare(model, square, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, turned, correct_bias=True, show_progress=False)
+    assert corrected(prepared) or "weight rounded by samples" in fxq.explain(prepared)
+    for learn in (fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill):
+        learn(prepared, turned, steps=5, show_progress=False)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), square)
+
+
+def test_observations_have_no_samples_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    seen = fxq.observations(calibrated("bernoulli"))
+    with caplog.at_level(logging.INFO, "fxquant"):
+        prepared = fxq.prepare(network(), batches()[0], "bernoulli", observations=seen)
+    assert not corrected(prepared)
+    assert "biases are not corrected" in caplog.text
+
+
+def test_what_was_cut_off_does_not_count() -> None:
+    """One number in a hundred is far beyond what its operand can hold: a mean would follow it."""
+    usual = torch.randn(3, 400) * 0.1 + 0.05
+    loud = usual.clone()
+    loud[:, ::100] += 1000
+    means = bias._without_outliers(loud).mean(1)
+    assert (means - usual.mean(1)).abs().max() < 0.02
+    assert torch.equal(bias._without_outliers(usual), usual)
+
+
+def test_means_are_matched_behind_the_limits() -> None:
+    """Noise without a mean has one behind a ReLU6, which no correction before it takes away."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(4, 20000, generator=generator, dtype=torch.float64) + torch.tensor([[-1.0], [0.0], [5.5], [-50.0]])
+    found = wanted + torch.randn(4, 20000, generator=generator, dtype=torch.float64)
+    before = (wanted - found).mean(1)
+    added = bias._behind((0.0, 6.0), wanted, found, before)
+
+    def shift(correction: Tensor) -> Tensor:
+        return ((found + correction.unsqueeze(1)).clamp(0, 6).mean(1) - wanted.clamp(0, 6).mean(1)).abs()
+
+    assert (shift(before)[:3] > 0.05).all()
+    assert (shift(added) < 1e-3).all()
+    assert torch.equal(added[3], before[3])  # it is always cut off: nothing says what to add
+
+
+def test_a_layer_is_corrected_behind_its_limits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
+    inputs = torch.randn(256, 32, generator=generator)
+    prepared = fxq.prepare(model, inputs, qconfig=fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), [[inputs]], False)
+    assert found
+    bias.settle(prepared, found)
+    learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
+    with torch.no_grad():
+        corrected_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
+        bias.settle(prepared, {name: [0.0] * len(value) for name, value in found.items()})
+        plain_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
+    assert corrected_shift < 0.2 * plain_shift
+
+
+def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFixture) -> None:
+    """What rounded weights shift follows the mean of the inputs: corrected by positive ones, negative ones are further off."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(32, 16).eval()
+    learned, alike = (torch.rand(32, 32, generator=generator) for _ in range(2))
+    prepared = fxq.prepare(model, learned, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, [learned, -learned], round_weights=False, correct_bias=False, show_progress=False)
+    samples = cut(prepared, [[learned]], 4)
+    with caplog.at_level(logging.DEBUG, "fxquant"):
+        assert bias.corrections(prepared, samples, [[-alike]], False) == {}
+        assert not corrected(prepared)
+        assert "biases are not corrected" in caplog.text
+        found = bias.corrections(prepared, samples, [[alike]], False)
+    assert list(found) == corrected(prepared) != []
+    assert "biases corrected in 1 of 1 layers: on held-out samples the outputs have" in caplog.text
+    assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
+
+
+def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.rand(64, 32, generator=torch.Generator().manual_seed(0))
+    prepared = fxq.prepare(nn.Linear(32, 16).eval(), inputs, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    samples, judging = cut(prepared, [[inputs]], 8), [[inputs]]
+    right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
+    whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if each.operator.sums]
+    operator.weight_quantizer.correct(None)
+
+    def doubled(*arguments: Any) -> Any:
+        return 2.2 * whole(*arguments)
+
+    monkeypatch.setattr(bias, "_correction", doubled)
+    monkeypatch.setattr(bias, "_tried", _kept)
+    halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
+    assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
+
+
+def _kept(lesson: Any, operator: object, correction: Tensor) -> object:
+    """A layer that keeps its correction, whatever its samples say."""
+    bias._put(operator, correction.tolist())
+    return TunedLayer("_0", (lesson.unit.weighted[0].name,), 1.0, 0.5, True, 1.0)
+
+
+def test_samples_are_taken_from_all_that_are_kept() -> None:
+    """Batches beside each other may be of one scene, and what judges the outputs is nothing that was learned from."""
+    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    for index in range(8):
+        first.take([torch.full((8, 3, 256, 256), float(index))])
+    few, judging = first._few()
+    numbers = [float(chunk[0].flatten()[0]) for chunk in few.chunks]
+    assert {0.0, 4.0} < set(numbers)
+    assert max(numbers) >= 6
+    assert judging
+    assert not {id(chunk) for chunk in judging} & {id(chunk) for chunk in few.chunks}

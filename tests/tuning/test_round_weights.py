@@ -1,0 +1,314 @@
+"""Weights rounded together: what layers are sums of, errors that cancel, equal bits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.demo.digits import load_digits_dataset
+from fxquant.prepared.operators import quantized_operators
+from fxquant.tuning import output_effect, walk
+from fxquant.tuning.moments import flipped, flipped_together, joint_noise
+from fxquant.tuning.output_effect import ALONE, FLOOR, output_effects
+from fxquant.tuning.real import real_result, weight_of
+from fxquant.tuning.second_moment import WINDOW, _Layer
+from fxquant.tuning.units import bound_arguments, weighted_nodes
+from fxquant.tuning.walk import Samples, Walk
+from tests.shared import contract
+
+FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+
+
+def images(first: int, count: int) -> Tensor:
+    """Digits of 8 × 8 pixels, from 0 on, as images are."""
+    return (F.avg_pool2d(load_digits_dataset().train_images[first : first + count], 4) + 1) / 2
+
+
+BATCHES, UNSEEN = list(torch.split(images(0, 48), 16)), images(100, 64)
+
+
+class Product(nn.Module):
+    """A matrix parameter on the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 6)).eval()
+
+
+def prepared_of(model: nn.Module, target: str = "bayes-e", round_weights: bool | None = None) -> torch.fx.GraphModule:
+    prepared = fxq.prepare(model, BATCHES[0], target, FOUR_BITS)
+    return fxq.calibrate(prepared, BATCHES, round_weights=round_weights, show_progress=False)
+
+
+def error(prepared: nn.Module, model: nn.Module) -> float:
+    with torch.no_grad():
+        return float((prepared(UNSEEN) - model(UNSEEN)).square().mean())
+
+
+# ---- what an output is a sum of -------------------------------------------------------------------------------------------------
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 5), (4, 3, 8)),
+    "matrix": (Product, (4, 3, 8)),
+    "strided, dilated": (lambda: nn.Conv2d(4, 6, 3, 2, 1, dilation=2), (4, 4, 9, 9)),
+    "depthwise": (lambda: nn.Conv2d(4, 8, (3, 1), groups=4), (4, 4, 6, 6)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 4, 9)),
+    "three dimensions": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 4, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2), (4, 4, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = make().eval()
+    if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
+        nn.init.zeros_(bias)
+    x = torch.randn(shape)
+    prepared = fxq.calibrate(fxq.prepare(layer, x, qconfig=FOUR_BITS), [x], show_progress=False)
+    (node,) = weighted_nodes(prepared)
+    operator, samples = quantized_operators(prepared)[node.name], Samples([[x]])
+    with torch.no_grad():
+        found = _Layer.of(node, operator, Walk(prepared, samples.chunks, exact=False).at(node.all_input_nodes))
+        assert found is not None
+        rows = found._rows(0, 10**6)
+        assert rows is not None
+        weight = weight_of(operator, found.operands[0])
+        assert weight is not None
+        products = rows @ weight.flatten(1).unflatten(0, (found.groups, -1)).transpose(1, 2)  # (groups, places, outputs)
+        wanted = layer(x)
+        axis = wanted.dim() - 1 - max(weight.dim() - 2, 0)
+        wanted = wanted.movedim(axis, 0).flatten(1).unflatten(0, (found.groups, -1)).transpose(1, 2)
+    assert torch.allclose(products, wanted, atol=1e-5)  # sums in another order
+
+
+def test_of_large_images_parts_are_looked_at() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(1, 2, 3, padding=1), torch.rand(2, 1, 2 * WINDOW, WINDOW)
+    prepared = fxq.calibrate(fxq.prepare(layer, x, qconfig=FOUR_BITS), [x], show_progress=False)
+    (node,) = weighted_nodes(prepared)
+    with torch.no_grad():
+        operands = Walk(prepared, [[x]], exact=False).at(node.all_input_nodes)
+        found = _Layer.of(node, quantized_operators(prepared)[node.name], operands)
+        assert found is not None
+        rows = found._rows(0, 10**6)
+    assert rows is not None
+    assert rows.shape[2] == 9
+    assert rows.shape[1] == 2 * WINDOW * WINDOW
+
+
+# ---- errors that cancel -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [5, 600])  # in one part, and in several
+def test_no_single_step_leaves_less(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxquant.tuning.moments.SWEEPS", 10**4)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(2, 3 * columns, columns, generator=generator, dtype=torch.float64)
+    moment = rows.transpose(1, 2) @ rows / rows.shape[1]
+    real = 3 * torch.randn(2, 4, columns, generator=generator, dtype=torch.float64)
+    found, nearest = flipped(real, moment, -8, 7), torch.round(real).clamp(-8, 7)
+
+    def left(integers: Tensor) -> Tensor:
+        return (((integers - real) @ moment) * (integers - real)).sum(2)
+
+    assert bool((left(found) <= left(nearest)).all())
+    assert float(left(found).mean()) < 0.8 * float(left(nearest).mean())
+    assert torch.equal(found, found.round().clamp(-8, 7))
+    for place, step in itertools.product(range(0, columns, max(1, columns // 20)), (-1, 1)):
+        moved = found.clone()
+        moved[:, :, place] = (moved[:, :, place] + step).clamp(-8, 7)
+        assert bool((left(moved) >= left(found) - 1e-5 * moment.amax()).all())  # what is not worth a step is left
+
+
+def test_no_single_step_of_outputs_together_leaves_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, gradients = (torch.randn(90, size, generator=generator, dtype=torch.float64) for size in (30, 8))
+    moment, effect = rows.t() @ rows / 90, gradients.t() @ gradients / 90
+    real = 3 * torch.randn(8, 30, generator=generator, dtype=torch.float64)
+    start = torch.round(real).clamp(-8, 7)
+    found = flipped_together(start, real, moment, effect, -8, 7)
+
+    def left(integers: Tensor) -> float:
+        error = integers - real
+        return float(sum(effect[o, p] * (error[o] @ moment @ error[p]) for o in range(8) for p in range(8)))
+
+    assert left(found) == pytest.approx(joint_noise([(found - real, moment)], effect))
+    assert left(found) < 0.8 * left(start)
+    assert torch.equal(found, found.round().clamp(-8, 7))
+    for output, place, step in itertools.product(range(8), range(0, 30, 7), (-1, 1)):
+        moved = found.clone()
+        moved[output, place] = (moved[output, place] + step).clamp(-8, 7)
+        assert left(moved) >= left(found) - 1e-5 * left(start)
+
+
+def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
+    """One output minus another, one that nobody reads, and one that is always cut off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1)).eval()
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([50.0, 50.0, 0.0, -50.0]))
+        model[2].weight.copy_(torch.tensor([[1.0, -1.0, 0.0, 1.0]]))
+    x = torch.randn(16, 6)
+    prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=FOUR_BITS), [x], show_progress=False)
+    first = weighted_nodes(prepared)[0]
+    found = output_effects(prepared, [[x]], [first])[first]
+    whole = torch.zeros(4, 4)
+    whole[:2, :2] = torch.tensor([[2.0, -2.0], [-2.0, 2.0]])  # with a mean of 1 on the diagonal
+    wanted = (1 - ALONE) * whole + ALONE * torch.diag(whole.diagonal()) + FLOOR * torch.eye(4)
+    assert torch.allclose(found, wanted, atol=1e-6)  # sums of squares in another order
+
+
+class Stairs(torch.autograd.Function):
+    """A function without a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.floor()
+
+
+class Odd(nn.Module):
+    """A product of vectors in front of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.mean(1) @ x)
+
+
+def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Odd().eval()
+    square = torch.randn(3, 3)
+    vectors = fxq.calibrate(fxq.prepare(model, square, qconfig=FOUR_BITS), [square], show_progress=False)
+    contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
+    model = network()
+    prepared = prepared_of(model)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
+        batches = [batch.clone() for batch in BATCHES]
+        inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, show_progress=False)
+    with torch.no_grad():
+        assert torch.equal(inferred(UNSEEN), prepared(UNSEEN))
+    assert not [record for record in caplog.records if "layer by layer" in record.message]
+    original = walk.run
+
+    def without_gradient(*arguments: Any, **settings: Any) -> Any:
+        found = original(*arguments, **settings)
+        return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(output_effect, "run", without_gradient)
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        alone = prepared_of(model)
+    assert [record for record in caplog.records if "layer by layer" in record.message]
+    contract.assert_validate_is_integer(alone, fxq.convert(alone), UNSEEN)
+
+
+def test_results_are_as_large_as_in_float() -> None:
+    model = network()
+    plain, prepared = prepared_of(model, round_weights=False), prepared_of(model)
+    beyond = {}
+    for name, each in (("plain", plain), ("prepared", prepared)):
+        (values,) = Walk(each, [[torch.cat(BATCHES)]], exact=False).at(node for node in each.graph.nodes if node.op != "output")
+        with torch.no_grad():
+            for node in weighted_nodes(each):
+                operator = quantized_operators(each)[node.name]
+                found, wanted = real_result(operator, bound_arguments(node, operator, values)), values[node]
+                axes = [axis for axis in range(wanted.dim()) if axis != 1]
+                beyond[name, node.name] = ((found * wanted).sum(axes) / wanted.square().sum(axes).clamp_min(1e-12) - 1).abs().median()
+    names = [name for which, name in beyond if which == "plain"]
+    assert all(beyond["prepared", name] < 0.01 for name in names)
+    assert all(beyond["plain", name] > 0.02 for name in names)
+
+
+@pytest.mark.parametrize("target", ["bernoulli", "x86"])
+def test_calibration_rounds_weights_of_few_bits(target: str, tmp_path: Path) -> None:
+    model = network()
+    plain, prepared = prepared_of(model, target, round_weights=False), prepared_of(model, target)
+    assert error(prepared, model) < 0.7 * error(plain, model)
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, UNSEEN)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [UNSEEN[:4]], show_progress=False)
+    contract.assert_train_is_validate(prepared, UNSEEN)
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    with torch.no_grad():
+        assert torch.equal(loaded(UNSEEN), integer(UNSEEN))
+
+
+def test_with_8_bits_only_where_asked_for() -> None:
+    model, found = network(), {}
+    for asked in (None, True, False):
+        prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0]), BATCHES, round_weights=asked, show_progress=False)
+        found[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
+    assert found[None] == found[False] == {fxq.Nearest}
+    assert fxq.AdaptiveRounding in found[True]
+
+
+def test_it_is_repeatable_and_moves_no_generator() -> None:
+    model, state = network(), torch.get_rng_state()
+    first, second = (prepared_of(model).state_dict() for _ in range(2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_figures_are_those_of_what_is_held_out() -> None:
+    prepared = prepared_of(network(), round_weights=False)
+    result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
+    assert result.kept
+    assert all((layer.after < layer.before) == layer.kept for layer in result)
+    again = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
+    for layer, known in zip(again, result, strict=True):  # it starts from what it has found, with scales that were levelled behind it
+        assert layer.gain < 1  # dB
+        assert layer.gain < known.gain
+    assert "round_weights" in str(result)
+
+
+def test_one_sample_is_enough_for_calibration() -> None:
+    model = network()
+    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0][:1], qconfig=FOUR_BITS), [BATCHES[0][:1]], show_progress=False)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), UNSEEN)
+
+
+@pytest.mark.parametrize("training", ["learned", "tqt"])
+def test_weights_whose_scale_is_learned_are_rounded_as_well(training: str, tmp_path: Path) -> None:
+    """The scale with the least error cuts some weights off, and training starts from what the samples have found."""
+    model, qconfig = network(), fxq.QConfig(weight=fxq.WeightConfig("int4", training=training))
+
+    def calibrated(round_weights: bool | None, *parts: list[Tensor]) -> torch.fx.GraphModule:
+        prepared = fxq.prepare(model, BATCHES[0], qconfig=qconfig)
+        for part in parts:
+            fxq.calibrate(prepared, part, round_weights=round_weights, correct_bias=False, show_progress=False)
+        return prepared
+
+    plain, prepared = calibrated(False, BATCHES), calibrated(None, BATCHES)
+    whole, again = prepared.state_dict(), calibrated(None, BATCHES[:2], BATCHES[2:]).state_dict()
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name].nan_to_num(), again[name].nan_to_num()) for name in whole)
+    assert error(prepared, model) < 0.7 * error(plain, model)
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, UNSEEN)
+    contract.assert_train_is_validate(prepared, UNSEEN)
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    with torch.no_grad():
+        assert torch.equal(loaded(UNSEEN), integer(UNSEEN))

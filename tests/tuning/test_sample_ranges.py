@@ -1,0 +1,110 @@
+"""Ranges by the noise of each sample: taken where the outputs are better for it, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.tuning import sample_ranges
+from tests.shared import contract
+
+COUNT = 96
+LOUD = 16.0
+
+
+class Classifier(nn.Module):
+    """Layers whose values grow with the corner of an image. What they come to is bounded, as in classifiers, or decides the output."""
+
+    def __init__(self, bounded: bool = True) -> None:
+        super().__init__()
+        self.bounded = bounded
+        generator = torch.Generator().manual_seed(0)
+        self.stem, self.body = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 8)
+        for layer in (self.stem, self.body, self.head):
+            layer.weight.data.normal_(0, layer.weight[0].numel() ** -0.5, generator=generator)
+            layer.bias.data.zero_()  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.body(self.stem(x).relu())
+        return self.head((torch.clamp(x, -0.25, 0.25) if self.bounded else x).mean((2, 3)))
+
+
+def images(loud: float, seed: int = 0) -> Tensor:
+    """A third of them have one corner that is so much larger than the rest."""
+    made = torch.randn(COUNT, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    made[::3, :, :2, :2] *= loud
+    return made
+
+
+def calibrated(batches: list[Tensor], target: str, balance: bool | None, bounded: bool = True) -> fx.GraphModule:
+    prepared = fxq.prepare(Classifier(bounded).eval(), batches[0], target)
+    return fxq.calibrate(prepared, batches, correct_bias=False, balance_samples=balance, show_progress=False)
+
+
+def noise(prepared: fx.GraphModule, inputs: Tensor) -> float:
+    wanted = Classifier().eval()(inputs)
+    return float((prepared(inputs) - wanted).square().sum() / wanted.square().sum())
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    batches = list(images(LOUD).split(16))
+    with caplog.at_level("INFO", "fxquant"), torch.no_grad():
+        usual, chosen = (calibrated(batches, target, balance) for balance in (False, None))
+        assert sample_ranges.is_balanced(chosen)
+        assert not sample_ranges.is_balanced(usual)
+        assert noise(chosen, images(LOUD, seed=1)) < sample_ranges.WORTH * noise(usual, images(LOUD, seed=1))
+        contract.assert_validate_is_integer(chosen, fxq.convert(chosen), batches[0])
+    assert sum("ranges are chosen by the noise of each sample" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Clipping would be worse, so that every scale is the one of the squared error."""
+    batches = list(images(LOUD).split(16))
+    with caplog.at_level("INFO", "fxquant"), torch.no_grad():
+        usual, chosen = (calibrated(batches, target, balance, bounded=False) for balance in (False, None))
+    assert not sample_ranges.is_balanced(chosen)
+    assert fxq.qparams(chosen) == fxq.qparams(usual)
+    assert any("ranges are chosen by the squared error of all samples" in line for line in caplog.messages)
+
+
+def test_fewer_samples_choose_nothing_unless_asked() -> None:
+    few = list(images(LOUD)[:32].split(16))
+    with torch.no_grad():
+        usual, unasked, asked = (calibrated(few, "bayes-e", balance) for balance in (False, None, True))
+    assert fxq.qparams(unasked) == fxq.qparams(usual)
+    assert fxq.qparams(asked) != fxq.qparams(usual)
+    last = "head"
+    assert fxq.qparams(asked)[last] == fxq.qparams(usual)[last], "an output of the model keeps its range"
+
+
+def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
+    batches = list(images(LOUD).split(16))
+    with torch.no_grad():
+        once, twice = calibrated(batches, "bayes-e", None), calibrated(batches[:4], "bayes-e", None)
+        fxq.calibrate(twice, batches[4:], correct_bias=False, show_progress=False)
+    assert sample_ranges.is_balanced(once)
+    assert fxq.qparams(once) == fxq.qparams(twice)
+
+
+def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = list(images(LOUD).split(16))
+    with torch.no_grad():
+        usual = calibrated(batches, "bayes-e", False)
+
+        def interrupted(self: Any) -> float:
+            if sample_ranges.is_balanced(self.prepared):
+                raise KeyboardInterrupt
+            return 1.0
+
+        monkeypatch.setattr("fxquant.tuning.sample_ranges.OutputNoise.measure", interrupted)
+        prepared = fxq.prepare(Classifier().eval(), batches[0], "bayes-e")
+        with pytest.raises(KeyboardInterrupt):
+            fxq.calibrate(prepared, batches, correct_bias=False, show_progress=False)
+    assert fxq.qparams(prepared) == fxq.qparams(usual)

@@ -1,0 +1,534 @@
+"""Methods of tuning: nearer to the float model on samples not seen, equal bits in every form, repeatable, resumable, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.demo.digits import load_digits_dataset
+from fxquant.prepared.operators import quantized_operators
+from fxquant.tuning import course, distillation
+from fxquant.tuning.blocks import block_units
+from fxquant.tuning.units import layer_units
+from tests.shared import contract
+from tests.shared.contract import compiled
+
+Method = Callable[..., Any]
+STEPS = 20
+LEARNING: dict[str, Method] = {"adaround": fxq.tuning.adaround, "reconstruct": fxq.tuning.reconstruct}
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm(self.b(F.relu(self.a(x)))))
+
+
+class Net(nn.Module):
+    """Every kind of weight: with a batch norm and a residual, without a bias, transposed in groups, a matrix, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(1, 6, 3, padding=1), Block(6)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+        self.matrix = nn.Parameter(torch.randn(4, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardswish(self.up(self.block(F.relu6(self.stem(x)))))
+        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(2).transpose(1, 2) @ self.matrix)
+
+
+def images(first: int, count: int) -> Tensor:
+    """Digits of 8 × 8 pixels."""
+    return F.avg_pool2d(load_digits_dataset().train_images[first : first + count], 4)
+
+
+LEARNED, SEEN_BY_NOBODY = list(torch.split(images(0, 32), 8)), images(100, 32)
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    """With the batch norm statistics that it has on the digits."""
+    torch.manual_seed(3)
+    model = Net().train()
+    for _ in range(30):
+        model(images(0, 32))
+    return model.eval()
+
+
+@functools.cache
+def _calibrated(network: nn.Module, target: str, activation: str | None, rounding: type[fxq.Rounding]) -> fx.GraphModule:
+    qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
+    return compiled(network, LEARNED, target, qconfig).prepared
+
+
+def calibrated(
+    network: nn.Module, target: str = "bayes-e", activation: str | None = "int8", rounding: type[fxq.Rounding] = fxq.Nearest
+) -> fx.GraphModule:
+    return copy.deepcopy(_calibrated(network, target, activation, rounding))
+
+
+def error(prepared: fx.GraphModule, network: nn.Module) -> float:
+    """On images that nothing was learned from, chosen by or calibrated with."""
+    with torch.no_grad():
+        return float((prepared(SEEN_BY_NOBODY) - network(SEEN_BY_NOBODY)).square().mean())
+
+
+def bits(prepared: fx.GraphModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in prepared.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in one)
+
+
+# ---- better, and exact ------------------------------------------------------------------------------------------------------
+
+WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
+    "adaround, 16 bits": ("bayes-e", "int16", lambda p: fxq.tuning.adaround(p, LEARNED, steps=STEPS, batch_size=8)),
+    "reconstruct, affine": ("x86", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
+    "reconstruct, 4 bits": ("bayes-e", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
+    "distill, 4 bits": ("bayes-e", "int8", lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
+    "distill, affine": ("x86", None, lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
+    "distill, powers of two": ("bernoulli", "int8", lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
+    "one after the other": (
+        "bernoulli2",
+        "int8",
+        lambda p: (fxq.tuning.adaround(p, LEARNED, steps=STEPS, batch_size=8), fxq.tuning.correct_bias(p, LEARNED))[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_nearer_to_the_float_model_and_equal_in_every_form(name: str, network: nn.Module, tmp_path: Path) -> None:
+    target, activation, tune = WORKS[name]
+    prepared = calibrated(network, target, activation)
+    before = error(prepared, network)
+    result = tune(prepared)
+    assert any(layer.kept for layer in result)
+    assert all((layer.after < layer.before) == layer.kept for layer in result)
+    assert all(layer.name in str(result) for layer in result)
+    assert error(prepared, network) < before
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    with torch.no_grad():
+        assert torch.allclose(prepared(SEEN_BY_NOBODY), network(SEEN_BY_NOBODY), atol=1e-4)
+    integer, few = fxq.convert(prepared), [SEEN_BY_NOBODY[:2]]
+    contract.assert_validate_is_integer(prepared, integer, SEEN_BY_NOBODY)
+    path = tmp_path / "model.onnx"
+    if target == "x86":
+        assert fxq.verify(integer, fxq.export_onnx(integer, path), few, show_progress=False)
+        assert fxq.verify(integer, fxq.export_onnx(integer, path, style="fast"), few, show_progress=False)
+        deviation = fxq.verify(integer, fxq.export_onnx(integer, path, style="qdq"), few, show_progress=False)
+        assert isinstance(deviation, fxq.DeviationReport)
+        assert not contract.VNNI or max(output.largest for outputs in deviation.outputs.values() for output in outputs) <= 4  # steps
+    contract.assert_train_is_validate(prepared, SEEN_BY_NOBODY)
+
+
+# ---- repeatable, resumable, all or nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
+    name: str, network: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {"adaround": 12, "reconstruct": 16}[name]
+
+    def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
+        LEARNING[name](prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
+        return prepared
+
+    state = torch.get_rng_state()
+    whole, path = bits(tune(calibrated(network))), str(tmp_path / "checkpoint")
+    if name == "reconstruct":  # AdaRound decides about so few weights alike, in whatever order it sees the samples
+        assert not same(bits(tune(calibrated(network), seed=8)), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    prepared = calibrated(network)
+    before = bits(prepared)
+
+    def killed(items: Iterator[None], *_: Any) -> Iterator[None]:
+        for index, item in enumerate(items):
+            if index == steps * 2 + 2:  # in the middle of the third
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(course, "progress", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tune(prepared, path)
+    assert same(bits(prepared), before)
+
+    monkeypatch.undo()
+    taught: list[str] = []
+    original = course._taught
+    monkeypatch.setattr(course, "_taught", lambda lesson, *rest: taught.append(lesson.unit.name) or original(lesson, *rest))
+    assert same(bits(tune(prepared, path)), whole)
+    assert len(taught) == len(layer_units(prepared) if name == "adaround" else block_units(prepared)) - 2
+    taught.clear()
+    again = calibrated(network)
+    assert same(bits(tune(again, path)), whole)
+    assert not taught
+
+    with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
+        tune(calibrated(network), path, seed=9)
+    Path(path).write_bytes(b"no checkpoint")
+    with pytest.raises(fxq.ConfigurationError, match="is not a checkpoint"):
+        tune(again, path)
+    assert same(bits(again), whole)
+
+
+def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
+    network: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, path = 20, str(tmp_path / "checkpoint")
+
+    def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
+        fxq.tuning.distill(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
+        return prepared
+
+    state = torch.get_rng_state()
+    whole = bits(tune(calibrated(network)))
+    assert not same(bits(tune(calibrated(network), seed=8)), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def killed(items: Iterator[None], *_: Any) -> Iterator[None]:
+        for index, item in enumerate(items):
+            if index == 11:  # behind the sixth tenth that was kept, and before the seventh
+                raise KeyboardInterrupt
+            yield item
+
+    prepared = calibrated(network)
+    before = bits(prepared)
+    monkeypatch.setattr(distillation, "progress", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tune(prepared, path)
+    assert same(bits(prepared), before)
+
+    monkeypatch.undo()
+    taken: list[int] = []
+    original = distillation._Pupil._step
+    monkeypatch.setattr(distillation._Pupil, "_step", lambda self, *rest: taken.append(1) or original(self, *rest))
+    assert same(bits(tune(prepared, path)), whole)
+    assert len(taken) == steps - 12
+    taken.clear()
+    again = calibrated(network)
+    assert same(bits(tune(again, path)), whole)
+    assert not taken
+    with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
+        tune(calibrated(network), path, seed=9)
+    Path(path).write_bytes(b"no checkpoint")
+    with pytest.raises(fxq.ConfigurationError, match="is not a checkpoint"):
+        tune(again, path)
+    assert same(bits(again), whole)
+
+
+def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
+    monkeypatch.setattr(distillation, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
+    prepared = calibrated(network)
+    (row,) = fxq.tuning.distill(prepared, LEARNED, steps=3 * STEPS, batch_size=8)
+    assert row.layers == ("stem", "block_a", "block_b", "up", "matmul", "head")
+    held_out = torch.cat(LEARNED).split(8)[3::4]
+    with torch.no_grad():
+        found = sum(float((prepared(x).double() - network(x).double()).square().sum()) for x in held_out)
+    assert row.kept
+    assert found == pytest.approx(row.after, rel=1e-3)  # the float model's sums depend on how its batch norms are folded
+    learned = bits(prepared)
+    (again,) = fxq.tuning.distill(prepared, [torch.zeros(8, 1, 8, 8), *LEARNED[:1]], steps=1, batch_size=8)
+    assert again.kept or same(bits(prepared), learned)
+
+
+def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
+    torch.manual_seed(0)
+    several = torch.randn(5, 3, 17, 24)
+    ways = torch.tensor([[0.0, 0.0], [1.0, -1.0], [-1.0, 0.4], [0.2, 1.0], [-0.3, -0.6]])
+    moved = distillation._shifted(several, ways)
+    padded = torch.nn.functional.pad(several, (3, 3, 2, 2), mode="reflect")
+    for index, (down, right) in enumerate([(0, 0), (2, -3), (-2, 1), (0, 3), (-1, -2)]):
+        assert torch.equal(moved[index], padded[index, :, 2 + down : 19 + down, 3 + right : 27 + right])
+    videos = torch.randn(2, 3, 8, 9, 16)
+    moved = distillation._shifted(videos, torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, -1.0]]))
+    padded = torch.nn.functional.pad(videos, (2, 2, 1, 1, 1, 1), mode="reflect")
+    assert torch.equal(moved[0], padded[0, :, 2:10, 0:9, 3:19])
+    assert torch.equal(moved[1], padded[1, :, 1:9, 1:10, 0:16])
+    tiny = torch.randn(2, 3, 1, 7)
+    assert torch.equal(distillation._shifted(tiny, torch.ones(2, 2)), tiny)
+
+
+class Masked(nn.Module):
+    """An attention with a mask that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        result: Tensor = self.head(self.outputs(found.transpose(1, 2).reshape(x.shape)))
+        return result
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
+def test_distillation_behind_a_mask_learns(masked: float) -> None:
+    """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
+    torch.manual_seed(0)
+    basis = torch.randn(4, 16)
+    mask = torch.full((4, 1, 16, 16), masked).triu(1)
+    given = [(torch.randn(4, 16, 4) @ basis, mask.clone()) for _ in range(16)]
+    prepared = compiled(Masked().eval(), given, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    (row,) = fxq.tuning.distill(prepared, given, steps=10 * STEPS)
+    assert row.kept
+    assert row.gain > 0.5  # dB
+    assert not distillation._is_image(mask)
+    assert distillation._is_image(torch.randn(2, 3, 8, 8))
+
+
+def test_distillation_of_whole_numbers_and_shared_weights() -> None:
+    """Inputs that are no real numbers are not mixed; what is shared is left out; a model of whole numbers teaches nothing."""
+    torch.manual_seed(0)
+    words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
+    prepared = fxq.prepare(words, numbers[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    fxq.calibrate(prepared, numbers, correct_bias=False, show_progress=False)
+    (row,) = fxq.tuning.distill(prepared, numbers, steps=3 * STEPS, batch_size=8)
+    assert row.kept
+    assert row.gain > 0.5  # dB
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), numbers[0])
+    rows = list(torch.split(images(0, 32)[:, 0, 0], 8))
+    prepared = compiled(Shared(), rows, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    result = fxq.tuning.distill(prepared, rows, steps=2)
+    assert not result.layers
+    assert {name for name, _ in result.skipped} == {"twice", "twice_1"}
+
+
+@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.adaround, fxq.tuning.distill])
+def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None:
+    prepared = calibrated(network)
+    fxq.tuning.correct_bias(prepared, LEARNED)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    before, states = bits(prepared), {name: o.state for name, o in quantized_operators(prepared).items()}
+    with pytest.raises(fxq.CalibrationError, match="batch 1"):
+        method(prepared, [LEARNED[0], LEARNED[1][:, :, :5]])
+    with pytest.raises(fxq.NotCalibrated):
+        method(fxq.prepare(network, LEARNED[0]), LEARNED)
+    assert same(bits(prepared), before)
+    assert {name: o.state for name, o in quantized_operators(prepared).items()} == states
+    assert all(module.training for module in prepared.modules())
+    assert all(parameter.requires_grad for parameter in prepared.parameters())
+
+
+# ---- what each does to the model ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_tuned_is_saved_and_loaded(network: nn.Module, tmp_path: Path) -> None:
+    prepared = calibrated(network)
+    fxq.tuning.adaround(prepared, LEARNED, steps=STEPS, batch_size=8)
+    fxq.tuning.correct_bias(prepared, LEARNED)
+    file = fxq.save(prepared, tmp_path / "tuned.fxq")
+    loaded = fxq.load(file)
+    assert fxq.save(loaded, tmp_path / "again.fxq").read_bytes() == file.read_bytes()
+    fresh, copied = calibrated(network), copy.deepcopy(prepared)
+    plain = bits(fresh)
+    wanted = fxq.convert(prepared)
+    untuned = fxq.convert(fresh)
+    fresh.load_state_dict(prepared.state_dict())
+    with torch.no_grad():
+        for other in (loaded, fresh, copied):
+            assert contract.all_equal(other(SEEN_BY_NOBODY), wanted(SEEN_BY_NOBODY))
+        prepared.load_state_dict(plain)
+        assert contract.all_equal(prepared(SEEN_BY_NOBODY), untuned(SEEN_BY_NOBODY))
+        assert not contract.all_equal(prepared(SEEN_BY_NOBODY), wanted(SEEN_BY_NOBODY))
+
+
+def test_offsets_move_along_with_weights(network: nn.Module) -> None:
+    """Training after AdaRound starts from what it decided, and a weight that moves by a step moves its integer by one."""
+    rounding = fxq.AdaptiveRounding((3,))
+    real = torch.tensor([0.4, 1.5, -2.2], requires_grad=True)
+    rounding.settle(real.detach(), torch.tensor([1.0, 1.0, -3.0]))
+    assert rounding.integers(real, -8, 7).tolist() == [1, 1, -3]
+    assert rounding.integers(real + 1, -8, 7).tolist() == [2, 2, -2]
+    assert rounding.integers(real + 0.4, -8, 7).tolist() == [1, 1, -3]
+    rounding.integers(real, -8, 7).sum().backward()
+    assert real.grad is not None
+    assert real.grad.tolist() == [1, 1, 1]
+    prepared = calibrated(network)
+    fxq.tuning.adaround(prepared, LEARNED, steps=STEPS, batch_size=8)
+    contract.train_without_noise(prepared)
+    contract.assert_gradients_reach_every_parameter(prepared, SEEN_BY_NOBODY)
+
+
+def test_a_rounding_of_the_users_own_is_left_out(network: nn.Module) -> None:
+    class Down(fxq.Rounding):
+        def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+            return torch.floor(real).clamp(low, high)
+
+    prepared = calibrated(network, rounding=Down)
+    result = fxq.tuning.adaround(prepared, LEARNED, steps=2)
+    assert not result.layers
+    assert {name for name, _ in result.skipped} == {"stem", "block_a", "block_b", "up", "matmul", "head"}
+    assert all(type(o.weight_quantizer.rounding) in (Down, fxq.Nearest) for o in quantized_operators(prepared).values())
+
+
+@pytest.mark.parametrize("per_channel", [True, False], ids=["per channel", "per tensor"])
+def test_scales_cover_less_of_a_weight_where_that_is_better(per_channel: bool) -> None:
+    """A weight with one number far from the others, which meets an operand that is always nearly 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[:, 3] = 2.0
+    rows = [row * (1 - 0.999 * (torch.arange(16) == 3)) for row in torch.split(torch.randn(64, 16), 16)]
+    prepared = compiled(model, rows, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=per_channel))).prepared
+    result = fxq.tuning.adaround(prepared, rows, steps=STEPS, batch_size=8)
+    first = quantized_operators(prepared)[result.layers[0].name].weight_quantizer
+    assert first.coverage is not None
+    assert bool((first.coverage.share < 1).all())
+    assert result.layers[0].gain > 3  # dB: less than a step of 0.7 is worth
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), rows[0])
+
+
+class Shared(nn.Module):
+    """A weight that two operators read, and a result that is no real number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.twice(F.relu(self.twice(x))))).argmax(-1)
+
+
+def test_a_weight_that_several_operators_read_stays_one_constant() -> None:
+    torch.manual_seed(0)
+    rows = [row for row in torch.split(images(0, 32)[:, 0, 0], 8)]
+    prepared = compiled(Shared(), rows, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    result = fxq.tuning.reconstruct(prepared, rows, steps=20)
+    assert [layer.layers for layer in result] == [("head",)]
+    assert {name for name, _ in result.skipped} == {"twice", "twice_1"}
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), rows[0])
+
+
+def test_a_layer_that_is_no_better_on_what_is_held_out_is_left_as_it_was(network: nn.Module) -> None:
+    """What is learned from says nothing of what is held out: there, images are black."""
+    prepared = calibrated(network)
+    before = bits(prepared)
+    black = -torch.ones(8, 1, 8, 8)
+    result = fxq.tuning.correct_bias(prepared, [black, black, black, LEARNED[0]], batch_size=8)
+    left = [layer.name for layer in result if not layer.kept]
+    assert left
+    corrections = {name: o.weight_quantizer.correction for name, o in quantized_operators(prepared).items()}
+    assert all(corrections[name] is None for name in left)
+    assert all(corrections[layer.name] is not None for layer in result.kept)
+    assert same({name: value for name, value in bits(prepared).items() if "correction" not in name}, before)
+
+
+@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, functools.partial(fxq.tuning.adaround, steps=STEPS)])
+def test_channels_that_are_equalized_are_tuned_as_they_act(method: Method) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)).eval()
+    with torch.no_grad():
+        factors = 2.0 ** torch.randint(-4, 5, (8, 1, 1, 1))
+        model[0].weight *= factors
+        model[0].bias *= factors.flatten()
+        model[2].weight /= factors.transpose(0, 1)
+    prepared = compiled(model, LEARNED, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    assert any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
+    before = error(prepared, model)
+    method(prepared, LEARNED, show_progress=False)
+    assert error(prepared, model) < 1.05 * before
+    with torch.no_grad():
+        assert torch.equal(prepared(SEEN_BY_NOBODY), fxq.convert(prepared)(SEEN_BY_NOBODY))
+
+
+def test_live_statistics_take_the_place_of_a_correction(network: nn.Module) -> None:
+    prepared = calibrated(network)
+    fxq.tuning.correct_bias(prepared, LEARNED)
+    corrections = {name: o.weight_quantizer.correction for name, o in quantized_operators(prepared).items()}
+    normed = corrections.pop("block_b")
+    others = [correction for correction in corrections.values() if correction is not None]
+    assert normed is not None
+    assert bool(normed.value.any())
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    prepared(LEARNED[0])
+    assert not bool(normed.value.any())
+    assert others
+    assert all(bool(other.value.any()) for other in others)
+
+
+# ---- batch norms ------------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_the_batches_behind_quantized_weights(network: nn.Module) -> None:
+    prepared = calibrated(network)
+    scales, trained = fxq.qparams(prepared), {name: value.clone() for name, value in prepared.named_parameters()}
+    norm = prepared.get_submodule("block.norm")
+    wanted = norm.running_mean.clone(), norm.running_var.clone()
+    norm.running_mean.add_(3.0)
+    norm.running_var.mul_(5.0)
+    spoiled = error(prepared, network)
+    fxq.tuning.correct_bias(prepared, LEARNED)
+    result = fxq.tuning.reestimate_batch_norm(prepared, LEARNED)
+    assert [layer.name for layer in result] == ["block_b"]
+    assert "block_b" in str(result)
+    assert float((norm.running_mean - wanted[0]).abs().max()) < float(wanted[1].sqrt().min())
+    assert int(norm.num_batches_tracked) == len(LEARNED)
+    assert norm.momentum == 0.1
+    assert error(prepared, network) < spoiled / 3
+    assert fxq.qparams(prepared) == scales
+    assert all(torch.equal(value, trained[name]) for name, value in prepared.named_parameters())
+    assert all(o.state is fxq.State.VALIDATE for o in quantized_operators(prepared).values())
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), SEEN_BY_NOBODY)
+
+
+# ---- blocks ---------------------------------------------------------------------------------------------------------------------
+
+
+def blocks(model: nn.Module, *inputs: Tensor) -> list[list[str]]:
+    prepared = fxq.prepare(model.eval(), inputs)
+    return [[node.name for node in unit.weighted] for unit in block_units(prepared)]
+
+
+class UNet(nn.Module):
+    """A skip connection over residual blocks, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.middle = nn.Sequential(*(Block(4) for _ in range(3)))
+        self.up, self.tail, self.score = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 3, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outer = F.relu(self.head(x))
+        inner = self.middle(F.relu(self.down(outer)))
+        return x + self.tail(torch.cat((self.up(inner), outer), 1)), self.score(inner.mean((2, 3)))
+
+
+def test_blocks_lie_between_what_all_paths_pass() -> None:
+    image = torch.randn(2, 3, 8, 8)
+    row = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Conv2d(3, 3, 1), nn.ReLU())))
+    assert blocks(row, image) == [["_0", "_2", "_4"], ["_6", "_8"], ["_10", "_12"]]
+    found = blocks(UNet(), image)
+    assert [f"middle_{index}_a middle_{index}_b".split() for index in range(3)] == [
+        block for block in found if "middle_0_a" in block or len(block) == 2
+    ]
+    assert sorted(name for block in found for name in block) == sorted(
+        ["head", "down", "up", "tail", "score", *(f"middle_{index}_{name}" for index in range(3) for name in "ab")]
+    )
