@@ -161,15 +161,20 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
     return {"name": name, "march": march, "layers": sources}
 
 
-def _check_target(integer: fx.GraphModule) -> str:
-    """Return the target's name. Raises ConfigurationError if no compiler computes its integers, ExportError if nothing is returned."""
-    name: str = integer.meta["target"].name
+def check_march(name: str) -> None:
+    """Raise ConfigurationError if no compiler of the vendor's computes the integers of the target of this name."""
     if name not in FORMATS:
         raise ConfigurationError(
             f"an integer model of {name} cannot be written for the vendor's compilers",
             because=f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}",
             remedy=f"prepare the model for {' or '.join(HB_MAPPER.marches)}, or write it with fxq.export_onnx(style='qdq')",
         )
+
+
+def _check_target(integer: fx.GraphModule) -> str:
+    """Return the target's name. Raises ConfigurationError if no compiler computes its integers, ExportError if nothing is returned."""
+    name: str = integer.meta["target"].name
+    check_march(name)
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
     return name

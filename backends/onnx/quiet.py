@@ -18,14 +18,15 @@ from fxquant.support.forks import free_in_child
 def quiet() -> Iterator[None]:
     """Hide the exporter's remarks about its internals from the user; its errors stay visible.
 
-    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads.
+    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads. It may do so
+    again within: the exporter imports modules of the user's, which may export when they are imported.
     """
     with _exporting, built_once():
         yield from _levels_raised()
 
 
-_exporting = threading.Lock()
-free_in_child(sys.modules[__name__], "_exporting", threading.Lock)
+_exporting = threading.RLock()
+free_in_child(sys.modules[__name__], "_exporting", threading.RLock)
 _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
 
 

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
+    paths = list(sys.path)  # a command that imports a model adds the current folder
     try:
         status: int = options.run(options)
     except FxQuantError as error:
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output has seen enough
         sys.stderr.close()
         return 0
+    finally:
+        sys.path[:] = paths
     return status
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.backends.onnx import quiet
 
 
 class Between(nn.Module):
@@ -125,3 +126,9 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
     assert torch.allclose(torch.from_numpy(found), result.integer(batches[0]), rtol=1e-5, atol=1e-5)  # float sums, in another order
+
+
+def test_a_module_that_the_exporter_imports_may_export() -> None:
+    with quiet.quiet():
+        assert quiet._exporting.acquire(blocking=False)  # it would wait for itself
+        quiet._exporting.release()

@@ -114,6 +114,15 @@ def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.Result:
     return fxq.quantize(network_of("Network"), batches, target, qconfig, show_progress=False)
 
 
+def test_a_command_imports_from_the_current_folder_and_leaves_the_paths_of_imports(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sys.path.remove(str(tmp_path))
+    paths = list(sys.path)
+    assert called(capsys, "check", "networks:Network", "--target", "bayes", "--shape", "1,2,8,8")[0] == 0
+    assert sys.path == paths
+
+
 # ---- quantize -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +326,8 @@ def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str])
     assert_refused(called(capsys, *usual, "--out", "out", "--qconfig", "keys.json"), "'outputs' is unknown", "output, weight, input")
     assert_refused(called(capsys, *usual, "--out", "out", "--qconfig", "absent.json"), "absent.json")
     assert_refused(called(capsys, *usual, "--out", "out", "--opset", 3), "opset")
-    assert_refused(called(capsys, *usual, "--out", "out", "--horizon", "--target", "x86"), "x86")
+    early = ("quantize", "absent:Network", "--data", "absent.npy", "--horizon", "--target", "x86")
+    assert_refused(called(capsys, *early), "an integer model of x86")
     assert_refused(called(capsys, *usual, "--out", "out", "--fixed-batch", 24), "holds too few samples")
     assert_refused(called(capsys, "check", "networks:Two", "--shape", "1,2,8,8"), "mask")
     assert_refused(called(capsys, "check", "networks:Network", "--shape", "1,2,8,8", "--target", "bayes-f"), "bayes-f")

@@ -122,14 +122,14 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
 @pytest.mark.usefixtures("defect")
 def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
-    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("bayes-e",))).kind == FAILED)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "bayes-e"])
+    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("nash-e",))).kind == FAILED)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "nash-e"])
     with pytest.raises(SystemExit) as stopped:
         command.main()
     said = capsys.readouterr().out
     assert stopped.value.code == 1
-    assert f"--seed {seed} --target bayes-e" in said
-    assert "fxq.prepare(model, batches[0])" in said
+    assert f"--seed {seed} --target nash-e" in said
+    assert "fxq.prepare(model, batches[0], target=" in said
     monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
     with pytest.raises(SystemExit) as stopped:
         command.main()

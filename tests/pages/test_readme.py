@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,19 +79,20 @@ COMPARED = {"README": 1, "four-bits": 2, "train": 1, "python": 2, "board": 1}  #
 OLD_AND_NEW = ("from-torch-ao", "from-horizon")  # tests/compat/test_guides.py runs their programs
 
 
-def run(page: Path, folder: Path) -> tuple[int, int]:
+def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Run the programs of a page, and return how many blocks ran and how many outputs were as shown."""
     document = blocks(page.read_text(encoding="utf-8"))
     code = [block for block in document if block.language == "python"]
     file = folder / "example.py"  # so that source lines in the outputs are those of one file a reader would have
     file.write_text("\n".join(block.text for block in code), encoding="utf-8")
-    namespace = {"__name__": "example"}
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)  # PyTorch's compiler imports the module of a function
     offset, printed, compared = 0, "", 0
     for block in document:
         if block.language == "python":
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
-                exec(compile("\n" * offset + block.text, str(file), "exec"), namespace)
+                exec(compile("\n" * offset + block.text, str(file), "exec"), vars(module))
             offset += block.text.count("\n") + 1
             printed = output.getvalue()
         elif block.language == "text" and block.follows:
@@ -103,7 +105,7 @@ def run(page: Path, folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["README", *(page for page in PAGES if page not in OLD_AND_NEW)])
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ran, compared = run(ROOT / "README.md" if name == "README" else GUIDE / f"{name}.md", tmp_path)
+    ran, compared = run(ROOT / "README.md" if name == "README" else GUIDE / f"{name}.md", tmp_path, monkeypatch)
     assert ran >= 1
     assert compared >= COMPARED.get(name, 3)
 
