@@ -152,16 +152,16 @@ def plot_training(
     """Plot how training or tuning went; return the figure.
 
     A list of losses, or several by name, is a curve over the steps, logarithmic if they are positive and span more than a factor of 10;
-    a number that is not finite is a gap. Of `fxq.tune` the scores of what was tried are plotted, of a method of `fxq.tuning` the SQNR of
-    each layer before and after.
+    a number that is not finite is a gap. Of `fxq.tune` the scores of what was tried are plotted, of `distill` the loss of each step, and of
+    other methods of `fxq.tuning` the SQNR of each layer before and after.
 
     Raises ConfigurationError if there is nothing to plot, or matplotlib is missing.
     """
-    if isinstance(course, TuningResult):
+    if isinstance(course, TuningResult) and not course.losses:
         return _plot_layers(course, path)
     if isinstance(course, Tuned):
         return _plot_steps(course, path)
-    curves: Any = course
+    curves: Any = {f"loss of {course.method}": course.losses} if isinstance(course, TuningResult) else course
     figure = figure_class()(figsize=(WIDTH, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for index, (name, numbers) in enumerate(curves.items()):

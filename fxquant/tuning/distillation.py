@@ -97,7 +97,7 @@ def distill(
         after = pupil.settled(before)
         names = tuple(node.name for node in nodes)
         row = TunedLayer(_output(prepared).name, names, before * signal, after * signal, after < before, signal)
-        return TuningResult("distill", (row,), tuple(skipped.items()))
+        return TuningResult("distill", (row,), tuple(skipped.items()), losses=tuple(pupil.losses))
 
 
 def _output(prepared: fx.GraphModule) -> fx.Node:
@@ -188,11 +188,13 @@ class _Pupil:
 
     judging  what is held out, in chunks, each with its copies
     power    Σ y² of each floating-point tensor that it returns, over these
+    losses   the loss of each step that is done
     """
 
     def __init__(self, prepared: fx.GraphModule, nodes: Sequence[fx.Node], samples: Samples, size: int, seed: int) -> None:
         self.prepared, self.samples = prepared, samples
         self.generator = torch.Generator().manual_seed(seed)
+        self.losses: list[float] = []
         self.inputs = prepared.graph.find_nodes(op="placeholder")
         self.axes = batch_axes(prepared)
         given = [[chunk[place] for chunk in samples.chunks] for place in range(len(self.inputs))]
@@ -278,6 +280,7 @@ class _Pupil:
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
             parameter.grad = gradient
         optimizer.step()
+        self.losses.append(loss.item())
         with torch.no_grad():
             for weight in self.weights:
                 weight.place()
@@ -328,7 +331,7 @@ class _Pupil:
     ) -> None:
         if checkpoint is None:
             return
-        tensors = {"generator": self.generator.get_state()}
+        tensors = {"generator": self.generator.get_state(), "losses": torch.tensor(self.losses, device="cpu", dtype=torch.float64)}
         for index, parameter in enumerate(parameters):
             tensors[f"{index}"] = parameter
             tensors.update({f"{index}/{name}": value for name, value in optimizer.state[parameter].items()})
@@ -343,6 +346,7 @@ class _Pupil:
             return 0
         document, tensors = known
         self.generator.set_state(tensors["generator"])
+        self.losses = tensors["losses"].tolist()
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 parameter.copy_(tensors[f"{index}"])

@@ -44,12 +44,14 @@ class TuningResult:
     layers   a row each
     skipped  layers that the method cannot tune, each with the reason
     memory   bytes of values that were kept for the samples at the same time, at most
+    losses   the loss of each step, where one loss is minimized over the whole model, as by `distill`
     """
 
     method: str
     layers: tuple[TunedLayer, ...]
     skipped: tuple[tuple[str, str], ...] = ()
     memory: int = 0
+    losses: tuple[float, ...] = ()
 
     def __iter__(self) -> Iterator[TunedLayer]:
         return iter(self.layers)

@@ -207,6 +207,12 @@ def test_a_tuning_result_is_plotted_before_and_after() -> None:
     assert found["after, not kept"][0] == pytest.approx([math.nan, 10 * math.log10(5)], nan_ok=True)
 
 
+def test_a_distillation_is_plotted_by_its_losses() -> None:
+    rows = (TunedLayer("output", ("a",), 0.1, 0.01, True, 1.0),)
+    figure = fxq.plot_training(TuningResult("distill", rows, losses=(2.0, 1.5, 1.0)))
+    assert lines(figure) == {"loss of distill": ([1, 2, 3], [2.0, 1.5, 1.0])}
+
+
 def test_what_a_tuner_tried_is_plotted_with_the_reference() -> None:
     steps = tuple(fxq.TuneStep(name, name, score, 0.1, 0.0, kept) for name, score, kept in (("a", 0.8, True), ("b", 0.7, False)))
     tuned = fxq.Tuned(torch.fx.GraphModule({}, torch.fx.Graph()), fxq.QConfigMapping(), (), steps, 0.9, 0.8, 0.05)

@@ -198,8 +198,10 @@ def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
 ) -> None:
     steps, path = 20, str(tmp_path / "checkpoint")
 
+    losses: list[tuple[float, ...]] = []
+
     def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
-        fxq.tuning.distill(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
+        losses.append(fxq.tuning.distill(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path).losses)
         return prepared
 
     state = torch.get_rng_state()
@@ -226,6 +228,8 @@ def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
     monkeypatch.setattr(distillation._Pupil, "_step", lambda self, *rest: taken.append(1) or original(self, *rest))
     assert same(bits(tune(prepared, path)), whole)
     assert len(taken) == steps - 12
+    assert len(losses[0]) == steps
+    assert losses[-1] == losses[0] != losses[1]
     taken.clear()
     again = calibrated(network)
     assert same(bits(tune(again, path)), whole)
