@@ -9,6 +9,7 @@ import builtins
 import functools
 import math
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,19 +24,8 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.observers import (
-    ClipObserver,
-    ClipStdObserver,
-    HistogramObserver,
-    KLObserver,
-    LpObserver,
-    MinMaxObserver,
-    MixObserver,
-    MovingAverageMinMaxObserver,
-    MSEObserver,
-    Observer,
-    PercentileObserver,
-)
+from fxquant.quantization.observers import CLASSES as OBSERVERS
+from fxquant.quantization.observers import SETTINGS
 from fxquant.quantization.weights import BiasCorrection, Coverage
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -186,26 +176,14 @@ _LAYERS: Mapping[type[nn.Module], str] = {
     nn.LSTMCell: "input_size hidden_size bias", nn.GRUCell: "input_size hidden_size bias",
     nn.RNNCell: "input_size hidden_size bias nonlinearity",
 }  # fmt: skip
-_OBSERVERS: Mapping[type[Observer], str] = {
-    MinMaxObserver: "",
-    MovingAverageMinMaxObserver: "averaging_constant",
-    HistogramObserver: "bins sample",
-    LpObserver: "p bins sample",
-    MSEObserver: "bins sample",
-    PercentileObserver: "percentile bins sample",
-    ClipStdObserver: "deviations bins sample",
-    KLObserver: "bins sample",
-    MixObserver: "bins sample",
-    ClipObserver: "lowest highest",
-}
 
 _ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: "", AdaptiveRounding: "shape"}
 
 _CORRECTIONS: Mapping[type[nn.Module], str] = {BiasCorrection: "channels", Coverage: "channels"}
 
-LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS, *_ROUNDINGS, *_CORRECTIONS)}
-OBSERVERS = {kind.__name__: kind for kind in _OBSERVERS}
+# Observers are in tables of their own, to which a user's with a name is added when it is defined.
+LAYERS: Mapping[str, type[nn.Module]] = ChainMap(OBSERVERS, {kind.__name__: kind for kind in (*_LAYERS, *_ROUNDINGS, *_CORRECTIONS)})  # type: ignore[arg-type]
 ROUNDINGS = {kind.__name__: kind for kind in _ROUNDINGS}
-ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = {
-    kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_OBSERVERS.items(), *_ROUNDINGS.items(), *_CORRECTIONS.items())
-}
+ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = ChainMap(
+    SETTINGS, {kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_ROUNDINGS.items(), *_CORRECTIONS.items())}
+)

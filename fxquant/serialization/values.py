@@ -166,7 +166,7 @@ def _encode_observer(value: Any) -> Any:
         cannot_save(
             f"the observer {name}",
             f"a file names its observers, and can name {', '.join(OBSERVERS)}; it holds no code",
-            "use one of these, or a functools.partial of one",
+            "use one of these, a functools.partial of one, or a class of yours that is declared with names=",
         )
     return {"observer": [name, {key: encode(item) for key, item in arguments.items()}]}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from torch import nn
 
 import fxquant as fxq
 from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, round_up_to_power_of_two
+from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import (
+    CLASSES,
+    NAMED,
+    SETTINGS,
     ClipObserver,
     ClipStdObserver,
     HistogramObserver,
@@ -27,9 +32,8 @@ from fxquant.quantization.observers import (
     PercentileObserver,
     ranges,
 )
-from fxquant.quantization.observers.names import NAMED
 
-HISTOGRAMS = (HistogramObserver, MSEObserver, LpObserver, PercentileObserver, ClipStdObserver, KLObserver, MixObserver)
+HISTOGRAMS: list[Any] = [kind for kind in SETTINGS if issubclass(kind, HistogramObserver)]
 EVERY = (MinMaxObserver, MovingAverageMinMaxObserver, *HISTOGRAMS, functools.partial(ClipObserver, -4.0, 4.0))
 
 
@@ -410,3 +414,33 @@ def test_a_moving_average_differs_from_pytorchs_in_its_first_batches_alone() -> 
     for _ in range(2):
         ours.observe(batches[0])
     assert float(ours.high) == pytest.approx(before + (4 - before) / 4 + (4 - before - (4 - before) / 4) / 4)
+
+
+@pytest.fixture
+def _own_observers() -> Iterator[None]:
+    """Observers that a test declares are gone after it."""
+    tables: list[dict[Any, Any]] = [NAMED, CLASSES, SETTINGS]
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.mark.usefixtures("_own_observers")
+def test_an_observer_of_the_users_with_a_name_is_given_by_it_and_is_in_files(tmp_path: Path) -> None:
+    class PartObserver(MinMaxObserver, names="part"):
+        def __init__(self, part: float = 0.5) -> None:
+            super().__init__()
+            self.part = part
+
+        def scale(self, dtype: IntType) -> torch.Tensor:
+            return super().scale(dtype) * self.part
+
+    batches = [torch.tensor([[1.0, -2.0, 4.0]])]
+    for observer, part in (("part", 0.5), (PartObserver(0.25), 0.25)):
+        qconfig = fxq.QConfig(fxq.ActivationConfig("int8", observer=observer))
+        prepared = fxq.quantize(nn.Linear(3, 2), batches, "bayes-e", qconfig).prepared
+        assert torch.equal(next(iter(quantized_operators(prepared).values())).output.scale, torch.tensor(4.0) / torch.tensor(127.5) * part)
+        loaded = fxq.load(fxq.save(prepared, tmp_path / "own.fxq"))
+        assert {module.part for module in loaded.modules() if isinstance(module, PartObserver)} == {part}

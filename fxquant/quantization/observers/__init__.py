@@ -2,20 +2,25 @@
 
 from fxquant.quantization.observers.distribution import ClipStdObserver, KLObserver, MixObserver, PercentileObserver
 from fxquant.quantization.observers.histogram import HistogramObserver, LpObserver, MSEObserver, sampled
-from fxquant.quantization.observers.names import NAMED, observer_named
 from fxquant.quantization.observers.ranges import (
+    CLASSES,
+    NAMED,
+    SETTINGS,
     ClipObserver,
     FixedScaleObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
     finite_range,
+    observer_named,
     settings,
 )
 from fxquant.quantization.observers.together import Gathering, gathering, observe_together, standard
 
 __all__ = [
+    "CLASSES",
     "NAMED",
+    "SETTINGS",
     "ClipObserver",
     "ClipStdObserver",
     "FixedScaleObserver",

@@ -29,7 +29,7 @@ class ThresholdObserver(HistogramObserver):
         return self.scale(dtype)
 
 
-class PercentileObserver(ThresholdObserver):
+class PercentileObserver(ThresholdObserver, names="percentile"):
     """Covers a share of the values: the threshold is the given percentile of the magnitudes."""
 
     @checked()
@@ -44,7 +44,7 @@ class PercentileObserver(ThresholdObserver):
         return f"percentile={self.percentile}, bins={self.bins}"
 
 
-class ClipStdObserver(ThresholdObserver):
+class ClipStdObserver(ThresholdObserver, names="clip_std"):
     """Covers the values within `deviations` standard deviations of the mean, and no more than the observed range."""
 
     @checked()
@@ -70,7 +70,7 @@ class ClipStdObserver(ThresholdObserver):
         return f"deviations={self.deviations}, bins={self.bins}"
 
 
-class KLObserver(ThresholdObserver):
+class KLObserver(ThresholdObserver, names="kl entropy"):
     """Covers the range whose quantized distribution is nearest to the observed one, by the Kullback-Leibler divergence.
 
     The formula is that of S. Migacz, 8-bit Inference with TensorRT, GTC 2017: the counts up to a threshold, those beyond added to the
@@ -83,7 +83,7 @@ class KLObserver(ThresholdObserver):
         return kl_threshold(self, dtype)
 
 
-class MixObserver(ThresholdObserver):
+class MixObserver(ThresholdObserver, names="mix"):
     """Covers the one of four ranges whose quantized values are most alike to what was seen, by their cosine.
 
     The four are everything, the 99.99th percentile, the least squared error, and the least Kullback-Leibler divergence.

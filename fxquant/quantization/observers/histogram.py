@@ -15,7 +15,7 @@ from fxquant.quantization.observers.ranges import Observer, finite_range
 from fxquant.support.arguments import checked
 
 
-class HistogramObserver(Observer):
+class HistogramObserver(Observer, names="histogram"):
     """Covers the range with the smallest mean squared error of the observed values and of the same values a tenth larger.
 
     Calibration is a sample, and later values exceed it. The range with the least error on the sample alone clips the largest of the later
@@ -236,7 +236,7 @@ class HistogramObserver(Observer):
         return f"bins={self.bins}"
 
 
-class LpObserver(HistogramObserver):
+class LpObserver(HistogramObserver, names="lp"):
     """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
 
     ahead = 1.0
@@ -254,7 +254,7 @@ class LpObserver(HistogramObserver):
         return f"p={self.p}, bins={self.bins}"
 
 
-class MSEObserver(HistogramObserver):
+class MSEObserver(HistogramObserver, names="mse"):
     """Covers the range with the smallest mean squared error of the observed values."""
 
     ahead = 1.0

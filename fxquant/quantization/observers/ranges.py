@@ -1,11 +1,14 @@
 """The base class of observers, and the observers of the smallest and largest value.
 
 An observer streams: it stores a few numbers for any number of batches. Another observer is a class with
-`observe` and `scale`, and with `interval` if affine dtypes are to use their zero point.
+`observe` and `scale`, and with `interval` if affine dtypes are to use their zero point. `names=` gives it names:
+
+    class LaplaceObserver(HistogramObserver, names="laplace"): ...
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +23,20 @@ from fxquant.support.arguments import checked
 
 
 class Observer(nn.Module):
-    """The base class of observers. `observed` is False until the first batch."""
+    """The base class of observers. `observed` is False until the first batch.
+
+    A subclass that is declared with `names=`, of several words or none, is known by each of them, as in `ActivationConfig(observer="mse")`.
+    Files then hold it by its class and by the arguments of its constructor, which are its attributes.
+    """
 
     count: Tensor
+
+    def __init_subclass__(cls, names: str | None = None, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if names is not None:
+            NAMED.update(dict.fromkeys(names.split(), cls))
+            CLASSES[cls.__name__] = cls
+            SETTINGS[cls] = tuple(inspect.signature(cls.__init__).parameters)[1:]
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +97,20 @@ class Observer(nn.Module):
         raise NotImplementedError
 
 
-class MinMaxObserver(Observer):
+# The observers that are declared with names: by each name, by that of their class, and the arguments of their constructors.
+NAMED: dict[str, type[Observer]] = {}
+CLASSES: dict[str, type[Observer]] = {}
+SETTINGS: dict[type[nn.Module], tuple[str, ...]] = {}
+
+
+def observer_named(name: str) -> type[Observer]:
+    """Return the observer of this name, with its usual settings. Raises ValueError, with the list, if there is none."""
+    if name not in NAMED:
+        raise ValueError(f"the observers with a name are {', '.join(map(repr, NAMED))}")
+    return NAMED[name]
+
+
+class MinMaxObserver(Observer, names="min_max minmax"):
     """Covers every observed value: the scale comes from the smallest and the largest one."""
 
     low: Tensor
@@ -139,7 +166,7 @@ class MinMaxObserver(Observer):
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
 
-class MovingAverageMinMaxObserver(MinMaxObserver):
+class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
     """Covers the average of the batches' ranges.
 
     The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`. PyTorch's observer of this
@@ -180,7 +207,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
         return f"averaging_constant={self.averaging_constant}"
 
 
-class ClipObserver(MinMaxObserver):
+class ClipObserver(MinMaxObserver, names=""):
     """Covers the observed range, clipped to two bounds around 0: values outside count as the bound."""
 
     @checked()
