@@ -47,8 +47,9 @@ def _finer(operator: QuantizedOperator, target: Target) -> str:
 
 def _lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
     """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is large."""
+    operators = quantized_operators(prepared)
     for node in prepared.graph.nodes:
-        operator = quantized_operators(prepared).get(node.name) if node.op == "call_module" else None
+        operator = operators.get(node.name) if node.op == "call_module" else None
         read = node.all_input_nodes
         if operator is None or operator.operator is not QUANTIZE or not read or not isinstance(value := inputs.get(read[0].name), Tensor):
             continue

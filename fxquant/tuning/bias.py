@@ -103,8 +103,9 @@ def corrections(
 
 def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
     """Layers have these corrections."""
+    operators = quantized_operators(prepared)
     for name, value in found.items():
-        _put(quantized_operators(prepared)[name], value)
+        _put(operators[name], value)
 
 
 def _correct(

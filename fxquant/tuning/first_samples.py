@@ -236,8 +236,9 @@ def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
 
 
 def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
+    operators = quantized_operators(prepared)
     for name, (rounding, coverage, correction) in parts.items():
-        weight = quantized_operators(prepared)[name].weight_quantizer
+        weight = operators[name].weight_quantizer
         weight.rounding = rounding
         weight.cover(coverage)
         weight.correct(correction)

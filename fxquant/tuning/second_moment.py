@@ -115,8 +115,9 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
 
 def settle(prepared: fx.GraphModule, found: Rounded) -> None:
     """Layers have these roundings."""
+    operators = quantized_operators(prepared)
     for name, each in found.items():
-        put(quantized_operators(prepared)[name], each)
+        put(operators[name], each)
 
 
 # ---- the layers ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.reporting.test_report_in_browser import BROWSER, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if importlib.util.find_spec(name) is None]
@@ -24,12 +28,18 @@ def made() -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(bool(MISSING), reason="the extra docs is not installed")
-def test_the_site_is_built_without_a_warning(made: ModuleType, tmp_path: Path) -> None:
-    built = subprocess.run([sys.executable, str(ROOT / "docs" / "site.py"), str(tmp_path)], capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if MISSING:
+        pytest.skip("the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("docs")
+    built = subprocess.run([sys.executable, str(ROOT / "docs" / "site.py"), str(folder)], capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WARNING" not in built.stdout + built.stderr
-    site = tmp_path / "site"
+    return folder / "site"
+
+
+def test_the_site_has_every_page_the_reference_and_every_picture(made: ModuleType, site: Path) -> None:
     shown = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {"404.html", "api.html"}
     assert shown == {re.sub(r"README$", "index", page.removesuffix(".md")) + ".html" for page in [*made.pages(), *made.notebooks()]}
     reference = (site / "api.html").read_text(encoding="utf-8")
@@ -39,6 +49,40 @@ def test_the_site_is_built_without_a_warning(made: ModuleType, tmp_path: Path) -
     for page in site.rglob("*.html"):  # every picture is there
         for picture in re.findall(r'<img [^>]*src="(?!data:|https?:)([^"]+)"', page.read_text(encoding="utf-8")):
             assert (page.parent / picture).exists(), f"{page.relative_to(site)}: {picture}"
+
+
+MEASURE = """
+<body><script>
+async function measured() {
+  const found = [];
+  for (const width of WIDTHS) for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style.width = width + "px";
+    frame.src = page;
+    await new Promise((resolve) => { frame.onload = resolve; document.body.append(frame); });
+    found.push([page, width, frame.contentDocument.documentElement.clientWidth, frame.contentDocument.documentElement.scrollWidth]);
+    frame.remove();
+  }
+  document.title = JSON.stringify(found);
+}
+measured();
+</script></body>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_no_page_scrolls_sideways_on_a_desk_or_a_telephone(site: Path, tmp_path: Path) -> None:
+    pages, widths = sorted(page.relative_to(site).as_posix() for page in site.rglob("*.html")), (390, 1280)
+    wide = site / "wide-page.html"
+    wide.write_text("<p style='width: 2000px'>too wide</p>", encoding="utf-8")
+    frame = site / "measure.html"
+    frame.write_text(MEASURE.replace("WIDTHS", str(list(widths))).replace("PAGES", json.dumps([*pages, wide.name])), encoding="utf-8")
+    settings = (*SETTINGS, "--virtual-time-budget=120000", "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'browser'}")
+    shown = subprocess.run([str(BROWSER), *settings, frame.as_uri()], capture_output=True, text=True, timeout=300).stdout
+    found = json.loads(html.unescape(re.findall(r"<title>(.*?)</title>", shown)[0]))
+    assert len(found) == len(widths) * (len(pages) + 1)
+    assert all(seen > 300 for _, _, seen, _ in found)
+    assert [(page, width) for page, width, seen, whole in found if whole > seen] == [(wide.name, width) for width in widths]
 
 
 def test_every_page_is_in_the_navigation(made: ModuleType) -> None:
