@@ -322,7 +322,7 @@ def _python_modules(model: nn.Module) -> list[ModuleType]:
     for name in direct:
         module = sys.modules.get(name)
         if module is not None and not _is_foreign(module):
-            used |= {value.__module__ for value in module.__dict__.values() if isinstance(value, (FunctionType, type))}
+            used |= {value.__module__ for value in list(module.__dict__.values()) if isinstance(value, (FunctionType, type))}
     modules = [sys.modules[name] for name in sorted(filter(None, used)) if name in sys.modules]
     return [module for module in modules if not _is_foreign(module)]
 

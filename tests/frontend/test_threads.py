@@ -196,7 +196,13 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
 
 
 def test_models_that_draw_numbers_are_traced_in_several_threads():
-    together(*(lambda: trace(Random(), torch.ones(2, 3)) for _ in range(3)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads meet each other in the middle of everything
+    try:
+        for _ in range(30):
+            together(*(lambda: trace(Random(), torch.ones(2, 3)) for _ in range(3)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
