@@ -10,7 +10,7 @@ from functools import reduce
 from importlib import import_module
 
 from fxquant.errors import ConfigurationError, UnknownTarget
-from fxquant.kernels.record import Kernel
+from fxquant.kernels.kernel import Kernel
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import shown

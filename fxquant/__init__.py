@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from fxquant.analysis.text import text
     from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
     from fxquant.backends.aten.programs import export_pt2, export_torchscript
-    from fxquant.backends.c.export import export_c
+    from fxquant.backends.c.export_c import export_c
+    from fxquant.backends.horizon.compiled_program import CompiledCost
     from fxquant.backends.horizon.compiling import compile_horizon
     from fxquant.backends.horizon.export import export_horizon
-    from fxquant.backends.horizon.program import CompiledCost
     from fxquant.backends.onnx.metadata import onnx_metadata
     from fxquant.backends.onnx.segments import export_segments, run_segments
     from fxquant.calibration.calibration import set_state
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from fxquant.reporting import checks
     from fxquant.reporting.advice import Advice
     from fxquant.reporting.compared import LayerComparison
-    from fxquant.reporting.comparison import Comparison, compare
+    from fxquant.reporting.comparing import Comparison, compare
     from fxquant.reporting.diff import GraphDifference, diff
     from fxquant.reporting.draw import draw
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
@@ -92,9 +92,9 @@ if TYPE_CHECKING:
     from fxquant.search.budget import Budget, Speed
     from fxquant.search.mixed_precision import MixedPrecision, mixed_precision
     from fxquant.search.observer_search import ObserverSearch, ObserverTrial, search_observers
-    from fxquant.search.outputs import high_precision_outputs
     from fxquant.search.sensitivity import Sensitivity, TensorSensitivity, sensitivity
     from fxquant.search.tune import Tuned, TuneStep, tune
+    from fxquant.search.wide_outputs import high_precision_outputs
     from fxquant.serialization.qconfig import load_qconfig, save_qconfig
     from fxquant.target import Roofline, Target
     from fxquant.tuning import equalize
@@ -233,10 +233,10 @@ _FROM = {
     "fxquant.analysis.text": "text",
     "fxquant.api": "Result calibrate check convert dump export_onnx load prepare quantize save",
     "fxquant.backends.aten.programs": "export_pt2 export_torchscript",
-    "fxquant.backends.c.export": "export_c",
+    "fxquant.backends.c.export_c": "export_c",
     "fxquant.backends.horizon.compiling": "compile_horizon",
     "fxquant.backends.horizon.export": "export_horizon",
-    "fxquant.backends.horizon.program": "CompiledCost",
+    "fxquant.backends.horizon.compiled_program": "CompiledCost",
     "fxquant.backends.onnx.metadata": "onnx_metadata",
     "fxquant.backends.onnx.segments": "export_segments run_segments",
     "fxquant.conformance.kit": "conformance_kit",
@@ -260,7 +260,7 @@ _FROM = {
     "fxquant.reporting": "checks",
     "fxquant.reporting.advice": "Advice",
     "fxquant.reporting.compared": "LayerComparison",
-    "fxquant.reporting.comparison": "Comparison compare",
+    "fxquant.reporting.comparing": "Comparison compare",
     "fxquant.reporting.diff": "GraphDifference diff",
     "fxquant.reporting.draw": "draw",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
@@ -272,7 +272,7 @@ _FROM = {
     "fxquant.search.budget": "Budget Speed",
     "fxquant.search.mixed_precision": "MixedPrecision mixed_precision",
     "fxquant.search.observer_search": "ObserverSearch ObserverTrial search_observers",
-    "fxquant.search.outputs": "high_precision_outputs",
+    "fxquant.search.wide_outputs": "high_precision_outputs",
     "fxquant.search.sensitivity": "Sensitivity TensorSensitivity sensitivity",
     "fxquant.search.tune": "Tuned TuneStep tune",
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fxquant.errors import ConfigurationError
-from fxquant.reporting.comparison import Comparison
+from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.pictures import PICTURE, figure_class, short, write_picture
 from fxquant.search.budget import LIMITS
 from fxquant.search.mixed_precision import Candidate, MixedPrecision

@@ -247,10 +247,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             concrete = _concrete(gm, operator, arguments, environment, results)
             if isinstance(module, QuantizedOperator) and module.factors is not None:
                 concrete = module.factors.of(operator, concrete)
-                if module.factors.told:
-                    lowering.note("equalized", module.factors.told)
-            if isinstance(module, QuantizedOperator) and module.weight_quantizer.told:
-                lowering.note("tuned", module.weight_quantizer.told)
+                if module.factors.description:
+                    lowering.note("equalized", module.factors.description)
+            if isinstance(module, QuantizedOperator) and module.weight_quantizer.description:
+                lowering.note("tuned", module.weight_quantizer.description)
             result = operator.lower(lowering, **concrete)
             if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
                 result = result.value

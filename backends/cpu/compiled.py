@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
 from fxquant.kernels.layer import Layer, enumerated
-from fxquant.kernels.record import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.primitives import Role, requantize, role_of
 from fxquant.support.addresses import address, point

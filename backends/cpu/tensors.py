@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.kernels.kernel import Bound, Built, Held, Refused, Site
 from fxquant.kernels.layer import Layer, enumerated, residual_factor
-from fxquant.kernels.record import Bound, Built, Held, Refused, Site
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
 

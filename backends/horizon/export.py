@@ -17,8 +17,8 @@ from fxquant.analysis.segments import returned
 from fxquant.backends.horizon.camera import MEAN, check_camera
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments
-from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
+from fxquant.backends.onnx.model_files import save_models
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, source

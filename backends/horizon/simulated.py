@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import ACCUMULATORS, QUANTIZED, GraphForm, Values, Wanted
+from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, GraphForm, Values, Wanted
 from fxquant.analysis.segments import returned
-from fxquant.backends.horizon.program import Binary, Feature, inner_values
+from fxquant.backends.horizon.compiled_program import Binary, Feature, inner_values
 from fxquant.backends.onnx.connections import Connections, Place
 from fxquant.backends.onnx.horizon import horizon_values
 from fxquant.errors import CompilationError, ExportError

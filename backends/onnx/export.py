@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from fxquant.backends.onnx.fast import has_kernels, write_fast
-from fxquant.backends.onnx.files import FileOptions, save_model
 from fxquant.backends.onnx.layouts import with_layouts
+from fxquant.backends.onnx.model_files import FileOptions, save_model
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError

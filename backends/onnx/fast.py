@@ -15,8 +15,8 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
+from fxquant.backends.onnx.fast_kernels import FastWriter, moved_by
 from fxquant.backends.onnx.fast_parts import plain
-from fxquant.backends.onnx.kernels import FastWriter, moved_by
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter
@@ -28,10 +28,10 @@ from fxquant.kernels.admission import DRAWN, MOST_DRAWS, pairs_of_ends, whole_ra
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.boundary import quantize
-from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.elementwise import lookup
+from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.runtime_scales import dynamic_linear
 
 logger = logging.getLogger("fxquant")
 

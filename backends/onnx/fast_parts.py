@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.backends.onnx import functions, gates
+from fxquant.backends.onnx import fast_tables, gates
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import zero_point
@@ -61,7 +61,7 @@ def divisor(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) 
     """Return the divisor of a product of two 8-bit tensors; None if the product is not a kernel."""
     left, right = (plain(operand) for operand in total.args[:2])
     multiplier = resolve(integer, str(node.args[1].target))  # type: ignore[union-attr]
-    if opset < functions.OPSET or not (is_8_bits(left) and is_8_bits(right)) or multiplier.numel() != 1:
+    if opset < fast_tables.OPSET or not (is_8_bits(left) and is_8_bits(right)) or multiplier.numel() != 1:
         return None
     return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
 
@@ -69,7 +69,7 @@ def divisor(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) 
 def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) -> bool:
     """Return whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
     terms = _terms(total)
-    if opset < functions.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
+    if opset < fast_tables.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
         return False
     if not all(len(term.users) == 1 and is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
         return False

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.agreement import agrees
 from fxquant.backends.onnx.direct import Direct, Plan, is_size
 from fxquant.backends.onnx.exportable import replacement
+from fxquant.backends.onnx.independent_parts import split
 from fxquant.backends.onnx.opsets import by_the_older_exporter, dynamic_of, example_of, opset_of, unchanged
-from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.picks import emit_pick, is_pick
 from fxquant.backends.onnx.quiet import quiet
 from fxquant.backends.onnx.regions import Region, region_of

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.agreement import LARGEST, apart
 from fxquant.backends.onnx.export import FLOAT_OPSETS, check_choice
 from fxquant.backends.onnx.fast import random_input
-from fxquant.backends.onnx.files import FileOptions, save_model
 from fxquant.backends.onnx.layouts import with_layouts
+from fxquant.backends.onnx.model_files import FileOptions, save_model
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ExportError

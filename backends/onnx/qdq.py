@@ -25,7 +25,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
-from fxquant.primitives.boundary import as_float32, dequantize
+from fxquant.primitives.quantization import as_float32, dequantize
 
 
 class QdqWriter(Writer):

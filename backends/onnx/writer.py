@@ -24,7 +24,7 @@ from fxquant.ir.graph import annotation, fact, fused, resolve
 from fxquant.ir.integer import channel_exponents, qparams, zero_point
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
-from fxquant.primitives.boundary import dequantize, quantize
+from fxquant.primitives.quantization import dequantize, quantize
 from fxquant.version import __version__
 
 IR_VERSION_OF_FUNCTIONS = 8  # the first in which a model can have functions of its own

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx
 from torch import Tensor
 
-from fxquant.backends.horizon.program import inner_values
+from fxquant.backends.horizon.compiled_program import inner_values
 from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance.compiled import Compiled
 

@@ -20,7 +20,7 @@ from benchmarks.zoo.ideal import ideal
 from fxquant.analysis.layers import left_in_float
 from fxquant.ir.graph import computes_tensor
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import dequantize, quantize
+from fxquant.primitives.quantization import dequantize, quantize
 
 Inputs = dict[str, Tensor]
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")  # of float layers, as PyTorch calls them

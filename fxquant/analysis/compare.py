@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import ACCUMULATORS, DYNAMIC, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
+from fxquant.analysis.recording import ACCUMULATORS, DYNAMIC, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.ir.graph import source

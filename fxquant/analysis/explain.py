@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxquant.analysis import parts
-from fxquant.analysis.fused import told
+from fxquant.analysis import fused, shared_grids
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.analysis.steps import alike
 from fxquant.frontend import assumptions, moved_by_forward
@@ -44,7 +43,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
             fixed.append(f"{name} is changed by forward in train mode, and stays constant here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
-    lines.extend(told(model, machine))
+    lines.extend(fused.description(model, machine))
     return "\n".join(lines) + "\n"
 
 
@@ -59,7 +58,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
         also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
-        also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := parts.told(layer.parts)) else ""
+        also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := shared_grids.description(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
         kind, dtype = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
+from fxquant.analysis.recording import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import kernel
@@ -49,7 +49,7 @@ def kernel_forms(*models: Any) -> list[KernelForm]:
     return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 
-def told(model: fx.GraphModule, machine: bool) -> Iterator[str]:
+def description(model: fx.GraphModule, machine: bool) -> Iterator[str]:
     """Sentences about the kernels that have run, or are to, where they are not used; with `machine`, about every kernel there is.
 
     For that the model is run once, on zeros, if it has not run yet.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.parts import coarser
+from fxquant.analysis.shared_grids import coarser
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import annotation, computes_tensor, fact, fused, model_meta, module_path, source
@@ -160,7 +160,7 @@ def _layer(
     reason = "" if spec is None else spec.because
     module = quantized_operator(model, node)
     if module is not None:
-        changed = ("" if module.factors is None else module.factors.told, module.weight_quantizer.told)
+        changed = ("" if module.factors is None else module.factors.description, module.weight_quantizer.description)
         reason = "; ".join(text for text in (reason, *changed) if text)
     at_boundary = is_quantize(model, node) or is_dequantize(model, node)
     if dtype is None and not at_boundary and in_float16(model, node):

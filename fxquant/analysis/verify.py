@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.record import GraphForm
+from fxquant.analysis.recording import GraphForm
 from fxquant.analysis.segments import returned
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import is_deployed

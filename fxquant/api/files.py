@@ -85,8 +85,8 @@ def export_onnx(
     appears, and is written atomically. Raises ConfigurationError or ExportError.
     """
     from fxquant.backends.onnx.export import export_integer
-    from fxquant.backends.onnx.files import FileOptions
     from fxquant.backends.onnx.float_file import export_float
+    from fxquant.backends.onnx.model_files import FileOptions
 
     look_at_constants(model)
     options = FileOptions(opset, input_names, output_names, external_data, layouts)

@@ -30,7 +30,7 @@ from fxquant.support.arguments import PATH, checked, instance
 from fxquant.target import Target
 
 if TYPE_CHECKING:
-    from fxquant.reporting.comparison import Comparison
+    from fxquant.reporting.comparing import Comparison
 
 logger = logging.getLogger("fxquant")
 
@@ -56,7 +56,7 @@ class Result:
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
         """Compare the integer model with the float one, layer by layer, with remedies; options are those of `compare`."""
-        from fxquant.reporting.comparison import compare
+        from fxquant.reporting.comparing import compare
 
         return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 

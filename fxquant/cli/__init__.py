@@ -1,11 +1,11 @@
 """The command line: the options of a command are next to the function that runs it.
 
-models      quantize, check and demo: from Python to files
-files       inspect, diff, report, segments, export and verify: of files that are there
-boards      conformance
-factories   the model that a command names
-quantizing  the run of `quantize`, its table and its JSON summary
-options     what commands share
+models         quantize, check and demo: from Python to files
+file_commands  inspect, diff, report, segments, export and verify: of files that are there
+boards         conformance
+factories      the model that a command names
+quantizing     the run of `quantize`, its table and its JSON summary
+options        what commands share
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from fxquant.cli.boards import add_conformance
-from fxquant.cli.files import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
+from fxquant.cli.file_commands import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
 from fxquant.cli.models import add_check, add_demo, add_quantize
 from fxquant.errors import FxQuantError
 from fxquant.support.arguments import Kind, checked, words

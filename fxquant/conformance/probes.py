@@ -14,7 +14,7 @@ from fxquant import backends
 from fxquant.api import calibrate, convert, prepare
 from fxquant.conformance.rows import SIZE, Row
 from fxquant.ir.graph import resolve
-from fxquant.primitives.boundary import dequantize
+from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.support.seeding import seeded

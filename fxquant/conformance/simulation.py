@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import QUANTIZED, Wanted
+from fxquant.analysis.recording import QUANTIZED, Wanted
 from fxquant.analysis.segments import returned
 from fxquant.api import convert
 from fxquant.backends.horizon.simulated import SimulatedForm

@@ -110,9 +110,9 @@ class Wrapped:
             return self.function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module):
             module = handler.snapshot.shell(args[0])
-            told = None if self.fake is None else functools.partial(self.fake, module)
+            shape_of = None if self.fake is None else functools.partial(self.fake, module)
             bound = functools.partial(self.function, module)
-            return record(handler, "call_module", handler.method(module, self), bound, args[1:], kwargs, told, graph.WRAPPED)
+            return record(handler, "call_module", handler.method(module, self), bound, args[1:], kwargs, shape_of, graph.WRAPPED)
         return record(handler, "call_function", self, self.function, args, kwargs, self.fake, graph.WRAPPED)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:

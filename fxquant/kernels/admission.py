@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.kernels.record import Built, Implementation, Match, Refused, Site
+from fxquant.kernels.kernel import Built, Implementation, Match, Refused, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.dynamic import dynamic_linear
+from fxquant.primitives.runtime_scales import dynamic_linear
 
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 DRAWN = 2**13  # elements of pairs that a proof takes, in draws of an operand's size

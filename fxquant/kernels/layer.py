@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.integer import QParams, qparams
 from fxquant.kernels.admission import evaluate
-from fxquant.kernels.record import Held, Refused, Site
+from fxquant.kernels.kernel import Held, Refused, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
 from fxquant.primitives import Role, requantize, role_of
 

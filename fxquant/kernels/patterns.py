@@ -12,8 +12,9 @@ from torch import fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.record import Match
-from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, boundary, dynamic, elementwise, pool, requantize, role_of, shape
+from fxquant.kernels.kernel import Match
+from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, requantize, role_of, runtime_scales, shape
+from fxquant.primitives.quantization import quantize
 
 BYTES = (torch.int8, torch.uint8)
 LAYERS = frozenset({Role.CONVOLUTION, Role.LINEAR})
@@ -76,7 +77,7 @@ def sum_of_products(root: fx.Node) -> Match | None:
 
 def quantization(root: fx.Node) -> Match | None:
     """Match the quantization of a 4d float32 tensor to bytes."""
-    if root.target is not boundary.quantize or not known_tensor(root, *BYTES, ranks=(4,)):
+    if root.target is not quantize or not known_tensor(root, *BYTES, ranks=(4,)):
         return None
     if not known_tensor(root.args[0], torch.float32):
         return None
@@ -152,7 +153,7 @@ def joined(root: fx.Node) -> Match | None:
 
 def dynamic_layer(root: fx.Node) -> Match | None:
     """Match a linear layer on float tensors, whose operand is quantized to bytes at run time."""
-    if root.target is not dynamic.dynamic_linear:
+    if root.target is not runtime_scales.dynamic_linear:
         return None
     input, weight, scale, bias = root.args
     return Match(root, (root,), (input,), {"weight": weight, "scale": scale, "bias": bias})  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import is_python, resolve
 from fxquant.ir.interpreter import arguments_of
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.record import SLACK, Bound, Built, Held, Implementation, Match, held
+from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places

@@ -21,9 +21,9 @@ from fxquant.ir.interpreter import Interpreter
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
+from fxquant.kernels.kernel import Kernel, Match, Refused, Site
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
-from fxquant.kernels.record import Kernel, Match, Refused, Site
 from fxquant.support.forks import free_in_child
 from fxquant.support.progress import progress
 

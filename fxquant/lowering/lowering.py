@@ -27,9 +27,9 @@ from fxquant.numerics.rescaling import Ratio, real_multiplier
 from fxquant.numerics.rounding import straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
-from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.product import scale_channels
+from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer

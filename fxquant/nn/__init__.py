@@ -7,8 +7,8 @@ from fxquant.nn.camera import BgrToGray, ChromaLoss, Nv12ToYuv444, RgbToGray, Yu
 from fxquant.nn.colour import BgrToYuv444, RgbToYuv444
 from fxquant.nn.detection import AnchorGenerator, DetectionPostProcess
 from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, MultiScaleRoIAlign, RoIAlign, Warp
+from fxquant.nn.lookup_table import SegmentLUT
 from fxquant.nn.pillars import BEVPool, PointPillarsScatter
-from fxquant.nn.table import SegmentLUT
 
 __all__ = [
     "AnchorGenerator",

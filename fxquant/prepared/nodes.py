@@ -10,7 +10,7 @@ from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Operator, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.primitives import PRIMITIVES, boundary
+from fxquant.primitives import PRIMITIVES, quantization
 from fxquant.primitives.record import Primitive
 
 
@@ -64,12 +64,12 @@ def primitive_of(node: fx.Node) -> Primitive | None:
 
 def is_quantize(model: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node quantizes, at any stage."""
-    return node.target is boundary.quantize or record_of(model, node) is QUANTIZE
+    return node.target is quantization.quantize or record_of(model, node) is QUANTIZE
 
 
 def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node dequantizes, at any stage."""
-    return node.target is boundary.dequantize or record_of(model, node) is DEQUANTIZE
+    return node.target is quantization.dequantize or record_of(model, node) is DEQUANTIZE
 
 
 def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:

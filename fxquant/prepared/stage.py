@@ -19,7 +19,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.weighted import FUSED
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import quantize
+from fxquant.primitives.quantization import quantize
 
 
 class Stage(enum.IntEnum):

@@ -34,17 +34,17 @@ from torch import Tensor
 
 from fxquant.primitives import (
     accumulate,
-    boundary,
     comparison,
     cubic,
-    dynamic,
     elementwise,
     matrix,
     pool,
     position,
     product,
+    quantization,
     requantize,
     resize,
+    runtime_scales,
     sampling,
     scatter,
     selection,
@@ -55,9 +55,9 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "boundary", "comparison",
-    "cubic", "dynamic", "elementwise", "matrix", "pool", "position", "primitive", "product", "requantize", "resize", "role_of",
-    "sampling", "scatter", "selection", "shape", "transposed", "whole",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "cubic",
+    "elementwise", "matrix", "pool", "position", "primitive", "product", "quantization", "requantize", "resize", "role_of",
+    "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
-from fxquant.primitives import PRIMITIVES, Role, boundary, elementwise, role_of
+from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, need, refuse
 
@@ -53,13 +53,13 @@ def _requantized(node: fx.Node) -> TensorFact | None:
 
     Most requantizations are such, and PyTorch takes long to infer their shapes.
     """
-    if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not boundary.quantize) or node.kwargs:
+    if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not quantization.quantize) or node.kwargs:
         return None
     operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
     dtype = next((argument for argument in node.args if isinstance(argument, torch.dtype)), None)
     if not isinstance(operand, TensorFact) or dtype is None:
         return None
-    if operand.dtype.is_floating_point != (node.target is boundary.quantize):
+    if operand.dtype.is_floating_point != (node.target is quantization.quantize):
         return None
     for parameter in parameters:
         sizes = parameter.shape if isinstance(parameter, TensorFact) else (None,)
@@ -144,7 +144,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
-    real = node.target is boundary.quantize or record.kind == "dynamic"
+    real = node.target is quantization.quantize or record.kind == "dynamic"
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
     found = record.bounds(**arguments)

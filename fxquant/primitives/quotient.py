@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.primitives.boundary import clipped
+from fxquant.primitives.quantization import clipped
 from fxquant.primitives.record import Emitter
 
 FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step; their sums with integers below 2^15 are exact

@@ -14,8 +14,8 @@ from torch import Tensor
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives.accumulate import DEQUANTIZES
-from fxquant.primitives.boundary import clipped, offset
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
+from fxquant.primitives.quantization import clipped, offset
 from fxquant.primitives.quotient import QUOTIENT_LIMIT, Rounded, onnx_constants, onnx_rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.record import Emitter, Role, primitive, stored
 

@@ -53,7 +53,7 @@ class ChannelFactors(nn.Module):
         return self._active.get(lambda: bool(self.inputs.any()) or bool(self.outputs.any()), self.inputs, self.outputs)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Which of the channels that it gives are multiplied by what, in words; empty where none is."""
         if not self.active or not (count := int(self.outputs.count_nonzero())):
             return ""

@@ -164,7 +164,7 @@ class WeightQuantizer(torch.nn.Module):
         self.coverage: Coverage | None = None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """A description of what was tuned with samples; empty if nothing was."""
         done = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
         return ", ".join(text for text, is_done in done.items() if is_done)

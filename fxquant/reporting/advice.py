@@ -229,10 +229,10 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> 
 _LOOK_INSIDE = "compare with prepared=, the prepared model, which names the tensor inside that is wrong, its scale say; if none is, "
 
 
-def of_parts(told: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
+def of_parts(given: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
     """Yield the advice; of an operator that is wrong inside, the advice on its own tensors instead, or on its weight if these have none."""
-    there = {each.layer for each in told}
-    for each in told:
+    there = {each.layer for each in given}
+    for each in given:
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
         alone = replace(each, cure=each.cure.removeprefix(_LOOK_INSIDE))
         yield from inner if inner and each.rule == "inside" else [alone]

@@ -101,7 +101,7 @@ class Values(NamedTuple):
     spread: float
     not_a_number: int
     infinite: int
-    told: str
+    remarks: str
     source: str
 
 
@@ -302,9 +302,9 @@ def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Value
     mean = math.sqrt(seen.signal / count)
     largest = max(abs(seen.low), abs(seen.high)) if seen.low <= seen.high else 0.0
     spread = largest / mean if mean else 0.0
-    told = [text for text, holds in (("NaN", seen.not_a_number), ("infinite", seen.infinite), ("wide range", spread > wide)) if holds]
+    remarks = [text for text, holds in (("NaN", seen.not_a_number), ("infinite", seen.infinite), ("wide range", spread > wide)) if holds]
     low, high = (seen.low, seen.high) if seen.low <= seen.high else (math.nan, math.nan)
-    return Values(name, low, high, spread, seen.not_a_number, seen.infinite, ", ".join(told), where)
+    return Values(name, low, high, spread, seen.not_a_number, seen.infinite, ", ".join(remarks), where)
 
 
 @checked(model=GRAPH)

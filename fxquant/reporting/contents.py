@@ -19,7 +19,7 @@ from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.compared import LayerComparison
-from fxquant.reporting.comparison import Comparison
+from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.layout import drawing
 from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
 from fxquant.version import __version__
@@ -66,11 +66,11 @@ def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[li
     operators = [layer for layer in known if not layer.boundary]
     dtypes = Counter(layer.dtype for layer in operators if layer.integer)
     dynamic = sum(layer.dynamic for layer in known)
-    told = f"{dynamic} quantized at run time, " if dynamic else ""
+    at_run_time = f"{dynamic} quantized at run time, " if dynamic else ""
     rows = [
         [
             "operators",
-            f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {told}{len(left_in_float(known))} in float",
+            f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {at_run_time}{len(left_in_float(known))} in float",
         ],
         ["dtypes", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()) or "none"],
         ["multiply-accumulates", f"{sum(layer.macs for layer in known):,}"],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from fxquant.analysis.record import GraphForm
+from fxquant.analysis.recording import GraphForm
 from fxquant.ir.graph import model_meta, resolve
 from fxquant.reporting.sides import Side
 from fxquant.target import Target

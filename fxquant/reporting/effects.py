@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.analysis.record import GraphForm, still
+from fxquant.analysis.recording import GraphForm, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.ir.interpreter import Interpreter
 from fxquant.reporting.sides import Side, shifted

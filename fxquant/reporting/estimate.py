@@ -14,7 +14,7 @@ from torch import fx
 from fxquant import backends
 from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
-from fxquant.backends.horizon.program import Binary, CompiledCost
+from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fxquant.analysis.compare import compare, count_flips, measure
 from fxquant.analysis.fused import kernel_forms
-from fxquant.analysis.record import Form, GraphForm, OnnxForm, Wanted
-from fxquant.analysis.record import record as record_values
+from fxquant.analysis.recording import Form, GraphForm, OnnxForm, Wanted
+from fxquant.analysis.recording import record as record_values
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of

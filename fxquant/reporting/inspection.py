@@ -268,7 +268,7 @@ def difference(a: Contents, b: Contents) -> str:
 
 
 def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tuple[str, str], between: Any) -> Iterable[str]:
-    rows = [f"  {name}: {told}" for name in a if name in b and (told := between(a[name], b[name]))]
+    rows = [f"  {name}: {difference}" for name in a if name in b and (difference := between(a[name], b[name]))]
     shared = sum(name in b for name in a)
     if rows:
         yield f"{len(rows)} of {shared} {what}s differ"

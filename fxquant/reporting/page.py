@@ -15,7 +15,7 @@ from fxquant.analysis.check import findings
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import stage_of
 from fxquant.prepared.batches import as_batches, first_batches
-from fxquant.reporting.comparison import Comparison, compare
+from fxquant.reporting.comparing import Comparison, compare
 from fxquant.reporting.contents import contents
 from fxquant.reporting.layout import needs
 from fxquant.support.arguments import FILE, FLAG, Kind, checked, instance

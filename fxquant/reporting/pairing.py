@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.record import GraphForm, Values
+from fxquant.analysis.recording import GraphForm, Values
 from fxquant.analysis.steps import alike, recurrent_parts
 from fxquant.ir.graph import stage_of
 from fxquant.prepared.operators import quantized_operators

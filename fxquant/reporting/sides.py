@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.record import QUANTIZED, GraphForm, OnnxForm, Values, Wanted
+from fxquant.analysis.recording import QUANTIZED, GraphForm, OnnxForm, Values, Wanted
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import trace
 from fxquant.ir.facts import TensorFact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fxquant.analysis.parts import CLEARLY
+from fxquant.analysis.shared_grids import CLEARLY
 from fxquant.reporting.advice import AUDIBLE, Advice, gain_of
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.statistics import Steps, decibels, ratio

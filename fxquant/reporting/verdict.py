@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.record import GraphForm, Wanted
+from fxquant.analysis.recording import GraphForm, Wanted
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State

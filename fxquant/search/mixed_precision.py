@@ -17,7 +17,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.search.budget import Budget, costs, fits
-from fxquant.search.program import optimum
+from fxquant.search.integer_program import optimum
 from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, SearchOptions, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress
@@ -30,7 +30,7 @@ from fxquant.tuning.resumption import model_digest
 from fxquant.tuning.sample_ranges import is_balanced
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.simulation import Simulation
-from fxquant.tuning.table import table
+from fxquant.tuning.text_table import table
 
 BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
 

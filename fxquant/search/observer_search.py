@@ -35,7 +35,7 @@ from fxquant.tuning.journal import Journal
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of
 from fxquant.tuning.simulation import Simulation, grid_for, taking_over
-from fxquant.tuning.table import table
+from fxquant.tuning.text_table import table
 
 OBSERVERS: tuple[Any, ...] = (
     HistogramObserver,

@@ -33,7 +33,7 @@ from fxquant.tuning.journal import Journal
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, taken
 from fxquant.tuning.simulation import Simulation, grid_for, rounded_weight
-from fxquant.tuning.table import table
+from fxquant.tuning.text_table import table
 
 WIDTHS = (4, 8, 16)
 

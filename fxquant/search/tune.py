@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.analysis.record import still
+from fxquant.analysis.recording import still
 from fxquant.errors import CalibrationError
 from fxquant.prepared.batches import as_batches
 from fxquant.quantization.mapping import QConfigMapping
@@ -31,7 +31,7 @@ from fxquant.tuning.journal import Journal
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.simulation import Simulation
-from fxquant.tuning.table import table
+from fxquant.tuning.text_table import table
 
 logger = logging.getLogger("fxquant")
 

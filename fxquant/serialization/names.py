@@ -24,8 +24,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.observers import CLASSES as OBSERVERS
-from fxquant.quantization.observers import SETTINGS
+from fxquant.quantization.observers import CLASSES, SETTINGS
 from fxquant.quantization.weights import BiasCorrection, Coverage
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -181,7 +180,8 @@ _ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: "", AdaptiveRounding: "shap
 
 _CORRECTIONS: Mapping[type[nn.Module], str] = {BiasCorrection: "channels", Coverage: "channels"}
 
-# Observers are in tables of their own, to which a user's with a name is added when it is defined.
+# A user's observer with a name is added to the tables of observers when it is defined.
+OBSERVERS = CLASSES
 LAYERS: Mapping[str, type[nn.Module]] = ChainMap(OBSERVERS, {kind.__name__: kind for kind in (*_LAYERS, *_ROUNDINGS, *_CORRECTIONS)})  # type: ignore[arg-type]
 ROUNDINGS = {kind.__name__: kind for kind in _ROUNDINGS}
 ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = ChainMap(

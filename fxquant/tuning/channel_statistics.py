@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import still
+from fxquant.analysis.recording import still
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import repeatable
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators

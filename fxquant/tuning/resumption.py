@@ -26,10 +26,10 @@ def require_same_call(path: str, there: Mapping[str, Any], here: Mapping[str, An
     """Raise ConfigurationError if a file is of another call: of other arguments, another model or other samples."""
     differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     if differing:
-        told = "; ".join(f"{name} is {there.get(name, 'nothing')}, and {here.get(name, 'nothing')} here" for name in differing)
+        differences = "; ".join(f"{name} is {there.get(name, 'nothing')}, and {here.get(name, 'nothing')} here" for name in differing)
         raise ConfigurationError(
             f"checkpoint={path!r} is of another call",
-            because=f"there {told}",
+            because=f"there {differences}",
             remedy="repeat the call that it is of, with the same model and batches, or pass another path",
         )
 

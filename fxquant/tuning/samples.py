@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import still
+from fxquant.analysis.recording import still
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import autocast_off

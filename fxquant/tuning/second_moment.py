@@ -215,8 +215,8 @@ def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], 
     if not operator.weight_quantizer.per_channel:
         product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
     beyond = product / power.clamp_min(1e-30) - 1
-    told = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
-    gain = torch.where(power > 0, 1 + told * beyond, torch.ones_like(power))
+    explained = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
+    gain = torch.where(power > 0, 1 + explained * beyond, torch.ones_like(power))
     return gain.float().to(next(operator.weight_quantizer.buffers()).device)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxquant.analysis.record import still
+from fxquant.analysis.recording import still
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, grid_from_range, round_up_to_power_of_two

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
 from fxquant.backends.onnx.float_export import FloatRegions
-from fxquant.backends.onnx.parts import split
+from fxquant.backends.onnx.independent_parts import split
 from fxquant.backends.onnx.regions import settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import fast, files, functions, kernels
+from fxquant.backends.onnx import fast, fast_kernels, fast_tables, model_files
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
@@ -185,17 +185,17 @@ def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) ->
 def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
     integer = integer_of("silu")
     node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)
-    assert functions.computes(integer, node, 21)
-    assert not functions.computes(integer, node, 17)
+    assert fast_tables.computes(integer, node, 21)
+    assert not fast_tables.computes(integer, node, 17)
     table = integer.get_submodule(node.args[1].target.rpartition(".")[0]).table
     table[100] += 1
-    assert not functions.computes(integer, node, 21)
+    assert not fast_tables.computes(integer, node, 21)
 
 
 @needs_vnni
 def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     integer = integer_of("silu")
-    monkeypatch.setattr(functions, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
+    monkeypatch.setattr(fast_tables, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
     kernels = fxq.onnx_metadata(path)["kernels"]
     assert (kernels["computed"], len(kernels["refused"])) == ([], 2)
@@ -310,10 +310,10 @@ def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(writer: kernels.FastWriter, node: fx.Node, *arguments: Any) -> str:
+    def wrong(writer: fast_kernels.FastWriter, node: fx.Node, *arguments: Any) -> str:
         return writer.emitter.node("Identity", writer.shifted(node.args[0]))
 
-    monkeypatch.setitem(kernels.FORMS, elementwise.lookup, wrong)
+    monkeypatch.setitem(fast_kernels.FORMS, elementwise.lookup, wrong)
     with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(integer_of("silu"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []
@@ -638,7 +638,7 @@ def test_files_with_weights_beside_them_can_be_inspected(style: str, tmp_path: P
 
 def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     integer = integer_of("linear")
-    monkeypatch.setattr(files, "LARGEST_FILE", 3000)
+    monkeypatch.setattr(model_files, "LARGEST_FILE", 3000)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists()
     assert verified(integer, path)

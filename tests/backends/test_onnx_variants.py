@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import files
+from fxquant.backends.onnx import model_files
 from tests.shared.contract import compiled, needs_vnni
 
 
@@ -116,8 +116,8 @@ def test_a_large_model_has_its_weights_beside_it_once(
 ) -> None:
     integer = compiled(model, [batch], "nash-e").integer
     together = fxq.export_onnx(integer, tmp_path / "together.onnx", "exact")
-    monkeypatch.setattr(files, "LARGEST_FILE", 5000)
-    monkeypatch.setattr(files, "SMALLEST_EXTERNAL", 64)
+    monkeypatch.setattr(model_files, "LARGEST_FILE", 5000)
+    monkeypatch.setattr(model_files, "SMALLEST_EXTERNAL", 64)
     path = fxq.export_onnx(integer, tmp_path / "apart.onnx", "exact")
     beside = tmp_path / "apart.onnx.data"
     stored = sum(len(tensor.raw_data) for tensor in onnx.load(str(together)).graph.initializer if len(tensor.raw_data) >= 64)

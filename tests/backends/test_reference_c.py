@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.backends.c import export  # noqa: F401 - it fills the table of forms
+from fxquant.backends.c import export_c  # noqa: F401 - it fills the table of forms
 from fxquant.backends.c.program import FORMS
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import set_fact

@@ -37,7 +37,7 @@ def equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:
 
 
 def done(prepared: fx.GraphModule) -> str:
-    return " ".join(operator.weight_quantizer.told for operator in quantized_operators(prepared).values())
+    return " ".join(operator.weight_quantizer.description for operator in quantized_operators(prepared).values())
 
 
 def interrupted(prepared: fx.GraphModule) -> None:

@@ -139,8 +139,8 @@ def test_a_single_layer_and_several_are_named_as_well() -> None:
     calibrate(prepared)
     assert {node for node, each in quantized_operators(prepared).items() if each.state is fxq.State.FLOAT} >= {"head"}
     assert equal(numbers(prepared, "stem", without="stem"), before["stem"])
-    assert not any(each.weight_quantizer.told for each in (*part(prepared, "stem").values(), *part(prepared, "head").values()))
-    assert any(each.weight_quantizer.told for each in part(prepared).values())
+    assert not any(each.weight_quantizer.description for each in (*part(prepared, "stem").values(), *part(prepared, "head").values()))
+    assert any(each.weight_quantizer.description for each in part(prepared).values())
 
 
 @pytest.mark.parametrize("state", ["validate", "train"])

@@ -257,7 +257,7 @@ def test_equalizing_changes_nothing_when_it_is_interrupted() -> None:
         ("onnx.checker.check_model", lambda result, path: result.export(path)),
         ("torch.export.save", lambda result, path: fxq.export_pt2(result.integer, path)),
         ("torch.jit.trace", lambda result, path: fxq.export_torchscript(result.integer, path)),
-        ("fxquant.backends.c.export._source", lambda result, path: fxq.export_c(result.integer, path)),
+        ("fxquant.backends.c.export_c._source", lambda result, path: fxq.export_c(result.integer, path)),
         ("fxquant.serialization.archive.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
     ],
 )

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxquant as fxq
-from fxquant.backends.cpu.counting import NativeCounting
 from fxquant.backends.cpu.joining import NativeMarks
 from fxquant.backends.cpu.native import Count
+from fxquant.backends.cpu.observer_kernels import NativeCounting
 from fxquant.backends.cpu.training import NativePasses
-from fxquant.primitives.dynamic import dynamic_linear
+from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support.addresses import address, point, readable
 from fxquant.training import fused_elementwise, saturation_masks
 from fxquant.training.reference_kernels import Accumulator, Form, Passes

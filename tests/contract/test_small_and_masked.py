@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import annotation
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives.boundary import quantize
+from fxquant.primitives.quantization import quantize
 from tests.shared import contract
 from tests.shared.contract import compiled
 

@@ -30,9 +30,9 @@ from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
 from fxquant.kernels.constants import EACH_CALL
+from fxquant.kernels.kernel import Kernel, Refused
 from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Program
-from fxquant.kernels.record import Kernel, Refused
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
 from tests.shared.contract import all_equal, compiled, flat

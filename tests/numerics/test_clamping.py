@@ -16,7 +16,7 @@ from fxquant.numerics.grids import INT4, Grid
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.ops.core.record import operator_named
 from fxquant.prepared.operators import take_integers
-from fxquant.primitives import boundary, elementwise, product, requantize
+from fxquant.primitives import elementwise, product, quantization, requantize
 from fxquant.primitives.record import PRIMITIVES
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
@@ -101,7 +101,7 @@ GRID = Grid(INT4, torch.tensor(0.5), 0)
 STEPS = torch.tensor([-20.0, -8.5, -8.01, -8.0, -7.9, 0.0, 6.9, 7.0, 7.01, 7.5, 20.0])
 WITHIN = ((STEPS >= -8) & (STEPS <= 7)).float()
 ACTS_ON = {
-    "quantize": (lambda x: PRIMITIVES[boundary.quantize].surrogate(x, GRID.scale, -8, 7, torch.int8), STEPS / 2, 2 * WITHIN),
+    "quantize": (lambda x: PRIMITIVES[quantization.quantize].surrogate(x, GRID.scale, -8, 7, torch.int8), STEPS / 2, 2 * WITHIN),
     "clamp": (lambda x: elementwise.clamp(x, -8, 7), STEPS, WITHIN),
     "clamp_accumulator": (lambda x: requantize.clamp_accumulator(x, torch.tensor(-8.0), torch.tensor(7.0)), STEPS, WITHIN),
     "rectify": (lambda x: product.rectify(x, 4, torch.tensor(-1)), STEPS, torch.where(STEPS > 0, 4.0, -1.0)),

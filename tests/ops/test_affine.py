@@ -23,7 +23,7 @@ from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid
 from fxquant.numerics.rescaling import FixedWidths
 from fxquant.ops import OPERATORS
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives import boundary, elementwise, requantize, shape
+from fxquant.primitives import elementwise, quantization, requantize, shape
 from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -76,10 +76,10 @@ def test_quantize_and_dequantize(values: list[float], given_grid: tuple[Fraction
     input = torch.tensor([*values, *ties, math.nan, math.inf, -math.inf])
     expected = [oracle.quantize(x, scale, -zero_point, 255 - zero_point) for x in input.tolist()]
     assert made.quantize(input).tolist() == expected
-    stored = boundary.quantize(input, made.scale, *made.bounds, torch.uint8, zero_point)
+    stored = quantization.quantize(input, made.scale, *made.bounds, torch.uint8, zero_point)
     assert stored.dtype == torch.uint8
     assert stored.tolist() == [c + zero_point for c in expected]
-    real = boundary.dequantize(stored, made.scale, torch.float32, zero_point)
+    real = quantization.dequantize(stored, made.scale, torch.float32, zero_point)
     assert real.tolist() == [float(oracle.dequantize(c, scale)) for c in expected]
     assert torch.equal(made.dequantize(made.quantize(input)), real)
     assert (made.low, made.high, made.magnitude) == (-zero_point, 255 - zero_point, max(zero_point, 255 - zero_point))

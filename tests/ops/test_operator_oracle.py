@@ -21,7 +21,7 @@ import fxquant as fxq
 from fxquant.backends.bpu import WIDTHS
 from fxquant.ir.integer import qparams
 from fxquant.primitives.arithmetic import FixedArithmetic
-from fxquant.primitives.boundary import dequantize
+from fxquant.primitives.quantization import dequantize
 from fxquant.target import Target
 from tests.shared import oracle
 from tests.shared.contract import compiled, graph_values

@@ -22,7 +22,7 @@ WORDS = {
     ("fxquant", "AccumulatorOverflow"),  # what `fxq` offers
     ("fxquant.primitives.arithmetic", "requantize_fixed"),  # an arithmetic's own primitives
     ("fxquant.primitives.arithmetic", "requantize_real"),
-    ("fxquant.backends.c.values", "eq"),  # the relations of `compare`
+    ("fxquant.backends.c.elementwise_forms", "eq"),  # the relations of `compare`
     ("fxquant.backends.cpu.native", "convolution"),  # functions in C
     ("fxquant.backends.onnx.direct", "view"),  # methods of tensors
     ("fxquant.ir.functional", "__getitem__"),

@@ -28,7 +28,19 @@ from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
 from fxquant.ops.pooling.pool import _lower_avg_pool2d
 from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
-from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives import (
+    PRIMITIVES,
+    accumulate,
+    cubic,
+    elementwise,
+    pool,
+    product,
+    quantization,
+    requantize,
+    resize,
+    shape,
+    transposed,
+)
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
@@ -361,7 +373,7 @@ def test_quantize(numbers: list[float], scale: Fraction, dtype: IntType) -> None
     input = torch.tensor(numbers + halves)
     before = input.clone()
     expected = [oracle.quantize(x, scale, dtype.low, dtype.high) for x in input.tolist()]
-    result = boundary.quantize(input, float32(scale), dtype.low, dtype.high, dtype.storage)
+    result = quantization.quantize(input, float32(scale), dtype.low, dtype.high, dtype.storage)
     assert result.dtype == dtype.storage
     assert result.tolist() == expected
     floating = Grid(dtype, float32(scale)).quantize(input)
@@ -374,7 +386,7 @@ def test_quantize_examples() -> None:
     numbers = [0.40625, -0.46875, 1e9, -1e30, float("inf"), -float("inf"), float("nan"), 0.03125, 0.09375, -0.03125]
     expected = torch.tensor([6, -8, 127, -128, 127, -128, 0, 0, 2, 0], dtype=torch.int8)
     for dtype in (torch.float32, torch.float64):
-        assert torch.equal(boundary.quantize(torch.tensor(numbers, dtype=dtype), torch.tensor(1 / 16), -128, 127, torch.int8), expected)
+        assert torch.equal(quantization.quantize(torch.tensor(numbers, dtype=dtype), torch.tensor(1 / 16), -128, 127, torch.int8), expected)
 
 
 @EXACT
@@ -382,7 +394,7 @@ def test_quantize_examples() -> None:
 def test_dequantize(integers: list[int], scale: Fraction) -> None:
     expected = [float(oracle.dequantize(q, scale)) for q in integers]
     for dtype in (torch.int32, torch.float32):
-        result = boundary.dequantize(torch.tensor(integers, dtype=dtype), float32(scale))
+        result = quantization.dequantize(torch.tensor(integers, dtype=dtype), float32(scale))
         assert result.dtype == torch.float32
         assert result.tolist() == expected
 
@@ -392,8 +404,8 @@ def test_dequantize(integers: list[int], scale: Fraction) -> None:
 @given(scale=ratio_scales)
 def test_quantize_undoes_dequantize(dtype: IntType, scale: Fraction) -> None:
     integers = torch.arange(dtype.low, dtype.high + 1).to(dtype.storage)
-    real = boundary.dequantize(integers, float32(scale))
-    assert torch.equal(boundary.quantize(real, float32(scale), dtype.low, dtype.high, dtype.storage), integers)
+    real = quantization.dequantize(integers, float32(scale))
+    assert torch.equal(quantization.quantize(real, float32(scale), dtype.low, dtype.high, dtype.storage), integers)
 
 
 # ---- elementwise ----------------------------------------------------------------------------------------------------
@@ -1078,10 +1090,10 @@ def test_quantize_gradient() -> None:
     input = torch.tensor([0.03, -0.03, 7.9, 7.9375, 7.95, 100.0, -8.0, -8.01, -1e30, 0.0])
     upstream = torch.arange(1.0, 11.0)
     value, slope = gradient(lambda x: operator.quantize(x).value, input, upstream)
-    assert torch.equal(value, boundary.quantize(input, torch.tensor(1 / 16), -128, 127, torch.int8).float())
+    assert torch.equal(value, quantization.quantize(input, torch.tensor(1 / 16), -128, 127, torch.int8).float())
     inside = torch.tensor([True, True, True, True, False, False, True, False, False, True])
     assert torch.equal(slope, upstream * 16 * inside)
-    surrogate = PRIMITIVES[boundary.quantize].surrogate
+    surrogate = PRIMITIVES[quantization.quantize].surrogate
     assert surrogate is not None
     _, same = gradient(lambda x: surrogate(x, torch.tensor(1 / 16), -128, 127, torch.int8), input, upstream)
     assert torch.equal(same, slope)

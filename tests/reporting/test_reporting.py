@@ -179,8 +179,8 @@ def test_shared_scales_devices_and_ranges(compiled: Compiled) -> None:
     image = compiled.batches[0].clone()
     image[0, 0, 0, 0] = 1e9
     rows = {row.tensor: row for row in fxq.checks.value_ranges(compiled.model, [*compiled.batches, image], spread=20)}
-    assert rows["conv"].told == "wide range"
-    assert {row.told for row in fxq.checks.value_ranges(compiled.model, compiled.batches)} == {""}
+    assert rows["conv"].remarks == "wide range"
+    assert {row.remarks for row in fxq.checks.value_ranges(compiled.model, compiled.batches)} == {""}
 
 
 def test_suspicious_settings_are_named() -> None:

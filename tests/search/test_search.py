@@ -21,8 +21,8 @@ from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.budget import costs, fits
+from fxquant.search.integer_program import optimum
 from fxquant.search.mixed_precision import work_of
-from fxquant.search.program import optimum
 from fxquant.search.remedies import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from fxquant.tuning import samples

@@ -19,7 +19,7 @@ from fxquant.ir import graph
 from fxquant.ir.integer import qparams
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import quantize
+from fxquant.primitives.quantization import quantize
 
 VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
 needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate, and such kernels are refused")

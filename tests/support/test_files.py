@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import files as onnx_files
+from fxquant.backends.onnx import model_files as onnx_files
 from fxquant.compat import horizon
 from fxquant.serialization.qconfig import written
 from fxquant.support.files import write_file, write_files
@@ -41,7 +41,7 @@ LIBRARIES = [
     "open(os.memfd_create(name), 'wb')",
     "tempfile.mkstemp(dir=file.parent, prefix=f'{file.name}.')",
 ]
-PROGRAM = "fxquant.backends.horizon.program"  # what the vendor's programs read, in a temporary folder
+PROGRAM = "fxquant.backends.horizon.compiled_program"  # what the vendor's programs read, in a temporary folder
 BOARD = "fxquant.conformance.board"  # copied to boards, where there is nothing of ours but it
 COMPILER = "fxquant.backends.cpu.native"  # the C compiler writes its libraries
 

@@ -115,7 +115,7 @@ def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> Non
     assert known.number - 1 == labels
     assert torch.equal(exponents(prepared, known), drawn)
     assert torch.equal(real(prepared, image(1)), before)
-    assert any(operator.factors is not None and operator.factors.told for operator in quantized_operators(prepared).values())
+    assert any(operator.factors is not None and operator.factors.description for operator in quantized_operators(prepared).values())
 
 
 @pytest.mark.parametrize("name", STOPS)

@@ -26,8 +26,8 @@ FLOW = [
     *serve("flow", "load_observer_params", native="`fxq.observations`"),
     *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`", note="keeps what lowers a layer's error on samples held out"),
 ]  # fmt: skip
-STUBS = serve("stubs", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
-FUNCTIONAL_MODULES = serve("stubs", "FloatFunctional", note="one instance may be called several times")
+STUBS = serve("stub_modules", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
+FUNCTIONAL_MODULES = serve("stub_modules", "FloatFunctional", note="one instance may be called several times")
 COMPILING = [
     *serve("debug", "check_model", native="`fxq.check`", note="limits of the march, and what stays in float"),
     *serve("compiling", "compile_model export_hbir", native="`fxq.export_horizon`, `fxq.compile_horizon`, `fxq.verify`",

@@ -9,7 +9,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.torch_ao.dynamic import dynamic_mapping
+from fxquant.compat.torch_ao.quantize_dynamic import dynamic_mapping
 from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
 from fxquant.compat.torch_ao.switches import (
     converted,

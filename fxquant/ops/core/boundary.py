@@ -11,7 +11,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.traits import Trait
-from fxquant.primitives import boundary
+from fxquant.primitives import quantization
 
 
 def quantize(input: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def dequantize(input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _lower_dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype | None = None) -> Quantized:
     arguments: list[Any] = [input.value, lowering.constant("scale", input.scale, input.scale.dtype)]
-    return input.with_value(lowering.call(boundary.dequantize, *arguments, *([] if dtype is None else [dtype])))
+    return input.with_value(lowering.call(quantization.dequantize, *arguments, *([] if dtype is None else [dtype])))
 
 
 def requantize(input: Tensor) -> Tensor:

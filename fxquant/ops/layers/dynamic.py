@@ -21,9 +21,9 @@ from fxquant.numerics.grids import INT32_MAX, accumulator_bound
 from fxquant.ops.core.record import Operator, operator_of, register
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
-from fxquant.primitives import dynamic
+from fxquant.primitives import runtime_scales
 
-MOST_INPUTS = INT32_MAX // (dynamic.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
+MOST_INPUTS = INT32_MAX // (runtime_scales.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
 COMPOSITES = (
@@ -47,11 +47,11 @@ def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor 
     lowering.parameters.update(named_parameters(weight, bias, None))
     bias = lowering.weight.corrected(bias)
     made = lowering.weight.integers(weight, keep=lowering.keeps_start)
-    lowering.prove(accumulator_bound(made.integers, None, 0, dynamic.MAGNITUDE), "the sum")
+    lowering.prove(accumulator_bound(made.integers, None, 0, runtime_scales.MAGNITUDE), "the sum")
     lowering.describe("weight", made.scale, -2)
     lowering.describe("bias", torch.ones((), dtype=torch.float32, device="cpu"))
     return lowering.call(
-        dynamic.dynamic_linear,
+        runtime_scales.dynamic_linear,
         input,
         lowering.constant("weight", made.integers, lowering.weight.dtype.storage),
         lowering.constant("scale", made.scale if made.scale.numel() > 1 else made.scale.reshape(()), torch.float32),

@@ -13,8 +13,8 @@ from torch import fx
 
 import fxquant as fxq
 from fxquant import backends
+from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER
-from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ConfigurationError

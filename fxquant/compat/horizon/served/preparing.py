@@ -20,8 +20,8 @@ from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.horizon.served.deferred import Deferred, become, keep_shapes
 from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
-from fxquant.compat.horizon.served.rules import of_dict, of_setters, on_host
-from fxquant.compat.horizon.served.stubs import scale_of_stubs
+from fxquant.compat.horizon.served.qconfig_dict import of_dict, of_setters, on_host
+from fxquant.compat.horizon.served.stub_modules import scale_of_stubs
 from fxquant.compat.horizon.served.wrapping import leaves
 from fxquant.compat.tracing import BRANCH, traced
 from fxquant.errors import ConfigurationError

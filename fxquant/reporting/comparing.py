@@ -105,8 +105,8 @@ class Comparison(Mapping[str, LayerComparison]):
 
     def _repr_html_(self) -> str:
         said = "" if self.verdict is None else "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict.lines)
-        told = [(html.escape(text) for text in (each.layer, each.cause, each.cure)) for each in self.advice]
-        advice = "".join(f"<li><b>{layer}</b>: {cause}<br><i>{cure}</i></li>" for layer, cause, cure in told)
+        texts = [(html.escape(text) for text in (each.layer, each.cause, each.cure)) for each in self.advice]
+        advice = "".join(f"<li><b>{layer}</b>: {cause}<br><i>{cure}</i></li>" for layer, cause, cure in texts)
         return said + as_html(self.__rich__()) + (f"<p>Advice</p><ol>{advice}</ol>" if advice else f"<p>{NO_ADVICE}</p>")
 
     @checked(writer=WRITER, step=COUNT)
@@ -256,15 +256,15 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
             measured[tensor.name] = on_grid(tensor, steps)
         return measured[tensor.name]
 
-    told: tuple[Advice, ...] = ()
+    advice: tuple[Advice, ...] = ()
     if effects is not None:
         total = effects.noise
         cures = Cures(pairing.left, pairing.right, prepared)
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
-        told = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
+        advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
     rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
     ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.form.label, pairing.right.form.label)
     hidden = 0 if pairing.inner is not None else len(pairing.parts)
-    return Comparison(labels, rows, ends, told, pairing.unmatched(), count, pairing.seen, verdict, hidden)
+    return Comparison(labels, rows, ends, advice, pairing.unmatched(), count, pairing.seen, verdict, hidden)

@@ -39,7 +39,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
     return tuple((name, max(20 * math.log10(grid.scale / scale), 0.0)) for name, scale in scales.items())  # type: ignore[operator]
 
 
-def told(parts: tuple[tuple[str, float], ...]) -> str:
+def description(parts: tuple[tuple[str, float], ...]) -> str:
     """Return a sentence about those that lose clearly; "" if none does."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""

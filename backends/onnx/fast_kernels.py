@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx import functions, gates
+from fxquant.backends.onnx import fast_tables, gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
@@ -24,10 +24,10 @@ from fxquant.backends.onnx.writer import Writer
 from fxquant.ir.graph import fact
 from fxquant.numerics.grids import BOUNDARY_LIMIT
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
-from fxquant.primitives.boundary import as_float32, dequantize, quantize
-from fxquant.primitives.dynamic import dynamic_linear
-from fxquant.primitives.dynamic import emit as emit_dynamic
+from fxquant.primitives.quantization import as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.runtime_scales import dynamic_linear
+from fxquant.primitives.runtime_scales import emit as emit_dynamic
 
 # Their ONNX forms commute with adding a constant to all elements; the rows of a table are int8, as constants are.
 SHIFTED = [
@@ -53,7 +53,7 @@ class FastWriter(Writer):
         self.refused = refused
         self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
-        self.functions = {node for node in integer.graph.nodes if functions.computes(integer, node, opset)}
+        self.functions = {node for node in integer.graph.nodes if fast_tables.computes(integer, node, opset)}
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
@@ -291,7 +291,7 @@ def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first:
         return None
     e = w.emitter
     if w.computes(node):
-        return functions.compute(e, node, w.shifted(input), w.zero)
+        return fast_tables.compute(e, node, w.shifted(input), w.zero)
     stored = w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries)
     flat = e.node("Reshape", w.shifted(input), e.constant([-1], torch.int64))
     # onnxruntime's Gather takes four times as long.

@@ -9,7 +9,7 @@ import torch
 from fxquant.backends.c.broadcast import joined, steps
 from fxquant.backends.c.program import Call, Value, form
 from fxquant.backends.c.templates import C_TYPES
-from fxquant.primitives import accumulate, boundary, comparison, elementwise, product, requantize, whole
+from fxquant.primitives import accumulate, comparison, elementwise, product, quantization, requantize, whole
 
 ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2, requantize.NEAREST_HALF_STEP: 3}
 ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
@@ -33,14 +33,14 @@ def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
     return [call.constant(tensor) for tensor in torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]
 
 
-@form(boundary.quantize)
+@form(quantization.quantize)
 def _quantize(call: Call, input: Value, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
     assert scale.constant is not None
     y = call.result()
     call.emit("quantize", [input.dtype, y.dtype], y.count, input, float(scale.constant), low, high, zero_point, y)
 
 
-@form(boundary.dequantize)
+@form(quantization.dequantize)
 def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> None:
     y = call.result()
     call.emit("dequantize", [input.dtype, y.dtype], *_beside(call, scale), input, scale, zero_point, y)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.compiled import loaded_library, packed
-from fxquant.kernels.record import ALIGNMENT, Bound, Built, Refused, Site
+from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, Refused, Site
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
-from fxquant.primitives.dynamic import MAGNITUDE, centred
+from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 from fxquant.support.addresses import address, point
 
 

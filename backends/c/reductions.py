@@ -10,7 +10,7 @@ import torch
 
 from fxquant.backends.c.broadcast import around, joined, steps, strides_of
 from fxquant.backends.c.program import Call, Value, Window, form
-from fxquant.primitives import accumulate, dynamic, matrix, pool, position, product, resize, scatter, selection, transposed, whole
+from fxquant.primitives import accumulate, matrix, pool, position, product, resize, runtime_scales, scatter, selection, transposed, whole
 
 
 def _window(call: Call, input: Value, kernel: list[int], stride: list[int], before: list[int], dilation: list[int] | None = None) -> Window:
@@ -69,7 +69,7 @@ def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None
     call.emit("linear", _sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias, y)
 
 
-@form(dynamic.dynamic_linear)
+@form(runtime_scales.dynamic_linear)
 def _dynamic_linear(call: Call, input: Value, weight: Value, scale: Value, bias: Value | None) -> None:
     y = call.result()
     columns, terms = weight.shape
