@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.epilogue import Clamp
+from fxquant.numerics.clamping import clamped
 from fxquant.ops.core.record import Adapt, Instead, Operator, Parameter, register
 
 Guard = Callable[[fx.Node, dict[str, Any]], str | None]
@@ -61,7 +65,7 @@ def declare(
     by_name   whether what PyTorch has of the operator's name calls it
     calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
     modules   classes whose modules hold their arguments under other names: module -> arguments
-    refuses   guards: the first that gives a reason keeps the node in float
+    refuses   guards: the first that gives a reason keeps the node in float; asked where operands are tensors of known shape
     fields    other fields of the record (`Operator`)
     """
     name = name or meaning.__name__
@@ -87,7 +91,7 @@ def declare(
             functions={form: how for form, how in every.items() if callable(form) and form is not own},
             methods={form: how for form, how in every.items() if isinstance(form, str)},
             modules={**{kind: settings_of(p for p in canonical if p not in given) for kind in classes}, **(modules or {})},
-            refuses=first_reason(*([refuses] if callable(refuses) else refuses)),
+            refuses=_where_known(given, first_reason(*([refuses] if callable(refuses) else refuses))),
             parameters=canonical,
             **fields,
         )
@@ -103,6 +107,16 @@ def spelled(*names: str) -> list[Any]:
         places = [getattr(home, name) for home in homes if hasattr(home, name)]
         found += [*dict.fromkeys(places), *([name] if hasattr(Tensor, name) else [])]
     return found
+
+
+def function_and_method(how: Adapt | None, *names: str) -> dict[Any, Adapt | None]:
+    """Return the functions of torch and the methods of tensors of these names, with how their arguments become canonical ones."""
+    return {form: how for name in names for form in (getattr(torch, name), name)}
+
+
+def listed(values: Sequence[Any]) -> list[Any]:
+    """Return what PyTorch takes one by one, as x.permute(0, 2, 1), or as one list, as x.permute((0, 2, 1))."""
+    return list(values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values)
 
 
 def module_of(name: str) -> list[type]:
@@ -128,14 +142,29 @@ def first_reason(*guards: Guard) -> Guard:
     return lambda node, arguments: next((reason for guard in guards if (reason := guard(node, arguments)) is not None), None)
 
 
+def _where_known(operands: Iterable[str], guard: Guard) -> Guard:
+    """Return the guard for nodes whose operands are tensors of known shape; of any other, what is not a tensor is the reason."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        read: list[fx.Node] = []
+        fx.map_arg([arguments.get(name) for name in operands], read.append)
+        return guard(node, arguments) if all(isinstance(fact(value), TensorFact) for value in read) else None
+
+    return refuses
+
+
 def _float_function(function: Function, name: str, meaning: Function, canonical: Mapping[str, Any]) -> Function:
-    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be."""
+    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be.
+
+    A `clamp` is of an operator that absorbs one.
+    """
     names = tuple(canonical)
     defaults = {name: value for name, value in canonical.items() if value is not inspect.Parameter.empty}
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, clamp: Clamp | None = None, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return function(given.pop(names[0]), **given)
+        value = function(given.pop(names[0]), **given)
+        return value if clamp is None else clamped(value, *clamp)
 
     return _named(called, name, meaning)
 

@@ -23,18 +23,13 @@ from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d, avg_pool3d, needs_b
 AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
 
 
-def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        p = arguments["norm_type"]
-        if not isinstance(p, int | float) or not 0 < p < math.inf:
-            return f"the {p}-norm has no integer form"
-        return needs_batch(rank)(node, arguments)
-
-    return refuses
+def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    p = arguments["norm_type"]
+    return None if isinstance(p, int | float) and 0 < p < math.inf else f"the {p}-norm has no integer form"
 
 
 def _lp_pool(rank: int) -> Callable[..., Any]:
-    @composite(name=f"lp_pool{rank}d", refuses=_refuses(rank))
+    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)))
     def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         """Return the p-norm of windows in one, two or three dimensions."""
         count = float(math.prod(sizes(kernel_size, rank)))
