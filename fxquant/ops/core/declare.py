@@ -170,8 +170,8 @@ def _float_function(function: Function, name: str, meaning: Function, canonical:
 
 
 def _named(function: Function, name: str, meaning: Function) -> Function:
-    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's keep theirs."""
-    if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function):
+    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's, and one so named, keep theirs."""
+    if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function) and function.__name__ != name:
         function.__name__, function.__qualname__, function.__module__ = name, name, meaning.__module__
         function.__doc__ = meaning.__doc__
     return function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,10 +16,11 @@ from fxquant.ir.facts import BatchDim, Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
-from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.constants import on_the_output, selected
+from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import fixed
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead
 from fxquant.ops.indexing.embedding import embedding
@@ -28,10 +29,6 @@ from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of
 from fxquant.primitives import selection, shape
 
 WHOLE = builtins.slice(None)
-
-
-def _getitem(input: Tensor, index: list[Any]) -> Tensor:
-    return input[tuple(index)]
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
@@ -53,31 +50,23 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
         size = 1 if entry is None else next(remaining)
         if isinstance(entry, builtins.slice):
             result.append(len(range(*entry.indices(size))) if isinstance(size, int) else -1)
-        elif entry is None:
-            result.append(1)
         elif not isinstance(entry, int):
-            result.append(len(entry))
+            result.append(1 if entry is None else len(entry))
     return result
 
 
-def _pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    places: tuple[Any, ...] = (*[WHOLE] * dim, index)
-    return input[places]
-
-
-def _onnx_pick(c: Call) -> str:
+def places_of(c: Call) -> str:
+    """Return the index of a call, which may be a constant."""
     index = c.arguments.get("index")
-    places = index if isinstance(index, str) else c.e.constant(c.real("index"))
-    return c.do("Gather", c.operand("input"), places, axis=c["dim"])
+    return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
         return "its index is not an integer tensor"
-    if is_parameter(arguments["input"]) and known.dtype != torch.float32:
-        return "it indexes a constant that is not a float32 tensor"
-    return None if isinstance(known.shape[arguments["dim"]], int) else "it indexes the batch"
+    constant = is_parameter(arguments["input"]) and known.dtype != torch.float32
+    return "it indexes a constant that is not a float32 tensor" if constant else None
 
 
 def _computed(entry: Any) -> bool:
@@ -86,22 +75,22 @@ def _computed(entry: Any) -> bool:
 
 @lowered(
     operands=("input",),
-    function=_pick,
+    function=lambda input, dim, index: input[(*[WHOLE] * dim, index)],
     moves=True,
     reads=("index",),
     observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
-    onnx=_onnx_pick,
-    refuses=_refuses_pick,
+    onnx=lambda c: c.do("Gather", c.operand("input"), places_of(c), axis=c["dim"]),
+    refuses=(_refuses_pick, fixed(because="it indexes the batch")),
     demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
 )
 def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
     """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
-    if isinstance(input, Tensor):
-        places = lowering.given("index", index, torch.int64)
-        return lowering.result(
-            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
-        )
-    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
+    at = lowering.given("index", index, torch.int64)
+    if isinstance(input, Quantized):
+        return input.with_value(lowering.call(selection.pick, input.value, dim, at))
+    return lowering.result(
+        lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, at), lambda: pick(input, dim, index)
+    )
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
@@ -183,10 +172,7 @@ def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Inst
 
 def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     index = arguments["index"]
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact):
-        return None
-    entries = zip([entry for entry in index if entry is not None], known.shape, strict=True)
+    entries = zip([entry for entry in index if entry is not None], shape_of(arguments["input"]), strict=True)
     reason = next((reason for reason in itertools.starmap(_refuses_entry, entries) if reason is not None), None)
     if reason is not None:
         return reason
@@ -268,22 +254,19 @@ def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_siz
     return _along(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
 
 
-# Where the dimension stands among the arguments of what returns a tensor in pieces.
-_SPLITS: dict[Any, int] = {
-    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"), 2),
-    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_chunk, torch.unsafe_split), 2),
+# What returns a tensor in pieces, with where the dimension stands among its arguments, or the dimension from the rank.
+_SPLITS = function_and_method(None, "chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+_SPLITS_ALONG: dict[Any, Any] = {
+    **function_and_method(lambda rank: min(1, rank - 1), "hsplit"),
+    **function_and_method(lambda rank: 0, "vsplit"),
+    **function_and_method(lambda rank: 2, "dsplit"),
 }
-_SPLITS_ALONG: dict[Any, Callable[[int], int]] = {  # the dimension from the rank
-    **dict.fromkeys(("hsplit", torch.hsplit), lambda rank: min(1, rank - 1)),
-    **dict.fromkeys(("vsplit", torch.vsplit), lambda rank: 0),
-    **dict.fromkeys(("dsplit", torch.dsplit), lambda rank: 2),
-}
-_UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
+_UNBINDS = function_and_method(None, "unbind")
 
 
 def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     """Return one piece of a split tensor, as an index of the whole."""
-    position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
+    position = 1 if pieces.target in _UNBINDS else 2 if pieces.target in _SPLITS or pieces.target in _SPLITS_ALONG else None
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
         return f"it selects a result of %{pieces.name}, which is computed in float"
@@ -308,15 +291,12 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
 @lowered(
     "select",
     "index_select",
-    function=_getitem,
+    function=lambda input, index: input[tuple(index)],
     adapt=_selected,
     calls={
-        operator.getitem: _indexed,
-        torch.narrow: _narrowed,
-        torch.repeat_interleave: _interleaved,
-        "__getitem__": _indexed,
-        "narrow": _narrowed,
-        "repeat_interleave": _interleaved,
+        **dict.fromkeys((operator.getitem, "__getitem__"), _indexed),
+        **function_and_method(_narrowed, "narrow"),
+        **function_and_method(_interleaved, "repeat_interleave"),
     },
     moves=True,
     idle=_keeps_everything,
@@ -338,8 +318,7 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
     for dim, (entry, size) in enumerate(entries):
         if not isinstance(entry, int | builtins.slice):
             assert isinstance(size, int)
-            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
-            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
+            value = selected(lowering, value, dim, torch.as_tensor(entry, dtype=torch.int64, device=lowering.device) % size)
     if any(entry is None or isinstance(entry, int) for entry in index):
         value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
     return input.with_value(value)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import Guard, module_of, settings_of
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
@@ -125,17 +126,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
 
     function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
     function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
-    function.__signature__ = _signature(function, kind)  # type: ignore[attr-defined]
     return function, lower, folded
-
-
-def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
-    """Return the function's, with the attributes by name."""
-    own = inspect.signature(function)
-    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
-    before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    behind = [p for p in own.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    return own.replace(parameters=[*before, *named, *behind])
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -148,9 +139,6 @@ class Margin(NamedTuple):
     mode: str
 
 
-_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
-
-
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
     """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
     rank = len(kernel)
@@ -161,7 +149,7 @@ def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros"
         pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
     if all(before == behind for before, behind in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
         return [before for before, _ in pairs]
-    return Margin([size for pair in reversed(pairs) for size in pair], _MODES[mode])
+    return Margin([size for pair in reversed(pairs) for size in pair], "constant" if mode == "zeros" else mode)
 
 
 def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -182,22 +170,12 @@ def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _convolution_module(module: Any) -> dict[str, Any]:
-    return {
-        **_parameters(module),
-        **{name: getattr(module, name) for name in ("stride", "dilation", "groups")},
-        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode),
-    }
-
-
-def _parameters(module: Any) -> dict[str, Any]:
-    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
+    padding = _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode)
+    given: Any = settings_of(("weight", "bias", *PLAIN.attributes))(module)
+    return {**given, "padding": padding}
 
 
 # ---- transposed convolution -----------------------------------------------------------------------------------------
-
-
-def _transposed_module(module: Any) -> dict[str, Any]:
-    return {**_parameters(module), **{name: getattr(module, name) for name in REVERSED.attributes}}
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -213,10 +191,7 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-# ---- the records ----------------------------------------------------------------------------------------------------
-
-
-def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def _refuses(rank: int) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         operand = shape_of(arguments["input"])
         if operand is not None and len(operand) != rank + 2:
@@ -229,49 +204,47 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
 # ---- as operators of ONNX -------------------------------------------------------------------------------------------
 
 
-def _onnx_window(c: Call, rank: int) -> dict[str, Any]:
-    padding = sizes(c["padding"], rank)
-    if c.arguments.get("padding_mode", "zeros") != "zeros":
-        padding = [0] * rank  # it is put around the operand first
-    # One size for each dimension, or the sizes before and behind each, the last dimension first.
-    pads = padding * 2 if len(padding) == rank else [*padding[::2][::-1], *padding[1::2][::-1]]
-    return {"strides": sizes(c["stride"], rank), "pads": pads, "dilations": sizes(c["dilation"], rank), "group": c["groups"]}
+def _onnx_window(c: Call) -> dict[str, Any]:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    stride, padding, dilation = (sizes(c[name], len(kernel)) for name in ("stride", "padding", "dilation"))
+    return {"kernel_shape": kernel, "strides": stride, "pads": padding * 2, "dilations": dilation, "group": c["groups"]}
 
 
 def _onnx_convolution(c: Call) -> str:
-    kernel = list(c.constants["weight"][0].shape[2:])
-    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel))}
+    attributes = _onnx_window(c)
+    rank = len(attributes["kernel_shape"])
     operand = c.selected()  # with its own elements around it, where it is padded with those
-    if len(kernel) == 1 and c.as_convolution():
-        pads = attributes["pads"]
-        attributes.update(
-            {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}, pads=[pads[0], 0, pads[1], 0]
-        )
+    if rank == 1 and c.as_convolution():
+        before, behind = attributes["pads"]
+        attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}
+        attributes["pads"] = [before, 0, behind, 0]
         flat = c.unsqueezed(operand, 3)
         made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
         return c.epilogue(c.squeezed(made, 3))
-    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
+    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), rank))
 
 
 def _onnx_transposed(c: Call) -> str:
-    kernel = list(c.constants["weight"][0].shape[2:])
-    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
-    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), len(kernel)))
+    attributes = _onnx_window(c)
+    rank = len(attributes["kernel_shape"])
+    attributes["output_padding"] = sizes(c["output_padding"], rank)
+    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), rank))
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[[Any], dict[str, Any]], normalize: Any) -> Any:
+def _register(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
     function, lower, folded = _convolution(kind, rank)
     register(
         Operator(
-            f"{kind.name}{rank}d",
+            function.__name__,
             function,
             ("input",),
             lower,
+            parameters={"input": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "bias": None, **kind.attributes},
             functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
-            modules={module: extract},
+            modules=dict.fromkeys(module_of(function.__name__), extract),
             read_off=frozenset({"output_size"} if kind is REVERSED else ()),
             traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
             absorbs=ABSORBED,
@@ -284,15 +257,14 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
             # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
             macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
-            onnx=_onnx_transposed if kind is REVERSED else _onnx_convolution,
+            onnx=onnx,
         )
     )
     return function
 
 
-conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _padded)
-conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _padded)
-conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _padded)
-conv_transpose1d = _register(REVERSED, 1, nn.ConvTranspose1d, _transposed_module, _output_padding)
-conv_transpose2d = _register(REVERSED, 2, nn.ConvTranspose2d, _transposed_module, _output_padding)
-conv_transpose3d = _register(REVERSED, 3, nn.ConvTranspose3d, _transposed_module, _output_padding)
+_taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))
+conv1d, conv2d, conv3d = (_register(PLAIN, rank, _convolution_module, _padded, _onnx_convolution) for rank in (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = (
+    _register(REVERSED, rank, _taken, _output_padding, _onnx_transposed) for rank in (1, 2, 3)
+)

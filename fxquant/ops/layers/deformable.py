@@ -18,6 +18,7 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
@@ -141,8 +142,7 @@ def deformed_taps(
     def exact() -> Any:
         moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
         moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
-        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
-        moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
+        moved = selected(lowering, moved, 5, [1, 0], "order")
         moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
         images = input.value
         if groups > 1:

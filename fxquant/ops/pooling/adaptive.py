@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import Guard, first_reason, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
@@ -23,7 +23,7 @@ from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, spatial, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
-from fxquant.primitives import pool, shape
+from fxquant.primitives import pool
 from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT
 
@@ -119,8 +119,7 @@ def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tu
         taps = max(stop - start for start, stop in windows)
         chosen = [min(start + tap, stop - 1) for start, stop in windows for tap in range(taps)]
         if chosen != list(range(length)):
-            stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device, dtype=torch.int64), torch.int64)
-            value = lowering.call(shape.select, value, axis - rank, stored)
+            value = selected(lowering, value, axis - rank, chosen, f"indices{axis}")
         kernel.append(taps)
         places.append(chosen)
     return value, kernel, places
