@@ -52,6 +52,7 @@ def declare(
     calls: Mapping[Any, Adapt | None] | None = None,
     modules: Mapping[type, Function] | None = None,
     refuses: Guard | Iterable[Guard] = (),
+    settings: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Callable[..., Tensor]:
     """Register an operator and return its float function.
@@ -66,12 +67,13 @@ def declare(
     calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
     modules   classes whose modules hold their arguments under other names: module -> arguments
     refuses   guards: the first that gives a reason keeps the node in float; asked where operands are tensors of known shape
+    settings  canonical parameters behind those of `meaning`, with their defaults, which it takes as keywords, **
     fields    other fields of the record (`Operator`)
     """
     name = name or meaning.__name__
     parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
-    canonical = {p.name: p.default for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
-    given = [p for p in canonical if parameters[p].annotation in ACTIVATIONS] if operands is None else operands
+    canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD} | (settings or {})
+    given = [name for name, p in parameters.items() if p.annotation in ACTIVATIONS] if operands is None else operands
     found = [
         *(f for f in forms if callable(f) and not isinstance(f, type)),
         *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),

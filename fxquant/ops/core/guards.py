@@ -82,3 +82,14 @@ def fixed_along(dims: str, because: str, name: str = "input") -> Guard:
 def are_fixed(sizes: Iterable[Any]) -> bool:
     """Return whether none of these sizes depends on the batch size."""
     return all(isinstance(size, int) for size in sizes)
+
+
+def known_size(size: Any) -> int:
+    """Return a size that does not depend on the batch size."""
+    assert isinstance(size, int)
+    return size
+
+
+def known_sizes(sizes: Iterable[Any]) -> list[int]:
+    """Return sizes of which none depends on the batch size."""
+    return list(map(known_size, sizes))

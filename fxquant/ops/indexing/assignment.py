@@ -17,6 +17,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real, selected
 from fxquant.ops.core.declare import function_and_method, lowered, spelled
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_size
 from fxquant.ops.core.places import index_put, is_list, plain_entries
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.selection import where
@@ -30,12 +31,9 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
     """Return where an entry writes along a dimension; None: everywhere."""
     if isinstance(entry, builtins.slice) and entry == WHOLE:
         return None
-    assert isinstance(size, int)
-    if isinstance(entry, builtins.slice):
-        found = list(range(*entry.indices(size)))
-    else:
-        found = [int(position) % size for position in ([entry] if isinstance(entry, int) else torch.as_tensor(entry).flatten().tolist())]
-    return None if found == list(range(size)) else found
+    every = list(range(known_size(size)))
+    found = every[entry] if isinstance(entry, builtins.slice) else [every[place] for place in torch.as_tensor(entry).flatten().tolist()]
+    return None if found == every else found
 
 
 def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
@@ -152,9 +150,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
     device = lowering.device
     mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
     for dim, found in written.items():
-        size = whole[dim]
-        assert isinstance(size, int)
-        along = torch.zeros(size, dtype=torch.bool, device=device)
+        along = torch.zeros(known_size(whole[dim]), dtype=torch.bool, device=device)
         along[found] = True
         mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
 
@@ -162,7 +158,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
 
     def source(dim: int) -> Tensor:
         """Return which of the value's elements each position takes; one that is not written to takes any."""
-        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
+        found = torch.zeros(known_size(whole[dim]), dtype=torch.int64, device=device)
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found
 

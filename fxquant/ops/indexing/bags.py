@@ -27,6 +27,7 @@ from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
+from fxquant.ops.reduction.progression import length_of
 
 
 def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, *settings: Any) -> Tensor:
@@ -132,8 +133,7 @@ def embedding_bag(
     The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
     have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
     """
-    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
-    assert isinstance(rows, int)
+    bags, rows = _places(input, offsets, include_last_offset), length_of(weight, 0)
     padding = None if padding_idx is None else padding_idx % rows
     filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
     if bags:

@@ -20,7 +20,7 @@ from fxquant.ops.core.constants import on_the_output, selected
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import fixed
+from fxquant.ops.core.guards import fixed, known_size
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead
 from fxquant.ops.indexing.embedding import embedding
@@ -317,8 +317,8 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
         value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
     for dim, (entry, size) in enumerate(entries):
         if not isinstance(entry, int | builtins.slice):
-            assert isinstance(size, int)
-            value = selected(lowering, value, dim, torch.as_tensor(entry, dtype=torch.int64, device=lowering.device) % size)
+            chosen = torch.as_tensor(entry, dtype=torch.int64, device=lowering.device) % known_size(size)
+            value = selected(lowering, value, dim, chosen)
     if any(entry is None or isinstance(entry, int) for entry in index):
         value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
     return input.with_value(value)

@@ -10,7 +10,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import function_and_method, listed, lowered
 from fxquant.ops.core.demands import Same
-from fxquant.ops.core.guards import are_fixed, fixed_along
+from fxquant.ops.core.guards import are_fixed, fixed_along, known_size
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 
@@ -29,9 +29,7 @@ def flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
     """Return the elements in reverse order along `dims`."""
     value = input.value
     for dim in dims:
-        size = input.shape[dim]
-        assert isinstance(size, int)
-        value = selected(lowering, value, dim, range(size - 1, -1, -1), f"indices{dim}")
+        value = selected(lowering, value, dim, reversed(range(known_size(input.shape[dim]))), f"indices{dim}")
     return input.with_value(value)
 
 
@@ -54,8 +52,7 @@ def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int
     """
     value = input.value
     for shift, dim in zip(shifts, dims, strict=True):
-        size = input.shape[dim]
-        assert isinstance(size, int)
+        size = known_size(input.shape[dim])
         if size and shift % size:
             cut = size - shift % size
             ends = [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ((cut, size), (0, cut))]

@@ -24,6 +24,7 @@ from fxquant.ops.core.creation import made_number
 from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_size
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of
@@ -132,8 +133,7 @@ def _summed(c: Call, places: str) -> str:
 )
 def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
     """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
-    terms = src.shape[dim]
-    assert isinstance(terms, int)
+    terms = known_size(src.shape[dim])
     largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     places = lowering.given("index", index, torch.int64)
     total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)

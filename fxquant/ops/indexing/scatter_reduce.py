@@ -62,8 +62,9 @@ def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: 
         total = total if alone else build(add, input, total, demand=INNER)
         return build(mul, total, reciprocal_of(build, build(add, many, 1.0, demand=COUNTS)))
     share = reciprocal_of(build, build(clamp, many, 1.0, None))
-    mean = build(mul, total, share, demand=None if alone else INNER)
-    return mean if alone else build(where, build(torch.gt, many, 0.0), mean, input)
+    if alone:
+        return build(mul, total, share)
+    return build(where, build(torch.gt, many, 0.0), build(mul, total, share, demand=INNER), input)
 
 
 # ---- the larger and the smaller ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fxquant.ops.core import equations
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import Guard, composite
 from fxquant.ops.core.equations import is_computed
-from fxquant.ops.core.guards import are_fixed
+from fxquant.ops.core.guards import are_fixed, known_size, known_sizes
 from fxquant.ops.core.record import Instead, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add
@@ -67,7 +67,7 @@ def _expand(
     inner = int(number.coefficient) if isinstance(number, BatchDim) else number
     shape, weights = build.fact(input).shape, build.fact(weight).shape
     channels, results = _each(shape[1], number), _each(weights[0], number)
-    kernel, image = [int(size) for size in weights[2:]], [int(size) for size in shape[2:]]  # type: ignore[arg-type]
+    kernel, image = known_sizes(weights[2:]), known_sizes(shape[2:])
     steps, apart = sizes(stride, rank), sizes(dilation, rank)
     around = _margins(padding, kernel, apart)
     if rank == 1:
@@ -75,7 +75,7 @@ def _expand(
     if by_item or rank == 1:
         input = build(reshape, input, [-1, channels, *image])
     columns = build(unfold, input, kernel, apart, around, steps)
-    taps = int(weights[1]) * kernel[0] * kernel[1]  # type: ignore[arg-type]
+    taps = known_size(weights[1]) * kernel[0] * kernel[1]
     windows = build.fact(columns).shape[2]
     matrix = build(reshape, weight, [-1 if by_item else 1, inner, results // inner, taps])
     result = build(matmul, matrix, build(reshape, columns, [-1, inner, taps, windows]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import Guard, module_of, settings_of
+from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Operator, register
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
@@ -104,13 +102,14 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         lowering: Lowering,
         input: Quantized,
         weight: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | None = None,
         *,
         batch_norm: BatchNorm | None = None,
         residual: Quantized | None = None,
         clamp: Clamp | None = None,
         **attributes: Any,
     ) -> Quantized:
+        """Compute a convolution, or a transposed one, with the batch norm, residual and clamp that are fused into it."""
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
         product = Product(
@@ -124,8 +123,6 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         )
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
-    function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
-    function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
     return function, lower, folded
 
 
@@ -191,14 +188,8 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-def _refuses(rank: int) -> Guard:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        operand = shape_of(arguments["input"])
-        if operand is not None and len(operand) != rank + 2:
-            return "its input has no batch dimension"
-        return refuses_weighted(node, arguments)
-
-    return refuses
+def _refuses_batch(rank: int) -> Guard:
+    return lambda node, arguments: None if len(fact(arguments["input"]).shape) == rank + 2 else "its input has no batch dimension"
 
 
 # ---- as operators of ONNX -------------------------------------------------------------------------------------------
@@ -234,37 +225,34 @@ def _onnx_transposed(c: Call) -> str:
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def _register(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
+def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
+    name = f"{kind.name}{rank}d"
     function, lower, folded = _convolution(kind, rank)
-    register(
-        Operator(
-            function.__name__,
-            function,
-            ("input",),
-            lower,
-            parameters={"input": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "bias": None, **kind.attributes},
-            functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
-            modules=dict.fromkeys(module_of(function.__name__), extract),
-            read_off=frozenset({"output_size"} if kind is REVERSED else ()),
-            traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
-            absorbs=ABSORBED,
-            refuses=_refuses(rank),
-            sums=True,
-            normalize=normalize,
-            folded=folded,
-            weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
-            channels=lambda arguments: 1,
-            rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
-            # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
-            macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
-            onnx=onnx,
-        )
+    declared = lowered(
+        name=name,
+        function=function,
+        settings=kind.attributes,
+        adapt=convolved(rank) if kind is PLAIN and rank in COMPUTED else None,
+        modules=dict.fromkeys(module_of(name), extract),
+        read_off=frozenset({"output_size"} if kind is REVERSED else ()),
+        traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
+        absorbs=ABSORBED,
+        refuses=(_refuses_batch(rank), refuses_weighted),
+        sums=True,
+        normalize=normalize,
+        folded=folded,
+        weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+        channels=lambda arguments: 1,
+        rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
+        # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
+        macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+        onnx=onnx,
     )
-    return function
+    return declared(lower)
 
 
 _taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))
-conv1d, conv2d, conv3d = (_register(PLAIN, rank, _convolution_module, _padded, _onnx_convolution) for rank in (1, 2, 3))
+conv1d, conv2d, conv3d = (_declare(PLAIN, rank, _convolution_module, _padded, _onnx_convolution) for rank in (1, 2, 3))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = (
-    _register(REVERSED, rank, _taken, _output_padding, _onnx_transposed) for rank in (1, 2, 3)
+    _declare(REVERSED, rank, _taken, _output_padding, _onnx_transposed) for rank in (1, 2, 3)
 )

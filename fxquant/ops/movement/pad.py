@@ -17,6 +17,7 @@ from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_size
 from fxquant.ops.core.record import operator_of
 from fxquant.primitives import shape
 
@@ -155,7 +156,6 @@ def pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str = "c
     result = input.value
     for dim, (begin, end) in enumerate(margins):
         if (begin, end) != (0, 0):
-            size = input.shape[dim]
-            assert isinstance(size, int)
-            result = selected(lowering, result, dim, elements(mode, size, begin, end), f"indices{dim}")
+            places = elements(mode, known_size(input.shape[dim]), begin, end)
+            result = selected(lowering, result, dim, places, f"indices{dim}")
     return input.with_value(result)

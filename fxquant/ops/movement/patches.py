@@ -18,7 +18,7 @@ from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import fixed_sizes
+from fxquant.ops.core.guards import fixed_sizes, known_size
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import numbers, rank_of, result_varying
@@ -84,13 +84,10 @@ def unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any
         margins = [0, 0, windows[0][2], windows[1][2]]
         value = lowering.call(shape.pad, value, margins, margins, 0)
     for axis, window in enumerate(windows):
-        length = input.shape[2 + axis]
-        assert isinstance(length, int)
-        places = _taps(length, window)
+        places = _taps(known_size(input.shape[2 + axis]), window)
         value = selected(lowering, value, 2 + axis, itertools.chain(*places), f"indices{axis}")
         parts += [len(places), len(places[0])]
-    channels, taps = input.shape[1], parts[0] * parts[2]
-    assert isinstance(channels, int)
+    channels, taps = known_size(input.shape[1]), parts[0] * parts[2]
     value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
     return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
 
@@ -204,9 +201,7 @@ def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str |
 )
 def unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
     """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
-    rank, length = len(input.shape), input.shape[dimension]
-    assert isinstance(length, int)
-    starts = range(0, length - size + 1, step)
+    rank, starts = len(input.shape), range(0, known_size(input.shape[dimension]) - size + 1, step)
     value = selected(lowering, input.value, dimension, [start + tap for start in starts for tap in range(size)])
     split = numbers(input.shape)
     split[dimension : dimension + 1] = [len(starts), size]

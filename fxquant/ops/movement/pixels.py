@@ -5,7 +5,7 @@ from __future__ import annotations
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import Guard, lowered
 from fxquant.ops.core.demands import Same
-from fxquant.ops.core.guards import fixed_sizes
+from fxquant.ops.core.guards import fixed_sizes, known_sizes
 from fxquant.ops.core.samples import sample
 from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
@@ -21,13 +21,6 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
     return input.with_value(lowering.call(shape.reshape, value, [*numbers(input.shape[: len(input.shape) - trailing]), *joined]))
 
 
-def _last(input: Quantized, count: int) -> list[int]:
-    """Return the last `count` sizes, which do not depend on the batch."""
-    sizes = [size for size in input.shape[len(input.shape) - count :] if isinstance(size, int)]
-    assert len(sizes) == count
-    return sizes
-
-
 def _refuses(start: int) -> tuple[Guard, Guard]:
     """Refuse an operator that rearranges a dimension, from the dimension `start` on, whose size depends on the batch."""
     return fixed_sizes("it rearranges the batch", start=start), result_varying
@@ -37,7 +30,7 @@ def _refuses(start: int) -> tuple[Guard, Guard]:
 def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
     """Channels moved into blocks of `upscale_factor`² pixels."""
     factor = upscale_factor
-    channels, height, width = _last(input, 3)
+    channels, height, width = known_sizes(input.shape[-3:])
     channels //= factor * factor
     joined = [channels, height * factor, width * factor]
     return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
@@ -47,7 +40,7 @@ def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> 
 def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
     """Blocks of `downscale_factor`² pixels moved into channels."""
     factor = downscale_factor
-    channels, height, width = _last(input, 3)
+    channels, height, width = known_sizes(input.shape[-3:])
     height, width = height // factor, width // factor
     joined = [channels * factor * factor, height, width]
     return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
@@ -56,7 +49,7 @@ def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int)
 @lowered("native_channel_shuffle", demand=Same(), carries=("input",), refuses=_refuses(1), samples=(sample(input=(6, 2, 2), groups=2),))
 def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
     """Return the channels of `groups` groups in turn."""
-    channels, *spatial = _last(input, len(input.shape) - 1)
+    channels, *spatial = known_sizes(input.shape[1:])
     order = [1, 0, *range(2, 2 + len(spatial))]
     split = [groups, channels // groups, *spatial]
     return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])

@@ -18,10 +18,10 @@ from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import Guard, first_reason, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import are_fixed
+from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, spatial, too_many, with_places_too
+from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
 from fxquant.primitives import pool
 from fxquant.primitives.matrix import transform
@@ -54,7 +54,7 @@ def refuses_adaptive(rank: int, sums: bool) -> Guard:
         if not are_fixed(counts):
             return "its output size is computed"
         window = _kernel(shape, counts)
-        limit = POOLED_EXACT if window is not None and window != spatial(shape, rank) else FLOAT32_EXACT
+        limit = POOLED_EXACT if window is not None and window != known_sizes(shape[-rank:]) else FLOAT32_EXACT
         return too_many(_largest(shape, counts), limit) if sums else None
 
     return first_reason(needs_batch(rank), refuses)
@@ -66,7 +66,7 @@ def refuses_adaptive(rank: int, sums: bool) -> Guard:
 def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: Clamp | None = None) -> Quantized:
     """Return the mean of each window of the last dimensions: sums, with the division inside the requantization multiplier."""
     rank = len(counts)
-    lengths = spatial(input.shape, rank)
+    lengths = known_sizes(input.shape[-rank:])
     window = _kernel(input.shape, counts)
     if window == lengths:
         return lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
@@ -81,7 +81,7 @@ def onnx_means(c: Call, counts: list[int]) -> str:
     """Return the means as one standard operator where the windows are alike, and as products with matrices where they are not."""
     if c.primitive(transform) is None:
         return onnx_average_pool(c)
-    lengths = spatial(c.operand_shape, len(counts))
+    lengths = known_sizes(c.operand_shape[-len(counts) :])
     boxes = [box(length, count) for length, count in zip(lengths, counts, strict=True)]
     means = [None if one is None else one / one.sum(1, keepdim=True) for one in boxes]
     return c.epilogue(onnx_matrices(c, c.input, c.operand_shape, means))
@@ -112,7 +112,7 @@ def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tu
     Where windows differ, a smaller one holds its last element again.
     """
     value, rank = input.value, len(counts)
-    lengths = spatial(input.shape, rank)
+    lengths = known_sizes(input.shape[-rank:])
     kernel, places = [], []
     for axis, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         windows = uneven_windows(length, count)

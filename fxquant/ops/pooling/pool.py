@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import Guard, first_reason, lowered, module_of
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import are_fixed
+from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, operator_named
 from fxquant.ops.core.traits import Trait
@@ -32,11 +33,7 @@ from fxquant.primitives.pool import POOLED_EXACT
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
-    """Return the sizes of the last `rank` dimensions, which do not depend on the batch."""
-    found = list(shape[-rank:])
-    assert all(isinstance(size, int) for size in found)
-    return found
+WINDOW = {"kernel_size": inspect.Parameter.empty, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}  # of a maximum
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
@@ -84,7 +81,7 @@ def refuses_max_pool(rank: int) -> Guard:
     """Refuse what `needs_batch` does, and windows that meet no element."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        lengths = spatial(shape_of(arguments["input"]), rank)
+        lengths = known_sizes(shape_of(arguments["input"])[-rank:])
         kernel, steps = kernel_and_steps(arguments["kernel_size"], arguments["stride"], rank)
         rows = zip(lengths, kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True)
         empty = any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows)
@@ -139,6 +136,7 @@ def _onnx_max_pool(c: Call) -> str:
 def _max_pool(rank: int) -> Callable[..., Tensor]:
     @lowered(
         name=f"max_pool{rank}d",
+        settings=WINDOW,
         **with_places_too(f"max_pool{rank}d"),
         demand=Same(),
         idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
@@ -147,18 +145,10 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
         refuses=refuses_max_pool(rank),
         onnx=_onnx_max_pool,
     )
-    def max_pool(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Quantized:
+    def max_pool(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
         """Return the maximum over windows in one, two or three dimensions."""
-        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
-        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+        placed = window_padding(known_sizes(input.shape[-rank:]), **window)
+        return input.with_value(lowering.call(pool.max_pool, input.value, *placed))
 
     return max_pool
 
@@ -183,7 +173,7 @@ def _lower_avg_pool(rank: int) -> Callable[..., Quantized]:
         clamp: Clamp | None = None,
     ) -> Quantized:
         """Return the mean over windows in one, two or three dimensions."""
-        kernel, steps, begin, end, _ = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, 1, ceil_mode)
+        kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
         counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
@@ -246,7 +236,7 @@ def window_divisor(
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
     counts = torch.ones((), dtype=torch.float32, device="cpu")
-    for size, taps, step, padding, tail in zip(spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
+    for size, taps, step, padding, tail in zip(known_sizes(shape[-len(kernel) :]), kernel, stride, begin, end, strict=True):
         starts = range(0, size + padding + tail - taps + 1, step)
         low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
         sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
@@ -292,19 +282,8 @@ def onnx_average_pool(c: Call) -> str:
 def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
     """Declare the average of this rank, and return its float function and its integer meaning."""
 
-    def averaged(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        *,
-        clamp: Clamp | None = None,
-    ) -> Tensor:
-        extra = () if rank == 1 else (divisor_override,)
-        value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
+    def averaged(input: Tensor, *window: Any, clamp: Clamp | None = None) -> Tensor:
+        value = AVG_POOLS[rank](input, *window[: 5 if rank == 1 else 6])  # in one dimension without divisor_override
         return value if clamp is None else clamped(value, *clamp)
 
     declared = lowered(

@@ -15,7 +15,7 @@ from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import Guard, lowered
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import NO_DIMENSIONS
+from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform
@@ -32,9 +32,8 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
     """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
     images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
-    images = images and all(isinstance(length, int) for length in input.shape[1:])
-    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
-        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
+    if lowering.arithmetic.rescales_by_layers and images and are_fixed(input.shape[1:]) and divisor == terms:
+        channels, *size = known_sizes(input.shape[1:])
         attributes = ([1, 1], [0, 0], [1, 1], channels)
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
         averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)

@@ -17,9 +17,10 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import Guard, composite, lowered, module_of
 from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_sizes
 from fxquant.ops.core.record import operator_named
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
-from fxquant.ops.pooling.pool import kernel_and_steps, refuses_max_pool, spatial, window_padding
+from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
 from fxquant.primitives import position
 
 # ---- where the maxima are -------------------------------------------------------------------------------------------
@@ -49,28 +50,20 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         function=lambda input, *window, **named: getattr(F, f"{name}_with_indices")(input, *window, **named)[1],
         demand=Plain("int64"),
         refuses=refuses_max_pool(rank),
+        settings=WINDOW,
     )
-    def max_pool_indices(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Any:
+    def max_pool_indices(lowering: Lowering, input: Quantized, **window: Any) -> Any:
         """Return the positions of the maxima of windows in one, two or three dimensions: int64."""
-        planes = spatial(input.shape, rank)
-        window = window_padding(planes, kernel_size, stride, padding, dilation, ceil_mode)
-        return lowering.call(position.pool_indices, input.value, *window, planes, _is_wide(input, planes))
+        planes = known_sizes(input.shape[-rank:])
+        placed = window_padding(planes, **window)
+        return lowering.call(position.pool_indices, input.value, *placed, planes, _is_wide(input, planes))
 
-    @composite(name=f"{name}_with_indices", adapt=_values(f"{name}_with_indices"), refuses=refuses_max_pool(rank))
-    def max_pool_with_indices(
-        build: Builder, input: fx.Node, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Any:
+    with_places = f"{name}_with_indices"
+
+    @composite(name=with_places, adapt=_values(with_places), refuses=refuses_max_pool(rank), settings=WINDOW)
+    def max_pool_with_indices(build: Builder, input: fx.Node, **window: Any) -> Any:
         """Return the maxima of windows in one, two or three dimensions, and their positions."""
-        window = kernel_size, stride, padding, dilation, ceil_mode
-        return build(operator_named(name).function, input, *window), build(max_pool_indices, input, *window)
+        return build(operator_named(name).function, input, **window), build(max_pool_indices, input, **window)
 
     @lowered(
         name=f"adaptive_max_indices{rank}d",
@@ -80,7 +73,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
     )
     def adaptive_max_indices(lowering: Lowering, input: Quantized, output_size: Any) -> Any:
         """Return the positions of the maxima of windows that give the wanted size in one, two or three dimensions: int64."""
-        lengths = spatial(input.shape, rank)
+        lengths = known_sizes(input.shape[-rank:])
         value, kernel, chosen = lower_windows(lowering, input, window_counts(input.shape, output_size, rank))
         position_of = torch.arange(math.prod(lengths), device="cpu").reshape(lengths)
         for axis, elements in enumerate(chosen):

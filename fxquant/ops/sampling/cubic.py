@@ -17,6 +17,7 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.constants import real
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_sizes
 from fxquant.ops.core.matrix import CUBIC, cubic_weight
 from fxquant.ops.sampling.grid import (
     GRID_SAMPLE_OPSET,
@@ -24,7 +25,6 @@ from fxquant.ops.sampling.grid import (
     bits_of_positions,
     coordinates_of,
     cubic_sample,
-    image_size,
     normalized,
     refuses_image,
 )
@@ -71,7 +71,7 @@ def cubic(
     lowering: Lowering, input: Quantized, grid: Quantized | Tensor, padding_mode: str = "zeros", align_corners: bool = False
 ) -> Quantized:
     """Sample the image at the positions of a grid by cubic interpolation."""
-    sizes = image_size(input)
+    sizes = known_sizes(input.shape[2:])
     bits, device = bits_of_positions(sizes), input.scale.device
     weights = torch.tensor(_weights(bits), dtype=torch.float32, device=device)
     reach = float(weights.abs().sum(1).max()) ** 2

@@ -22,7 +22,7 @@ from fxquant.ops.core.constants import real
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import are_fixed, fixed_sizes
+from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
 from fxquant.ops.core.record import Instead
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
@@ -62,14 +62,9 @@ def bits_of_positions(spatial: Sequence[int]) -> int:
     return min(FRACTION_BITS, 15 - max(spatial).bit_length())
 
 
-def image_size(input: Quantized) -> list[int]:
-    """Return the sizes of an image, which do not depend on the batch."""
-    return [size for size in input.shape[2:] if isinstance(size, int)]
-
-
 def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions, mode: str, padding: str) -> Any:
     """Return the integers of the image at these positions, on its own grid."""
-    spatial = image_size(input)
+    spatial = known_sizes(input.shape[2:])
     bits, coordinates = bits_of_positions(spatial), coordinates_of(lowering, input, where, positions)
     largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
     return lowering.call(sample, input.value, coordinates, spatial, bits, mode, padding, positions.corners, 0, largest >= FLOAT32_EXACT)
@@ -77,7 +72,7 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
 
 def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions) -> Any:
     """Return the positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
-    bits = bits_of_positions(image_size(input))
+    bits = bits_of_positions(known_sizes(input.shape[2:]))
     device = input.scale.device
     offset = torch.round(positions.offset.to(device) * 2.0**bits)
     if isinstance(where, Quantized):
@@ -165,7 +160,7 @@ def grid_sample(
     align_corners: bool | None = None,
 ) -> Quantized:
     """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
-    positions = normalized(image_size(input), bool(align_corners))
+    positions = normalized(known_sizes(input.shape[2:]), bool(align_corners))
     return lowering.result(
         lambda: lower_sample(lowering, input, grid, positions, mode, padding_mode),
         lambda: grid_sample(input.real(), real(grid), mode, padding_mode, align_corners),
@@ -214,10 +209,7 @@ def _onnx_warp(c: Call) -> str:
 )
 def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Quantized:
     """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
-    height, width = flow.shape[1:3]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    positions = Positions([1.0, 1.0], _pixels(height, width), False)
+    positions = Positions([1.0, 1.0], _pixels(*known_sizes(flow.shape[1:3])), False)
     return lowering.result(
         lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode),
         lambda: warp(input.real(), real(flow), mode, padding_mode),
