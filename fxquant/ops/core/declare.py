@@ -116,6 +116,13 @@ def function_and_method(how: Adapt | None, *names: str) -> dict[Any, Adapt | Non
     return {form: how for name in names for form in (getattr(torch, name), name)}
 
 
+def bound(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of a Python function by name, with its defaults. Raise TypeError as the call would."""
+    found = inspect.signature(function).bind(*args, **kwargs)
+    found.apply_defaults()
+    return dict(found.arguments)
+
+
 def listed(values: Sequence[Any]) -> list[Any]:
     """Return what PyTorch takes one by one, as x.permute(0, 2, 1), or as one list, as x.permute((0, 2, 1))."""
     return list(values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values)

@@ -18,10 +18,10 @@ from fxquant.ops.core.constants import Branch, on_the_output, real, selected
 from fxquant.ops.core.declare import function_and_method, lowered, spelled
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import known_size
-from fxquant.ops.core.places import index_put, is_list, plain_entries
+from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.indexing.index import WHOLE, dimensions
+from fxquant.ops.indexing.index import WHOLE, along_dimension, whole_index
 from fxquant.ops.movement.shape import one_varying
 from fxquant.ops.movement.views import put_lists
 from fxquant.primitives import comparison, shape
@@ -36,9 +36,7 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
     return None if found == every else found
 
 
-def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
-    if isinstance(value, fx.Node):
-        return shape_of(value)
+def _sizes(value: Branch) -> tuple[Size, ...]:
     return value.shape if isinstance(value, Quantized) else tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
@@ -81,11 +79,9 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(entry is None for entry in entries):
         return "its index adds dimensions"
-    missing = len(known.shape) - sum(map(dimensions, entries))
-    if missing < 0:
+    whole = whole_index(known.shape, entries)
+    if whole is None:
         return "its index has too many entries"
-    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
         given = {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value}
         several = isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value)
@@ -101,9 +97,7 @@ def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> dic
 
 
 def _along(input: Any, dim: int, entry: Any, value: Any) -> dict[str, Any]:
-    index: list[Any] = [WHOLE] * len(shape_of(input))
-    index[dim] = entry
-    return {"input": input, "index": index, "value": value}
+    return {**along_dimension(input, dim, entry), "value": value}
 
 
 def _slice_scattered(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> dict[str, Any]:

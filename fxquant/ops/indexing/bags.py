@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, settings_of
+from fxquant.ops.core.declare import bound, composite, settings_of
 from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import operator_named
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
@@ -78,23 +79,10 @@ def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | 
     return build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
 
 
-def _function(
-    input: Any,
-    weight: Any,
-    offsets: Any = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Any = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> dict[str, Any] | str:
-    if max_norm is not None:
-        return CHANGES
-    given = {"input": input, "offsets": offsets, "per_sample_weights": per_sample_weights, "weight": weight, "mode": mode}
-    return {**given, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    given = bound(F.embedding_bag, *args, **kwargs)
+    changes = given["max_norm"] is not None
+    return CHANGES if changes else {name: given[name] for name in operator_named("embedding_bag").parameter_names}
 
 
 _settings = settings_of(("weight", "mode", "include_last_offset", "padding_idx"))

@@ -12,23 +12,16 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import lowered, settings_of
+from fxquant.ops.core.declare import bound, lowered, settings_of
 from fxquant.primitives import shape
 
 CHANGES = "it changes its weight while it runs (max_norm)"
 
 
-def _function(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict[str, Any] | str:
+def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     """Adapt F.embedding; arguments for gradients alone do not change its result."""
-    return CHANGES if max_norm is not None else {"input": input, "weight": weight}
+    given = bound(F.embedding, *args, **kwargs)
+    return CHANGES if given["max_norm"] is not None else {"input": given["input"], "weight": given["weight"]}
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:

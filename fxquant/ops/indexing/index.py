@@ -20,7 +20,7 @@ from fxquant.ops.core.constants import on_the_output, selected
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import fixed, known_size
+from fxquant.ops.core.guards import are_fixed, fixed, known_size
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead
 from fxquant.ops.indexing.embedding import embedding
@@ -100,12 +100,9 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
         return _piece(input, index)
     if not isinstance(known, TensorFact):
         return "it indexes a value that is not a tensor"
-    entries = list(index) if isinstance(index, tuple) else [index]
-    missing = len(known.shape) - sum(dimensions(entry) for entry in entries)
-    if missing < 0:
+    whole = whole_index(known.shape, list(index) if isinstance(index, tuple) else [index])
+    if whole is None:
         return "its index has too many entries"
-    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
     if len(computed) == 1 and all(entry == WHOLE for dim, entry in enumerate(whole) if dim != computed[0]):
         return _selected(input, computed[0], whole[computed[0]])
@@ -125,12 +122,19 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     return {"input": input, "index": whole}
 
 
+def whole_index(shape: Sequence[Size], entries: list[Any]) -> list[Any] | None:
+    """Return the entries of an index, one for every dimension and every new one; None where there are too many."""
+    missing = len(shape) - sum(map(dimensions, entries))
+    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    return None if missing < 0 else plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
+
+
 def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
     """Return the piece of the batch that a slice with computed bounds picks alone: x[:n] of 2n items; None for any other index."""
-    sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
-    if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
+    sliced = [(dim, entry) for dim, entry in enumerate(entries) if entry != WHOLE]
+    if len(sliced) != 1 or not isinstance(sliced[0][1], builtins.slice) or sliced[0][1].step not in (None, 1):
         return None
-    dim, entry = sliced[0], entries[sliced[0]]
+    ((dim, entry),) = sliced
     bounds = (entry.start or 0, shape[dim] if entry.stop is None else entry.stop)
     start, stop = (fact(bound) if isinstance(bound, fx.Node) else bound for bound in bounds)
     if not isinstance(start, int | BatchDim) or not isinstance(stop, BatchDim) or (isinstance(start, int) and start != 0):
@@ -210,7 +214,7 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
     return None if isinstance(size, int) else "it indexes the batch by a list"
 
 
-def _along(input: Any, dim: int, entry: Any) -> dict[str, Any]:
+def along_dimension(input: Any, dim: int, entry: Any) -> dict[str, Any]:
     """input indexed by `entry` along `dim` alone."""
     index: list[Any] = [WHOLE] * rank_of(input)
     index[dim] = entry
@@ -224,7 +228,7 @@ def _narrowed(input: Any, dim: int, start: Any, length: Any) -> dict[str, Any] |
     if start < 0 and not isinstance(size, int):
         return "it counts from the end of the batch"
     begin = start % size if isinstance(size, int) and size else start
-    return _along(input, dim, builtins.slice(begin, begin + length))
+    return along_dimension(input, dim, builtins.slice(begin, begin + length))
 
 
 def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instead:
@@ -234,7 +238,7 @@ def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instea
         if is_parameter(input) and dim == 0 and rank_of(input) == 2:
             return Instead(embedding, {"input": index, "weight": input})
         return Instead(pick, {"input": input, "dim": dim % rank_of(input), "index": index})
-    return _along(input, dim, index)
+    return along_dimension(input, dim, index)
 
 
 def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str | Instead:
@@ -251,7 +255,7 @@ def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_siz
     if each is None:
         return "how often it repeats each element is computed"
     each = each * size if len(each) == 1 else each
-    return _along(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
+    return along_dimension(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
 
 
 # What returns a tensor in pieces, with where the dimension stands among its arguments, or the dimension from the rank.
@@ -277,15 +281,15 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     known = fact(pieces)
     number %= len(known)
     if pieces.target in _UNBINDS:
-        return _along(source, dim, number)
+        return along_dimension(source, dim, number)
     sizes = [piece.shape[dim] for piece in known]
-    if not all(isinstance(size, int) for size in sizes):
+    if not are_fixed(sizes):
         found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
         if found is None:
             return "it splits the batch, whose size is not fixed"
         return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
     start = sum(sizes[:number])
-    return _along(source, dim, builtins.slice(start, start + sizes[number]))
+    return along_dimension(source, dim, builtins.slice(start, start + sizes[number]))
 
 
 @lowered(

@@ -20,7 +20,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.constants import selected
-from fxquant.ops.core.declare import lowered, settings_of
+from fxquant.ops.core.declare import bound, lowered, settings_of
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, fixed_sizes, one_of
@@ -189,17 +189,10 @@ def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float
     return list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
 
 
-def _interpolate_arguments(
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> dict[str, Any]:
-    factor = None if recompute_scale_factor else scale_factor
-    return {"input": input, "size": size, "scale_factor": factor, "mode": mode, "align_corners": align_corners, "antialias": antialias}
+def _interpolate_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    given = bound(F.interpolate, *args, **kwargs)
+    recomputed = given.pop("recompute_scale_factor")
+    return {**given, "scale_factor": None} if recomputed else given
 
 
 def _interpolate_module(module: Any) -> dict[str, Any]:
