@@ -120,14 +120,13 @@ def quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool = F
     def at(place: int) -> fx.Node:
         return along(build, in_order, dim, slice(place, place + 1) if keepdim else place)
 
-    def of(quantity: float) -> fx.Node:
+    def of(quantity: float) -> Any:
         position = float(torch.tensor(quantity, dtype=torch.float32, device="cpu") * (length - 1))  # which PyTorch computes so
         share = _share(position, interpolation)
         first = min(math.floor(position), length - 1)
         if share in (0.0, 1.0):
             return at(first + int(share))
-        found: fx.Node = build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
-        return found
+        return build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
 
     if isinstance(q, int | float):
         return of(float(q))

@@ -46,7 +46,7 @@ def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[s
     return letters, value
 
 
-def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> Any:
     """Return the product of two operands, given with their letters."""
     one, left = _summed(build, *first, {*second[0], *result})
     other, right = _summed(build, *second, {*first[0], *result})
@@ -69,23 +69,22 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
         )
     if len(inner) > 1 or len(columns) != 1:
         right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
-    made: fx.Node = build(matmul, left, right)
+    made = build(matmul, left, right)
     if not rows_apart or len(columns) != 1:
         made = build(reshape, made, [sizes[letter] for letter in batch + rows + columns])
     return _ordered(build, made, batch + rows + columns, result)
 
 
-def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> Any:
     """Return the product, element by element, of operands that share no dimension that is summed."""
 
-    def aligned(letters: str, value: fx.Node) -> fx.Node:
+    def aligned(letters: str, value: fx.Node) -> Any:
         value = _ordered(build, value, letters, "".join(letter for letter in result if letter in letters))
         size = iter(numbers(fact(value).shape))
         shape = [next(size) if letter in letters else 1 for letter in result]
         return value if len(shape) == len(letters) else build(reshape, value, shape)
 
-    made: fx.Node = build(mul, aligned(*first), aligned(*second))
-    return made
+    return build(mul, aligned(*first), aligned(*second))
 
 
 def _length(letters: str, sizes: dict[str, int]) -> int:
@@ -102,11 +101,8 @@ def _summed(build: Builder, letters: str, value: fx.Node, kept: set[str]) -> tup
     return "".join(letter for letter in letters if letter in kept), build(sum, value, alone, False)
 
 
-def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> fx.Node:
-    if letters == wanted:
-        return value
-    made: fx.Node = build(permute, value, [letters.index(letter) for letter in wanted])
-    return made
+def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> Any:
+    return value if letters == wanted else build(permute, value, [letters.index(letter) for letter in wanted])
 
 
 def _einsum(equation: Any, *operands: Any) -> dict[str, Any] | str:

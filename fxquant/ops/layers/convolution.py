@@ -17,7 +17,7 @@ from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
+from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
 from fxquant.ops.movement.pad import pad_before
 from fxquant.primitives import accumulate, transposed
@@ -75,29 +75,7 @@ REVERSED = Kind(
 )
 
 
-def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[..., tuple[Tensor, Tensor]]]:
-    """The float function, the lowering, and the folding of one kind of convolution in `rank` dimensions."""
-    kernel = kind.kernels[rank]
-
-    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
-        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
-        return kind.arrange(weight, groups), bias
-
-    def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *attributes: Any,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        before_residual: BeforeResidual | None = None,
-    ) -> Tensor:
-        given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
-        if batch_norm is not None:
-            weight, bias = folded(weight, bias, batch_norm, **given)
-        return epilogue(kernel(input, weight, bias, **given), residual, clamp, before_residual)
-
+def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
     def lower(
         lowering: Lowering,
         input: Quantized,
@@ -123,7 +101,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         )
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
-    return function, lower, folded
+    return lower
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -227,10 +205,14 @@ def _onnx_transposed(c: Call) -> str:
 
 def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
     name = f"{kind.name}{rank}d"
-    function, lower, folded = _convolution(kind, rank)
+
+    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
+        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
+        return kind.arrange(weight, groups), bias
+
     declared = lowered(
         name=name,
-        function=function,
+        function=absorbing(kind.kernels[rank], folded, tuple(kind.attributes)),
         settings=kind.attributes,
         adapt=convolved(rank) if kind is PLAIN and rank in COMPUTED else None,
         modules=dict.fromkeys(module_of(name), extract),
@@ -248,7 +230,7 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
         onnx=onnx,
     )
-    return declared(lower)
+    return declared(_lower(kind, rank))
 
 
 _taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))

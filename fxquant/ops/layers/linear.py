@@ -22,7 +22,7 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, operator_named
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
+from fxquant.ops.core.weighted import ABSORBED, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.primitives.arithmetic import MATRIX
 from fxquant.quantization.batch_norm import BatchNorm, fold
@@ -33,19 +33,8 @@ PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
 # ---- linear -----------------------------------------------------------------------------------------------------------
 
 
-def _linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Tensor | None = None,
-    clamp: Clamp | None = None,
-    before_residual: BeforeResidual | None = None,
-) -> Tensor:
-    if batch_norm is not None:
-        weight, bias = fold(weight, bias, batch_norm, 0)
-    return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
+def _folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, **_: Any) -> tuple[Tensor, Tensor]:
+    return fold(weight, bias, batch_norm, 0)
 
 
 def _onnx_linear(c: Call) -> str:
@@ -76,13 +65,13 @@ def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
 
 
 @lowered(
-    function=_linear,
+    function=absorbing(F.linear, _folded),
     adapt=_called,
     traits=frozenset({Trait.OUTPUTS_FIRST}),
     absorbs=ABSORBED,
     refuses=refuses_weighted,
     sums=True,
-    folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
+    folded=_folded,
     weight=lambda weight, **_: weight,
     channels=lambda arguments: -1,
     rescaled=rescaled,

@@ -13,6 +13,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, function_and_method, listed
 from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.core.guards import are_fixed, fixed_along, fixed_sizes
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.indexing.reversing import flip
@@ -25,10 +26,12 @@ from fxquant.ops.reduction.progression import along
 MOST_MATRICES = 64  # the largest power of a matrix
 
 
+ROTATED = (sample(input=(4, 6, 6), k=1, dims=(2, 3)), sample(input=(4, 6, 6), k=-1, dims=(1, 2)))
+
 # ---- turns -----------------------------------------------------------------------------------------------------------
 
 
-@composite(demand=Same(), refuses=fixed_along("dims", "it rotates the batch"))
+@composite(demand=Same(), refuses=fixed_along("dims", "it rotates the batch"), samples=ROTATED)
 def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any:
     """Return the plane of two dimensions turned by k quarters, from the first towards the second."""
     rank = rank_of(input)

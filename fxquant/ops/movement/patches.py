@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,12 +21,14 @@ from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import fixed_sizes, known_size
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
+from fxquant.ops.core.samples import sample
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import numbers, rank_of, result_varying
 from fxquant.ops.pooling.pool import needs_batch
 from fxquant.primitives import shape
 
 Window = tuple[int, int, int, int]  # taps, dilation, padding, stride
+WINDOW = {"kernel_size": inspect.Parameter.empty, "dilation": 1, "padding": 0, "stride": 1}
 
 
 def _taps(length: int, window: Window) -> list[list[int]]:
@@ -37,7 +40,7 @@ def _taps(length: int, window: Window) -> list[list[int]]:
 
 def _geometry(arguments: Mapping[str, Any]) -> list[Window]:
     """Return the windows of rows and of columns."""
-    named = (sizes(arguments[name], 2) for name in ("kernel_size", "dilation", "padding", "stride"))
+    named = (sizes(arguments[name], 2) for name in WINDOW)
     rows, columns = zip(*named, strict=True)
     return [rows, columns]
 
@@ -68,17 +71,22 @@ def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     nn.Unfold,
     by_name=False,
     calls={F.unfold: None},
+    settings=WINDOW,
     carries=("input",),
     refuses=(_refuses_unfold, needs_batch(2)),
     onnx=_onnx_unfold,
     demand=Same(),
+    samples=(
+        sample(input=(3, 6, 6), kernel_size=3, padding=1, stride=2),
+        sample(input=(3, 6, 6), kernel_size=(2, 3), dilation=2, padding=(0, 1)),
+    ),
 )
-def unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Quantized:
+def unfold(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
     """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
 
     Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
     """
-    windows = _geometry({"kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride})
+    windows = _geometry(window)
     value, parts = input.value, []
     if any(window[2] for window in windows):
         margins = [0, 0, windows[0][2], windows[1][2]]
@@ -153,18 +161,21 @@ def _onnx_fold(c: Call) -> str:
 
 
 @lowered(
+    settings=WINDOW,
     refuses=(_refuses_fold, fixed_sizes("its windows would run along the batch", start=1)),
     onnx=_onnx_fold,
     demand=lambda node, arguments: Same() if _moves_only(arguments) else Own(),
+    samples=(
+        sample(input=(27, 36), output_size=(6, 6), kernel_size=3, padding=1),
+        sample(input=(6, 12), output_size=(4, 6), kernel_size=(2, 1), stride=(2, 1), within=0.0),
+    ),
 )
-def fold(
-    lowering: Lowering, input: Quantized, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
-) -> Quantized:
+def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) -> Quantized:
     """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image.
 
     The columns as an image of all taps of all windows, of which each pixel takes those that lie on it.
     """
-    given = {"output_size": output_size, "kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+    given = {"output_size": output_size, **window}
     channels, (rows, down, columns, across) = _parts(input.shape, given)
     value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
     value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
@@ -198,6 +209,7 @@ def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str |
     calls={"unfold": _windows_of},
     refuses=(_refuses_unfold_dimension, result_varying),
     demand=Same(),
+    samples=(sample(input=(3, 6, 6), dimension=3, size=3, step=2), sample(input=(3, 6, 6), dimension=1, size=2, step=1)),
 )
 def unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
     """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""

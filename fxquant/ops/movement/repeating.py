@@ -23,8 +23,12 @@ from fxquant.ops.movement.shape import numbers, one_varying, rank_of
 from fxquant.primitives import shape
 
 
-def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
-    """Return a parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+def _of(lowering: Lowering, input: Quantized | Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Any:
+    """Return an activation repeated on its grid; a parameter, such as a class token, on a grid of its own, or without one."""
+    if isinstance(input, Quantized):
+        return input.with_value(repeated(input.value))
+    if input.dtype in PLAIN_TYPES.values():
+        return repeated(lowering.given("input", input, input.dtype))
     return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
 
 
@@ -104,14 +108,11 @@ def _size_of(wanted: Any, present: Size) -> Any:
 )
 def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
-    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
-    if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
     kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
-    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
+    same = all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True))
+    if same and isinstance(input, Quantized):
         return input
-    return input.with_value(lowering.call(shape.expand, input.value, sizes))
+    return _of(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
 
 
 def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
@@ -158,22 +159,17 @@ def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
     """Return the whole tensor this many times along each dimension, new ones in front."""
     sizes = numbers(input.shape)
-    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
-    if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
-    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+    return _of(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
 
 
-def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
+def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> Any:
     """Return a tensor repeated to these sizes; one that has them is itself."""
     present = build.fact(input).shape
     old = [*[1] * (len(sizes) - len(present)), *present]
     if old == list(sizes) and len(present) == len(sizes):
         return input
     wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
-    made: fx.Node = build(expand, input, wanted)
-    return made
+    return build(expand, input, wanted)
 
 
 def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:

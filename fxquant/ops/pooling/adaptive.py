@@ -20,6 +20,7 @@ from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
+from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
@@ -95,6 +96,7 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
         refuses=refuses_adaptive(rank, True),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         onnx=lambda c: onnx_means(c, window_counts(c.operand_shape, c["output_size"], rank)),
+        samples=tuple(sample(input=IMAGES[rank], output_size=size) for size in (1, 3, 4, (2, None, 3)[:rank])),
     )
     def adaptive_avg_pool(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
         """Return the mean over windows that give the wanted output size in one, two or three dimensions."""
@@ -146,6 +148,7 @@ def _adaptive_max_pool(rank: int) -> Callable[..., Tensor]:
         refuses=refuses_adaptive(rank, False),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         onnx=_onnx_adaptive_max,
+        samples=tuple(sample(input=IMAGES[rank], output_size=size) for size in (4, 1, (2, None, 3)[:rank])),
     )
     def adaptive_max_pool(lowering: Lowering, input: Quantized, output_size: Any) -> Quantized:
         """Return the maximum over windows that give the wanted output size in one, two or three dimensions."""

@@ -15,6 +15,7 @@ from torch import fx
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
 from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
@@ -29,7 +30,13 @@ def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _lp_pool(rank: int) -> Callable[..., Any]:
-    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)))
+    samples = (
+        sample(input=IMAGES[rank], norm_type=2.0, kernel_size=3, stride=2),
+        sample(input=IMAGES[rank], norm_type=1.0, kernel_size=(2, 3, 2)[:rank] if rank > 1 else 2, ceil_mode=True, within=NORMED),
+        sample(over=POSITIVE, input=IMAGES[rank], norm_type=3.0, kernel_size=2),
+    )
+
+    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)), samples=samples)
     def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         """Return the p-norm of windows in one, two or three dimensions."""
         count = float(math.prod(sizes(kernel_size, rank)))

@@ -24,6 +24,7 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, operator_named
+from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform, sizes
 from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
@@ -144,6 +145,11 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         refuses=refuses_max_pool(rank),
         onnx=_onnx_max_pool,
+        samples=(
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1),
+            sample(input=IMAGES[rank], kernel_size=(3, 2, 2)[:rank], ceil_mode=True),
+            sample(input=IMAGES[rank], kernel_size=2, stride=1, dilation=2),
+        ),
     )
     def max_pool(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
         """Return the maximum over windows in one, two or three dimensions."""
@@ -295,6 +301,12 @@ def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]
         refuses=(_refuses_divisor, needs_batch(rank), _refuses_terms(rank)),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         onnx=onnx_average_pool,
+        samples=(
+            sample(input=IMAGES[rank], kernel_size=(2, 4, 3)[:rank], stride=(1, 3, 2)[:rank], ceil_mode=True),
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1),
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+            *([sample(input=IMAGES[rank], kernel_size=2, divisor_override=3)] if rank > 1 else []),
+        ),
     )
     lower = _lower_avg_pool(rank)
     return declared(lower), lower

@@ -17,6 +17,7 @@ from fxquant.ops.core.declare import Guard, lowered
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
@@ -79,6 +80,7 @@ def _reduces(verb: str) -> dict[str, Any]:
         "refuses": _refuses_reduction(verb),
         "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
         "onnx": _onnx_reduction,
+        "samples": (sample(input=IMAGES[2], dim=(2, 3)), sample(input=IMAGES[2], dim=-1, keepdim=True), sample(input=IMAGES[2], dim=1)),
     }
 
 
