@@ -675,8 +675,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     "fliplr": unary("flip", EXACT, lambda m, x: x.fliplr()),
     torch.flipud: unary("flip", EXACT, lambda m, x: torch.flipud(x.transpose(0, 1))),
     "flipud": unary("flip", EXACT, lambda m, x: x.transpose(0, 1).flipud()),
-    torch.roll: unary("roll", EXACT, lambda m, x: torch.roll(x, (1, -2), (2, 3))),
-    "roll": unary("roll", EXACT, lambda m, x: x.roll(2, 1)),
+    torch.roll: unary("roll", EXACT, lambda m, x: torch.roll(x, 2, 1)),
     torch.broadcast_to: unary("expand", EXACT, lambda m, x: torch.broadcast_to(x[:, :1], x.shape)),
     "expand": [
         *unary("expand", EXACT, lambda m, x: x[:, :, :1].expand(-1, 3, 4, 6)),
@@ -710,22 +709,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     nn.ReplicationPad3d: layers("pad", EXACT, VOLUME, nn.ReplicationPad3d((2, 1, 1, 0, 1, 0))),
     nn.CircularPad3d: layers("pad", EXACT, VOLUME, nn.CircularPad3d((2, 1, 1, 0, 1, 0))),
     # ---- resizing
-    F.interpolate: [
-        *unary("interpolate", EXACT, lambda m, x: F.interpolate(x, scale_factor=2), lambda m, x: F.interpolate(x, (4, 9))),
-        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, size=7, mode="linear", align_corners=True), shape=LINE),
-        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, (4, 9), mode="bicubic")),
-        *unary("interpolate", ROUNDED, lambda m, x: F.interpolate(x, (4, 9), mode="area")),
-        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, (4, 5), mode="bilinear", antialias=True)),
-        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, scale_factor=0.7, mode="bicubic", antialias=True)),
-    ],
-    nn.Upsample: [
-        *layers("interpolate", EXACT, VOLUME, nn.Upsample(scale_factor=(1, 2, 1.5))),
-        *layers("interpolate", INTERPOLATED, IMAGE, nn.Upsample(scale_factor=1.7, mode="bilinear")),
-        *layers("interpolate", INTERPOLATED, IMAGE, nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True)),
-        *layers("interpolate", INTERPOLATED, VOLUME, nn.Upsample(scale_factor=(1, 2, 1.5), mode="trilinear")),
-    ],
-    nn.UpsamplingNearest2d: layers("interpolate", EXACT, IMAGE, nn.UpsamplingNearest2d(size=8)),
-    nn.UpsamplingBilinear2d: layers("interpolate", INTERPOLATED, IMAGE, nn.UpsamplingBilinear2d(scale_factor=2)),
+    nn.Upsample: layers("interpolate", INTERPOLATED, IMAGE, nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True)),
     **dict.fromkeys((torch.constant_pad_nd,), unary("pad", ROUNDED, lambda m, x: torch.constant_pad_nd(x, (1, 0, 2, 1), 0.5))),
     # ---- maxima of windows that differ, where maxima are, and back
     F.max_pool1d_with_indices: [

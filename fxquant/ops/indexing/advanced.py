@@ -20,6 +20,7 @@ from fxquant.ops.core.declare import composite, function_and_method
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.guards import are_fixed, fixed_sizes
 from fxquant.ops.core.record import Instead
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
@@ -225,7 +226,11 @@ def _refuses_diag_embed(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if sizes and isinstance(sizes[-1], int) else "the size of its matrices is not fixed"
 
 
-@composite(demand=Same(), refuses=(_refuses_diag_embed, one_varying))
+@composite(
+    demand=Same(),
+    refuses=(_refuses_diag_embed, one_varying),
+    samples=(sample(input=(4, 6), offset=1, dim1=1, dim2=-1), sample(input=(4, 6))),
+)
 def diag_embed(build: Builder, input: fx.Node, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere.
 

@@ -13,6 +13,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
 from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.ranking import fixed_dimension, gather, ranked, sort
 from fxquant.ops.movement.join import cat, stack
@@ -111,7 +112,13 @@ def _of_constants(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *,
     return {"input": input, "q": q, "dim": dim or 0, "keepdim": keepdim, "interpolation": interpolation}
 
 
-@composite("nanquantile", function=_quantile, adapt=_of_constants, refuses=fixed_dimension("ranks"))
+@composite(
+    "nanquantile",
+    function=_quantile,
+    adapt=_of_constants,
+    refuses=fixed_dimension("ranks"),
+    samples=(sample(input=(4, 6, 6), q=0.3, dim=1), sample(input=(4, 6, 6), q=0.6, dim=2, interpolation="lower")),
+)
 def quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Any:
     """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
     length, dim = length_of(input, dim), dim % rank_of(input)

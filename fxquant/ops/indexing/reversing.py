@@ -11,6 +11,7 @@ from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import function_and_method, listed, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.guards import are_fixed, fixed_along, known_size
+from fxquant.ops.core.samples import sample
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 
@@ -44,7 +45,13 @@ def _refuses_shifts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if are_fixed(arguments["shifts"]) else "its shifts are computed"
 
 
-@lowered(adapt=_rolled, moves=True, refuses=(_refuses_shifts, fixed_along("dims", "it rolls along the batch")), demand=Same())
+@lowered(
+    adapt=_rolled,
+    moves=True,
+    refuses=(_refuses_shifts, fixed_along("dims", "it rolls along the batch")),
+    demand=Same(),
+    samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
+)
 def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
     """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start.
 

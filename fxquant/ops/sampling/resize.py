@@ -37,6 +37,7 @@ from fxquant.ops.core.matrix import (
     real_matrix,
     weighted_sums,
 )
+from fxquant.ops.core.samples import IMAGES, NORMED, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize
@@ -251,6 +252,14 @@ def _factor(old: Any, new: Any) -> float:
     ),
     onnx=_onnx_interpolate,
     demand=lambda node, arguments: Own() if arguments["mode"] in OWN_GRID or arguments["antialias"] else Same(),
+    samples=(
+        *(sample(input=IMAGES[2], size=size, within=0.0) for size in ([4, 9], [8, 8])),
+        *(sample(input=IMAGES[2], scale_factor=[factor, factor], within=0.0) for factor in (2.0, 1.5)),
+        sample(input=IMAGES[1], size=[7], mode="linear", align_corners=True, within=NORMED),
+        *(sample(input=IMAGES[2], size=[4, 9], mode=mode, within=NORMED) for mode in ("bilinear", "bicubic", "area")),
+        *(sample(input=IMAGES[2], scale_factor=[0.7, 1.7], mode=mode, antialias=True, within=NORMED) for mode in ("bilinear", "bicubic")),
+        sample(input=IMAGES[3], scale_factor=[1.0, 2.0, 1.5], mode="trilinear", within=NORMED),
+    ),
 )
 def interpolate(
     lowering: Lowering,
