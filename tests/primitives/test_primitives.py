@@ -26,7 +26,6 @@ from fxquant.ops import BY_NAME
 from fxquant.ops.core.sums import lower_add
 from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
-from fxquant.ops.pooling.pool import _lower_avg_pool2d
 from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.arithmetic import Arithmetic
@@ -882,7 +881,7 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
     input = random_integers(seed, (1, 1, *spatial))
     with torch.no_grad():
         operator = lowering(arithmetic, scales[1])
-        result = _lower_avg_pool2d(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
+        result = BY_NAME["avg_pool2d"].lower(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
     sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
     counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
     ends = [
@@ -1013,7 +1012,7 @@ def test_a_window_is_proved_or_refused(rows: int, fits: bool) -> None:
     def run() -> Quantized:
         with torch.no_grad():
             operator = lowering(REAL, Fraction(1, 2**7))
-            return _lower_avg_pool2d(operator, quantized(input, Fraction(1)), [rows, 256], None, 0, False, True, None)
+            return BY_NAME["avg_pool2d"].lower(operator, quantized(input, Fraction(1)), [rows, 256], None, 0, False, True, None)
 
     if fits:
         expected = requantized(REAL, sum(input.flatten().tolist()), Fraction(2**7, rows * 256))

@@ -27,15 +27,8 @@ from fxquant.primitives import dynamic
 MOST_INPUTS = INT32_MAX // (dynamic.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
-COMPOSITES = (
-    "lstm",
-    "gru",
-    "rnn",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_cell",
-    "multi_head_attention",
-)  # whose parts are linear layers, and others that stay in float
+# Those whose parts are linear layers, and others that stay in float.
+COMPOSITES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "multi_head_attention")
 
 
 @lowered(

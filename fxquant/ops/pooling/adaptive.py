@@ -20,9 +20,10 @@ from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
+from fxquant.ops.core.record import operator_named
 from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.pooling.pool import LOWER_AVG_POOLS, needs_batch, onnx_average_pool, too_many, with_places_too
+from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
 from fxquant.primitives import pool
 from fxquant.primitives.matrix import transform
@@ -72,7 +73,7 @@ def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: 
     if window == lengths:
         return lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
     if window is not None:
-        return LOWER_AVG_POOLS[rank](lowering, input, window, clamp=clamp)
+        return operator_named(f"avg_pool{rank}d").lower(lowering, input, window, clamp=clamp)
     matrices = [box(length, count) for length, count in zip(lengths, counts, strict=True)]
     steps = Ratio((input.scale,), (window_sizes(lengths, counts).to(input.scale.device),))
     return weighted_sums(lowering, input, matrices, steps, clamp)

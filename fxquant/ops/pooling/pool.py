@@ -165,40 +165,6 @@ max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 # ---- average --------------------------------------------------------------------------------------------------------
 
 
-def _lower_avg_pool(rank: int) -> Callable[..., Quantized]:
-    def lower(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        *,
-        clamp: Clamp | None = None,
-    ) -> Quantized:
-        """Return the mean over windows in one, two or three dimensions."""
-        kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
-        counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
-        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
-        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
-        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
-        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
-        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
-            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
-            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
-        terms = torch.tensor(float(math.prod(kernel)), dtype=torch.float64, device="cpu")
-        largest = lowering.prove(terms * input.grid.magnitude, "the sum")
-        lowering.prove(terms * 2.0**7, "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
-        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
-        if rank == 2 and divisor_override is None and layers:
-            return lower_uneven(lowering, input, total, largest, divisor, clamp)
-        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
-
-    return lower
-
-
 def too_many(window: list[int], limit: int) -> str | None:
     """Return why a window of this size cannot be summed below the limit; None if it can."""
     terms = math.prod(window)
@@ -285,14 +251,12 @@ def onnx_average_pool(c: Call) -> str:
     return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
 
 
-def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    """Declare the average of this rank, and return its float function and its integer meaning."""
-
+def _avg_pool(rank: int) -> Callable[..., Tensor]:
     def averaged(input: Tensor, *window: Any, clamp: Clamp | None = None) -> Tensor:
         value = AVG_POOLS[rank](input, *window[: 5 if rank == 1 else 6])  # in one dimension without divisor_override
         return value if clamp is None else clamped(value, *clamp)
 
-    declared = lowered(
+    @lowered(
         name=f"avg_pool{rank}d",
         function=averaged,
         normalize=_within(rank),
@@ -308,11 +272,37 @@ def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]
             *([sample(input=IMAGES[rank], kernel_size=2, divisor_override=3)] if rank > 1 else []),
         ),
     )
-    lower = _lower_avg_pool(rank)
-    return declared(lower), lower
+    def avg_pool(
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Quantized:
+        """Return the mean over windows in one, two or three dimensions."""
+        kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
+        counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
+        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
+        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
+        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
+        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
+        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
+            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
+            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
+        terms = torch.tensor(float(math.prod(kernel)), dtype=torch.float64, device="cpu")
+        largest = lowering.prove(terms * input.grid.magnitude, "the sum")
+        lowering.prove(terms * 2.0**7, "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
+        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
+        if rank == 2 and divisor_override is None and layers:
+            return lower_uneven(lowering, input, total, largest, divisor, clamp)
+        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
+
+    return avg_pool
 
 
-avg_pool1d, _lower_avg_pool1d = _average(1)
-avg_pool2d, _lower_avg_pool2d = _average(2)
-avg_pool3d, _lower_avg_pool3d = _average(3)
-LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
