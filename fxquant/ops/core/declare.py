@@ -72,7 +72,8 @@ def declare(
     """
     name = name or meaning.__name__
     parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
-    canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD} | (settings or {})
+    canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    canonical |= settings or {}
     given = [name for name, p in parameters.items() if p.annotation in ACTIVATIONS] if operands is None else operands
     found = [
         *(f for f in forms if callable(f) and not isinstance(f, type)),
@@ -111,7 +112,7 @@ def spelled(*names: str) -> list[Any]:
     return found
 
 
-def function_and_method(how: Adapt | None, *names: str) -> dict[Any, Adapt | None]:
+def function_and_method(how: Any, *names: str) -> dict[Any, Any]:
     """Return the functions of torch and the methods of tensors of these names, with how their arguments become canonical ones."""
     return {form: how for name in names for form in (getattr(torch, name), name)}
 

@@ -75,7 +75,7 @@ def _computed(entry: Any) -> bool:
 
 @lowered(
     operands=("input",),
-    function=lambda input, dim, index: input[(*[WHOLE] * dim, index)],
+    function=lambda input, dim, index: input[tuple([*[WHOLE] * dim, index])],
     moves=True,
     reads=("index",),
     observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,

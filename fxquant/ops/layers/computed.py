@@ -100,7 +100,7 @@ def _refuses(rank: int) -> Guard:
         if not are_fixed(fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
             return "one of its sizes depends on the batch and is not the size of one sample"
         apart, taps = sizes(arguments["dilation"], rank), weight.shape[2:]
-        if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):  # type: ignore[operator]
+        if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):
             return "its weight is computed, and padding='same' pads one more element after than before: pass padding as numbers"
         bias = arguments["bias"]
         return "its bias is a parameter, not computed per sample" if by_item and bias is not None and is_parameter(bias) else None

@@ -13,7 +13,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, function_and_method, listed
 from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.core.guards import are_fixed, fixed_along, fixed_sizes
-from fxquant.ops.core.samples import NORMED, sample
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.indexing.reversing import flip
@@ -203,11 +203,7 @@ def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
     return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
 
 
-@composite(
-    torch.linalg.matrix_power,
-    refuses=(_refuses_matrix_power, fixed_sizes("its matrices are as large as the batch", start=-2)),
-    samples=(sample(input=(6, 6), n=2), sample(input=(6, 6), n=5, within=NORMED)),
-)
+@composite(torch.linalg.matrix_power, refuses=(_refuses_matrix_power, fixed_sizes("its matrices are as large as the batch", start=-2)))
 def matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
     """Return a square matrix times itself, n factors.
 

@@ -81,12 +81,12 @@ def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         sample(input=(3, 6, 6), kernel_size=(2, 3), dilation=2, padding=(0, 1)),
     ),
 )
-def unfold(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
+def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
     """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
 
     Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
     """
-    windows = _geometry(window)
+    windows = _geometry(settings)
     value, parts = input.value, []
     if any(window[2] for window in windows):
         margins = [0, 0, windows[0][2], windows[1][2]]

@@ -73,7 +73,8 @@ def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: 
     if window == lengths:
         return lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
     if window is not None:
-        return operator_named(f"avg_pool{rank}d").lower(lowering, input, window, clamp=clamp)
+        averaged: Quantized = operator_named(f"avg_pool{rank}d").lower(lowering, input, window, clamp=clamp)
+        return averaged
     matrices = [box(length, count) for length, count in zip(lengths, counts, strict=True)]
     steps = Ratio((input.scale,), (window_sizes(lengths, counts).to(input.scale.device),))
     return weighted_sums(lowering, input, matrices, steps, clamp)

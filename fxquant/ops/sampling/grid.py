@@ -81,8 +81,8 @@ def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tens
         moved = lowering.arithmetic.requantize(
             lowering, where.value, Ratio((where.scale, factor), (grid.scale,)), *grid.bounds, grid, "positions_"
         )
-        held = lowering.constant("offset", offset.float(), torch.int32)
-        return lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, moved), held)
+        widened = lowering.call(elementwise.widen, moved)
+        return lowering.call(elementwise.add_constant, widened, lowering.constant("offset", offset.float(), torch.int32))
     exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
     return lowering.constant("coordinates", torch.round(exact).clamp(INT16.low, INT16.high) + offset, torch.int32)
 
