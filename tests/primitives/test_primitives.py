@@ -26,7 +26,6 @@ from fxquant.ops import BY_NAME
 from fxquant.ops.core.sums import lower_add
 from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
-from fxquant.ops.pooling.pool import _lower_avg_pool2d
 from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
 from fxquant.primitives import (
     PRIMITIVES,
@@ -894,8 +893,7 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
     input = random_integers(seed, (1, 1, *spatial))
     with torch.no_grad():
         operator = lowering(arithmetic, scales[1])
-        counted = {"count_include_pad": modes[1], "divisor_override": divisor}
-        result = _lower_avg_pool2d(operator, quantized(input, scales[0]), kernel, stride, padding, modes[0], **counted)
+        result = BY_NAME["avg_pool2d"].lower(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
     sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
     counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
     ends = [
@@ -1021,12 +1019,12 @@ def test_a_wide_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
 @pytest.mark.parametrize(("rows", "fits"), [(127, True), (128, False)])
 def test_a_window_is_proved_or_refused(rows: int, fits: bool) -> None:
     """A window's sum stays below 2^22: fewer than 2^15 int8 elements."""
-    input, counted = random_integers(1, (1, 1, rows, 256)), {"count_include_pad": True, "divisor_override": None}
+    input = random_integers(1, (1, 1, rows, 256))
 
     def run() -> Quantized:
         with torch.no_grad():
             operator = lowering(REAL, Fraction(1, 2**7))
-            return _lower_avg_pool2d(operator, quantized(input, Fraction(1)), [rows, 256], None, 0, False, **counted)
+            return BY_NAME["avg_pool2d"].lower(operator, quantized(input, Fraction(1)), [rows, 256], None, 0, False, True, None)
 
     if fits:
         expected = requantized(REAL, sum(input.flatten().tolist()), Fraction(2**7, rows * 256))

@@ -60,8 +60,6 @@ SPELLED: dict[Any, Written] = {
     torch.linalg.diagonal: both("diagonal", lambda x, y: torch.linalg.diagonal(x, offset=2)),
     torch.diag: both("diagonal", lambda x, y: torch.diag(x[0, 1])),
     "diag": both("diag_embed", lambda x, y: x[0, 1, 2].diag(-1)),
-    torch.diag_embed: both("diag_embed", lambda x, y: torch.diag_embed(x[:, 0], 1, 1, -1)),
-    "diag_embed": both("diag_embed", lambda x, y: x[:, 1].diag_embed()),
     torch.trace: both("einsum", lambda x, y: torch.trace(x[0, 0])),
     "trace": both("einsum", lambda x, y: y[0, 0].trace()),
     torch.scatter_add: both("scatter_add", lambda x, y: torch.scatter_add(x, 1, places(x), y)),
@@ -87,10 +85,6 @@ SPELLED: dict[Any, Written] = {
     "cummax": both("cummax", lambda x, y: x.cummax(-1).values),
     torch.cummin: both("cummin", lambda x, y: torch.cummin(x, dim=2).values),
     "cummin": both("cummin", lambda x, y: y.cummin(1)[0]),
-    torch.quantile: both("quantile", lambda x, y: torch.quantile(x, 0.3, dim=1)),
-    "quantile": both("quantile", lambda x, y: x.quantile(torch.tensor([0.25, 0.5]), dim=-1, keepdim=True)),
-    torch.nanquantile: both("quantile", lambda x, y: torch.nanquantile(x, 0.6, 2, interpolation="lower")),
-    "nanquantile": both("quantile", lambda x, y: x.nanquantile(0.6, 2, interpolation="nearest")),
     torch.nanmedian: both("median", lambda x, y: torch.nanmedian(x, 1)[0]),
     "nanmedian": both("median", lambda x, y: x.nanmedian(-1, True).values),
     F.embedding_bag: Written(
@@ -99,6 +93,7 @@ SPELLED: dict[Any, Written] = {
     nn.EmbeddingBag: Written("embedding_bag", lambda m, x, y: m.layers["EmbeddingBag"](x[:, 1].argmax(2)), False),
 }
 ALSO_SPELLED: dict[str, Written] = {
+    "several quantiles": both("quantile", lambda x, y: x.quantile(torch.tensor([0.25, 0.5]), dim=-1, keepdim=True)),
     "several lists": both("index", lambda x, y: x[:, [0, 1], :, [[2], [3]]]),
     "lists beside slices": both("index_parts", lambda x, y: x[:, None, [3, 1], 1:, [0, 5]]),
     "a mask of constants": both("index", lambda x, y: x[..., torch.ones(6, 6).tril().bool()]),

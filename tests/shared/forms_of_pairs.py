@@ -57,7 +57,6 @@ LAYERS: dict[type, nn.Module] = {
     nn.SmoothL1Loss: nn.SmoothL1Loss(reduction="none", beta=0.3), nn.SoftMarginLoss: nn.SoftMarginLoss(reduction="none"),
     nn.BCELoss: nn.BCELoss(reduction="none"), nn.BCEWithLogitsLoss: nn.BCEWithLogitsLoss(reduction="none"),
     nn.KLDivLoss: nn.KLDivLoss(reduction="none", log_target=True), nn.PoissonNLLLoss: nn.PoissonNLLLoss(reduction="none"),
-    nn.LPPool1d: nn.LPPool1d(2, 3), nn.LPPool2d: nn.LPPool2d(1, (2, 3), ceil_mode=True), nn.LPPool3d: nn.LPPool3d(3, 2),
 }  # fmt: skip
 
 SPELLINGS: dict[Any, Spelled] = {
@@ -85,14 +84,7 @@ SPELLINGS: dict[Any, Spelled] = {
     "negative_": _of("neg", lambda x, y: x.negative_()),
     # ---- losses
     **dict(_losses()),
-    # ---- products of many, neighbours
-    torch.nanmean: _of("mean", lambda x, y: torch.nanmean(x, 1)),
-    "nanmean": _of("mean", lambda x, y: x.nanmean((2, 3), keepdim=True)),
-    torch.nansum: _of("sum", lambda x, y: torch.nansum(x, 1)),
-    "nansum": _of("sum", lambda x, y: x.nansum(-1)),
     # ---- what is moved and multiplied whole
-    torch.rot90: _of("rot90", lambda x, y: torch.rot90(x, 1, (2, 3)).flatten(1)),
-    "rot90": _of("rot90", lambda x, y: x.rot90(-1, [1, 2]).flatten(1)),
     torch.broadcast_tensors: _of("broadcast_tensors", lambda x, y: torch.broadcast_tensors(x, y[:, :1])[1]),
     torch.meshgrid: _of("meshgrid", lambda x, y: torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing="xy")[0]),
     "sum_to_size": _of("sum_to_size", lambda x, y: x.sum_to_size(x.shape[0], 4, 1, 6)),
@@ -100,9 +92,6 @@ SPELLINGS: dict[Any, Spelled] = {
     "as_strided": ("as_strided", lambda m, x, y: m.given.as_strided((2, 2, 2), (1, 6, 36)), True),
     torch.kron: _of("kron", lambda x, y: torch.kron(x, torch.tensor([[1.0, -0.5]]))),
     "kron": _of("kron", lambda x, y: x.kron(torch.tensor([[1.0], [-0.5]]))),
-    torch.cross: _of("cross", lambda x, y: torch.cross(x[..., :3], y[..., :3], dim=-1)),
-    torch.linalg.cross: _of("cross", lambda x, y: torch.linalg.cross(x[:, :3], y[:, 1:], dim=1)),
-    "cross": _of("cross", lambda x, y: x[:, :3].cross(y[:, 1:], 1)),
     torch.linalg.matmul: _of("matmul", lambda x, y: torch.linalg.matmul(x, y)),
     torch.matrix_power: _of("matrix_power", lambda x, y: torch.matrix_power(x, 2)),
     torch.linalg.matrix_power: _of("matrix_power", lambda x, y: torch.linalg.matrix_power(x, 3)),
@@ -112,12 +101,6 @@ SPELLINGS: dict[Any, Spelled] = {
     torch.isclose: ("isclose", lambda m, x, y: torch.isclose(x, y, atol=0.2), False),
     "isclose": ("isclose", lambda m, x, y: x.isclose(y[:, :1], rtol=0, atol=0.3), False),
     # ---- windows, norms, images
-    F.lp_pool1d: _of("lp_pool1d", lambda x, y: F.lp_pool1d(x.flatten(2), 2, 3)),
-    F.lp_pool2d: _of("lp_pool2d", lambda x, y: F.lp_pool2d(x, 2, 3, 2)),
-    F.lp_pool3d: _of("lp_pool3d", lambda x, y: F.lp_pool3d(y.unsqueeze(1), 3.0, 2)),
-    nn.LPPool1d: ("lp_pool1d", lambda m, x, y: m.layers["LPPool1d"](x.flatten(2)), True),
-    nn.LPPool2d: ("lp_pool2d", lambda m, x, y: m.layers["LPPool2d"](x), True),
-    nn.LPPool3d: ("lp_pool3d", lambda m, x, y: m.layers["LPPool3d"](y.unsqueeze(1)), True),
     torch.layer_norm: _of("layer_norm", lambda x, y: torch.layer_norm(x, (6,))),
     torch.grid_sampler: _of("cubic_sample", lambda x, y: torch.grid_sampler(x, x[:, :2].permute(0, 2, 3, 1), 2, 1, False)),
     torch.grid_sampler_2d: _of("grid_sample", lambda x, y: torch.grid_sampler_2d(x, x[:, :2].permute(0, 2, 3, 1), 0, 0, True)),

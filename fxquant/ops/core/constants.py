@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.primitives import shape
 
 Branch = Quantized | Tensor | float
 
@@ -31,3 +33,9 @@ def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
 def real(branch: Branch) -> Any:
     """Return the float value that an operand, a constant or a number represents."""
     return branch.real() if isinstance(branch, Quantized) else branch
+
+
+def selected(lowering: Lowering, value: Any, dim: int, places: Iterable[int] | Tensor, role: str = "indices") -> Any:
+    """Return the integers at these places along a dimension."""
+    chosen = torch.as_tensor(places if isinstance(places, Tensor) else list(places), dtype=torch.int64, device=lowering.device)
+    return lowering.call(shape.select, value, dim, lowering.constant(role, chosen, torch.int64))

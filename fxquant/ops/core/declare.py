@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import fact
+from fxquant.lowering.epilogue import Clamp
+from fxquant.numerics.clamping import clamped
 from fxquant.ops.core.record import Adapt, Instead, Operator, Parameter, register
 
 Guard = Callable[[fx.Node, dict[str, Any]], str | None]
@@ -48,6 +52,7 @@ def declare(
     calls: Mapping[Any, Adapt | None] | None = None,
     modules: Mapping[type, Function] | None = None,
     refuses: Guard | Iterable[Guard] = (),
+    settings: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Callable[..., Tensor]:
     """Register an operator and return its float function.
@@ -61,13 +66,15 @@ def declare(
     by_name   whether what PyTorch has of the operator's name calls it
     calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
     modules   classes whose modules hold their arguments under other names: module -> arguments
-    refuses   guards: the first that gives a reason keeps the node in float
+    refuses   guards: the first that gives a reason keeps the node in float; asked where operands are tensors of known shape
+    settings  canonical parameters behind those of `meaning`, with their defaults, which it takes as keywords, **
     fields    other fields of the record (`Operator`)
     """
     name = name or meaning.__name__
     parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
-    canonical = {p.name: p.default for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
-    given = [p for p in canonical if parameters[p].annotation in ACTIVATIONS] if operands is None else operands
+    canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    canonical |= settings or {}
+    given = [name for name, p in parameters.items() if p.annotation in ACTIVATIONS] if operands is None else operands
     found = [
         *(f for f in forms if callable(f) and not isinstance(f, type)),
         *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),
@@ -87,7 +94,7 @@ def declare(
             functions={form: how for form, how in every.items() if callable(form) and form is not own},
             methods={form: how for form, how in every.items() if isinstance(form, str)},
             modules={**{kind: settings_of(p for p in canonical if p not in given) for kind in classes}, **(modules or {})},
-            refuses=first_reason(*([refuses] if callable(refuses) else refuses)),
+            refuses=_where_known(given, first_reason(*([refuses] if callable(refuses) else refuses))),
             parameters=canonical,
             **fields,
         )
@@ -103,6 +110,23 @@ def spelled(*names: str) -> list[Any]:
         places = [getattr(home, name) for home in homes if hasattr(home, name)]
         found += [*dict.fromkeys(places), *([name] if hasattr(Tensor, name) else [])]
     return found
+
+
+def function_and_method(how: Any, *names: str) -> dict[Any, Any]:
+    """Return the functions of torch and the methods of tensors of these names, with how their arguments become canonical ones."""
+    return {form: how for name in names for form in (getattr(torch, name), name)}
+
+
+def bound(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of a Python function by name, with its defaults. Raise TypeError as the call would."""
+    found = inspect.signature(function).bind(*args, **kwargs)
+    found.apply_defaults()
+    return dict(found.arguments)
+
+
+def listed(values: Sequence[Any]) -> list[Any]:
+    """Return what PyTorch takes one by one, as x.permute(0, 2, 1), or as one list, as x.permute((0, 2, 1))."""
+    return list(values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values)
 
 
 def module_of(name: str) -> list[type]:
@@ -128,21 +152,36 @@ def first_reason(*guards: Guard) -> Guard:
     return lambda node, arguments: next((reason for guard in guards if (reason := guard(node, arguments)) is not None), None)
 
 
+def _where_known(operands: Iterable[str], guard: Guard) -> Guard:
+    """Return the guard for nodes whose operands are tensors of known shape; of any other, what is not a tensor is the reason."""
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        read: list[fx.Node] = []
+        fx.map_arg([arguments.get(name) for name in operands], read.append)
+        return guard(node, arguments) if all(isinstance(fact(value), TensorFact) for value in read) else None
+
+    return refuses
+
+
 def _float_function(function: Function, name: str, meaning: Function, canonical: Mapping[str, Any]) -> Function:
-    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be."""
+    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be.
+
+    A `clamp` is of an operator that absorbs one.
+    """
     names = tuple(canonical)
     defaults = {name: value for name, value in canonical.items() if value is not inspect.Parameter.empty}
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, clamp: Clamp | None = None, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return function(given.pop(names[0]), **given)
+        value = function(given.pop(names[0]), **given)
+        return value if clamp is None else clamped(value, *clamp)
 
     return _named(called, name, meaning)
 
 
 def _named(function: Function, name: str, meaning: Function) -> Function:
-    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's keep theirs."""
-    if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function):
+    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's, and one so named, keep theirs."""
+    if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function) and function.__name__ != name:
         function.__name__, function.__qualname__, function.__module__ = name, name, meaning.__module__
         function.__doc__ = meaning.__doc__
     return function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -67,3 +67,29 @@ def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs a
         return None if isinstance(sizes[arguments[dim] if isinstance(dim, str) else dim], int) else because
 
     return refuses
+
+
+def fixed_sizes(because: str, name: str = "input", start: int | None = None) -> Guard:
+    """Refuse an operand of whose sizes, from the dimension `start` on, some are not fixed."""
+    return lambda node, arguments: None if are_fixed(fact(arguments[name]).shape[start:]) else because
+
+
+def fixed_along(dims: str, because: str, name: str = "input") -> Guard:
+    """Refuse a list of dimensions of which some have a size that is not fixed."""
+    return lambda node, arguments: None if are_fixed(fact(arguments[name]).shape[dim] for dim in arguments[dims]) else because
+
+
+def are_fixed(sizes: Iterable[Any]) -> bool:
+    """Return whether none of these sizes depends on the batch size."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+def known_size(size: Any) -> int:
+    """Return a size that does not depend on the batch size."""
+    assert isinstance(size, int)
+    return size
+
+
+def known_sizes(sizes: Iterable[Any]) -> list[int]:
+    """Return sizes of which none depends on the batch size."""
+    return list(map(known_size, sizes))

@@ -7,6 +7,7 @@ pick takes the place of the first of them, or, where something is between them, 
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ SHAPING = ("view", "reshape", "unsqueeze", "getitem", "to")  # what gives a row 
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
+def tensors(lists: Sequence[Any], device: torch.device | str = "cpu") -> tuple[Any, ...]:
+    """Return lists of integers as entries of an index; None is a whole dimension."""
+    return tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=device) for entry in lists)
+
+
 def index(input: Tensor, lists: list[Any]) -> Tensor:
     """Return input[lists]: for every dimension None, which leaves it whole, or a list of integers, which may be nested."""
-    return input[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)]
+    return input[tensors(lists, input.device)]
 
 
 def index_parts(input: Tensor, index: list[Any], lists: list[Any]) -> Tensor:
@@ -32,7 +38,7 @@ def index_parts(input: Tensor, index: list[Any], lists: list[Any]) -> Tensor:
 def index_put(input: Tensor, lists: list[Any], value: Tensor | float) -> Tensor:
     """Return a copy of `input` in which input[lists] is one number."""
     result = input.clone()
-    result[tuple(builtins.slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)] = value
+    result[tensors(lists, input.device)] = value
     return result
 
 

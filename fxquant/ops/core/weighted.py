@@ -69,6 +69,26 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before
     return clamped(value, *clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
 
 
+def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> Any:
+    """Return the float function of a layer, whose attributes have these names, with the batch norm, residual and clamp fused into it."""
+
+    def function(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *attributes: Any,
+        batch_norm: BatchNorm | None = None,
+        residual: Tensor | None = None,
+        clamp: Clamp | None = None,
+        before_residual: BeforeResidual | None = None,
+    ) -> Tensor:
+        if batch_norm is not None:
+            weight, bias = folded(weight, bias, batch_norm, **dict(zip(names, attributes, strict=False)))
+        return epilogue(layer(input, weight, bias, *attributes), residual, clamp, before_residual)
+
+    return function
+
+
 # ---- the integer meaning --------------------------------------------------------------------------------------------
 
 

@@ -14,56 +14,44 @@ from fxquant.ir import functional
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.constants import Branch, on_the_output, real, selected
+from fxquant.ops.core.declare import function_and_method, lowered, spelled
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.places import index_put, is_list, plain_entries
+from fxquant.ops.core.guards import known_size
+from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.indexing.index import WHOLE, dimensions
+from fxquant.ops.indexing.index import WHOLE, along_dimension, whole_index
+from fxquant.ops.movement.shape import one_varying
 from fxquant.ops.movement.views import put_lists
 from fxquant.primitives import comparison, shape
-
-
-def _setitem(input: Tensor, index: list[Any], value: Tensor | float) -> Tensor:
-    return functional.setitem(input, tuple(index), value)
 
 
 def _positions(entry: Any, size: Size) -> list[int] | None:
     """Return where an entry writes along a dimension; None: everywhere."""
     if isinstance(entry, builtins.slice) and entry == WHOLE:
         return None
-    assert isinstance(size, int)
-    if isinstance(entry, builtins.slice):
-        found = list(range(*entry.indices(size)))
-    else:
-        found = [int(position) % size for position in ([entry] if isinstance(entry, int) else torch.as_tensor(entry).flatten().tolist())]
-    return None if found == list(range(size)) else found
+    every = list(range(known_size(size)))
+    found = every[entry] if isinstance(entry, builtins.slice) else [every[place] for place in torch.as_tensor(entry).flatten().tolist()]
+    return None if found == every else found
 
 
-def _sizes(value: Branch | fx.Node) -> tuple[Size, ...]:
-    if isinstance(value, fx.Node):
-        return shape_of(value)
+def _sizes(value: Branch) -> tuple[Size, ...]:
     return value.shape if isinstance(value, Quantized) else tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
     """Return the shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
     left = list(sizes)
-    found: list[Size] = []
-    for entry in reversed(index):
-        found.insert(0, 1 if isinstance(entry, int) or not left else left.pop())
-    return found
+    return [1 if isinstance(entry, int) or not left else left.pop() for entry in reversed(index)][::-1]
 
 
 def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, value = fact(arguments["input"]), arguments["value"]
-    if not isinstance(known, TensorFact) or known.dtype != fact(node).dtype:
+    if known.dtype != fact(node).dtype:
         return "it assigns to a value that is not a tensor"
     if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
         return f"it assigns {value!r}"
-    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
-        return "it assigns a number that is computed"
     lists = 0
     for entry, size in zip(arguments["index"], known.shape, strict=True):
         if isinstance(entry, builtins.slice):
@@ -74,10 +62,7 @@ def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         lists += not isinstance(entry, int | builtins.slice)
         if not isinstance(size, int) and entry != WHOLE:
             return "it assigns to a part of the batch"
-    if lists > 1:
-        return "it indexes several dimensions by lists"
-    many = sum(not isinstance(size, int) for size in known.shape) > 1
-    return "more than one of its sizes depends on the batch size" if many else None
+    return "it indexes several dimensions by lists" if lists > 1 else None
 
 
 def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Instead:
@@ -94,15 +79,13 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(entry is None for entry in entries):
         return "its index adds dimensions"
-    missing = len(known.shape) - sum(map(dimensions, entries))
-    if missing < 0:
+    whole = whole_index(known.shape, entries)
+    if whole is None:
         return "its index has too many entries"
-    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
-        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value):
-            return Instead(put_lists, {"input": tensor, "value": value, "lists": [entry if is_list(entry) else None for entry in whole]})
-        return Instead(index_put, {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value})
+        given = {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value}
+        several = isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value)
+        return Instead(put_lists if several else index_put, given)
     return {"input": tensor, "index": whole, "value": value}
 
 
@@ -114,27 +97,11 @@ def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> dic
 
 
 def _along(input: Any, dim: int, entry: Any, value: Any) -> dict[str, Any]:
-    index: list[Any] = [WHOLE] * len(shape_of(input))
-    index[dim] = entry
-    return {"input": input, "index": index, "value": value}
+    return {**along_dimension(input, dim, entry), "value": value}
 
 
-def _slice_scattered(
-    input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> dict[str, Any] | str:
+def _slice_scattered(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> dict[str, Any]:
     return _along(input, dim, builtins.slice(start, end, step), src)
-
-
-def _select_scattered(input: Any, src: Any, dim: int, index: int) -> dict[str, Any] | str:
-    return _along(input, dim, index, src)
-
-
-def _index_copied(input: Any, dim: int, index: Any, source: Any) -> dict[str, Any] | str:
-    return _along(input, dim, index, source)
-
-
-def _index_filled(input: Any, dim: int, index: Any, value: Any) -> dict[str, Any] | str:
-    return _along(input, dim, index, value)
 
 
 def _onnx_setitem(c: Call) -> str:
@@ -154,22 +121,17 @@ def _onnx_setitem(c: Call) -> str:
 
 @lowered(
     operands=("input", "value"),
-    function=_setitem,
+    function=lambda input, index, value: functional.setitem(input, tuple(index), value),
     calls={
         functional.setitem: _assigned,
-        torch.slice_scatter: _slice_scattered,
-        torch.select_scatter: _select_scattered,
-        torch.index_copy: _index_copied,
-        torch.index_fill: _index_filled,
-        torch.index_put: _put,
-        "slice_scatter": _slice_scattered,
-        "select_scatter": _select_scattered,
-        **dict.fromkeys(("index_copy", "index_copy_"), _index_copied),
-        **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
-        **dict.fromkeys(("index_put", "index_put_"), _put),
+        **function_and_method(_slice_scattered, "slice_scatter"),
+        **function_and_method(lambda input, src, dim, index: _along(input, dim, index, src), "select_scatter"),
+        **dict.fromkeys(spelled("index_copy"), lambda input, dim, index, source: _along(input, dim, index, source)),
+        **dict.fromkeys(spelled("index_fill"), lambda input, dim, index, value: _along(input, dim, index, value)),
+        **dict.fromkeys((torch.index_put, "index_put", "index_put_"), _put),
     },
     carries=("input", "value"),
-    refuses=_refuses_setitem,
+    refuses=(_refuses_setitem, one_varying),
     onnx=_onnx_setitem,
 )
 def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
@@ -182,9 +144,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
     device = lowering.device
     mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
     for dim, found in written.items():
-        size = whole[dim]
-        assert isinstance(size, int)
-        along = torch.zeros(size, dtype=torch.bool, device=device)
+        along = torch.zeros(known_size(whole[dim]), dtype=torch.bool, device=device)
         along[found] = True
         mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
 
@@ -192,7 +152,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
 
     def source(dim: int) -> Tensor:
         """Return which of the value's elements each position takes; one that is not written to takes any."""
-        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
+        found = torch.zeros(known_size(whole[dim]), dtype=torch.int64, device=device)
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found
 
@@ -203,7 +163,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
                 spread = lowering.call(shape.reshape, spread, [size if isinstance(size, int) else -1 for size in sizes])
             for dim in written:
                 if sizes[dim] != 1:
-                    spread = lowering.call(shape.select, spread, dim, lowering.constant(f"source{dim}", source(dim), torch.int64))
+                    spread = selected(lowering, spread, dim, source(dim), f"source{dim}")
         else:
             constant = torch.as_tensor(value, dtype=torch.float32, device=device).reshape(sizes)  # type: ignore[arg-type]
             for dim in written:

@@ -15,44 +15,25 @@ from torch.nn import functional as F
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
+from fxquant.ops.core.declare import bound, composite, settings_of
 from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import Parameter
+from fxquant.ops.core.record import operator_named
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
 from fxquant.ops.indexing.counting import count_nonzero
-from fxquant.ops.indexing.embedding import embedding, refuses_embedding
+from fxquant.ops.indexing.embedding import CHANGES, embedding, refuses_embedding
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
+from fxquant.ops.reduction.progression import length_of
 
 
-def _embedding_bag(
-    input: Tensor,
-    offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-    weight: Any = None,
-    mode: str = "mean",
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """For each bag the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features]; zeros of an empty one.
-
-    The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
-    have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
-    """
-    return F.embedding_bag(
-        input,
-        weight,
-        offsets,
-        mode=mode,
-        per_sample_weights=per_sample_weights,
-        include_last_offset=include_last_offset,
-        padding_idx=padding_idx,
-    )
+def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, *settings: Any) -> Tensor:
+    mode, include_last_offset, padding_idx = settings
+    return F.embedding_bag(input, weight, offsets, None, 2.0, False, mode, False, per_sample_weights, include_last_offset, padding_idx)
 
 
 def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
@@ -66,10 +47,9 @@ def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) 
     return [range(start, end) for start, end in zip(starts, ends, strict=False)]
 
 
-def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
+def _arranged(build: Builder, value: fx.Node, places: Tensor) -> Any:
     """Return a row of numbers as bags, [bags, size]."""
-    taken: fx.Node = build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
-    return taken
+    return build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
 
 
 def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
@@ -77,57 +57,35 @@ def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: i
     rows, features = numbers(build.fact(weight).shape)
     if padding is None and not another:
         return weight
-    nothing: Any = (
-        build.host(torch.amin, weight, 0, True)
-        if mode == "max"
-        else build.constant(torch.zeros(1, features, device="cpu", dtype=torch.float32))
-    )
+    zeros = torch.zeros(1, features, device="cpu", dtype=torch.float32)
+    nothing: Any = build.host(torch.amin, weight, 0, True) if mode == "max" else build.constant(zeros)
     if padding is not None:
         mask = torch.arange(rows, device="cpu").reshape(-1, 1) == padding
         weight = build.host(torch.where, build.constant(mask), nothing, weight)
     return build.host(torch.cat, [weight, nothing]) if another else weight
 
 
-def _counted(build: Builder, input: fx.Node, padding: int) -> fx.Node:
-    counted: fx.Node = build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
-    return counted
+def _counted(build: Builder, input: fx.Node, padding: int) -> Any:
+    return build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
 
 
-def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> fx.Node:
+def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> Any:
     """Return one over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
     if padding is None:
         assert count is not None
         return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))
     size = numbers(build.fact(input).shape)[1]
     table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu", dtype=torch.float32)
-    share: fx.Node = build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
-    return share
+    return build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
 
 
-def _function(
-    input: Any,
-    weight: Any,
-    offsets: Any = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Any = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> dict[str, Any] | str:
-    if max_norm is not None:
-        return "it changes its weight while it runs (max_norm)"
-    given = {"input": input, "offsets": offsets, "per_sample_weights": per_sample_weights, "weight": weight, "mode": mode}
-    return {**given, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    given = bound(F.embedding_bag, *args, **kwargs)
+    changes = given["max_norm"] is not None
+    return CHANGES if changes else {name: given[name] for name in operator_named("embedding_bag").parameter_names}
 
 
-def _module(module: Any) -> dict[str, Any] | str:
-    if module.max_norm is not None:
-        return "it changes its weight while it runs (max_norm)"
-    own = {name: getattr(module, name) for name in ("mode", "include_last_offset", "padding_idx")}
-    return {"weight": Parameter("weight"), **own}
+_settings = settings_of(("weight", "mode", "include_last_offset", "padding_idx"))
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -136,7 +94,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "the sizes of its bags depend on the batch size"
     if len(known.shape) == 1 and not (isinstance(offsets, fx.Node) and is_parameter(offsets)):
         return "the sizes of its bags depend on the data: give offsets that are a buffer, or bags of one size, [bags, size]"
-    return refuses_embedding(node, arguments)
+    return None
 
 
 @composite(
@@ -144,9 +102,9 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     function=_embedding_bag,
     by_name=False,
     calls={F.embedding_bag: _function},
-    modules={nn.EmbeddingBag: _module},
+    modules={nn.EmbeddingBag: lambda module: CHANGES if module.max_norm is not None else _settings(module)},
     reads=("input",),
-    refuses=_refuses,
+    refuses=(_refuses, refuses_embedding),
 )
 def embedding_bag(
     build: Builder,
@@ -163,8 +121,7 @@ def embedding_bag(
     The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
     have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
     """
-    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
-    assert isinstance(rows, int)
+    bags, rows = _places(input, offsets, include_last_offset), length_of(weight, 0)
     padding = None if padding_idx is None else padding_idx % rows
     filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
     if bags:

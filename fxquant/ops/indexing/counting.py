@@ -11,29 +11,35 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.declare import composite, listed, lowered
 from fxquant.ops.core.demands import Plain
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.comparison import threshold
-from fxquant.ops.movement.shape import MANY_SIZES, numbers
+from fxquant.ops.movement.shape import numbers, one_varying
 from fxquant.primitives import comparison, scatter, selection, shape
+
+
+def _refuses_real(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    return None if isinstance(known, TensorFact) and known.dtype == torch.int64 else "its operand is not an integer tensor"
+
 
 # ---- one-hot vectors -----------------------------------------------------------------------------------------------------
 
 
 def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, count = fact(arguments["input"]), arguments["num_classes"]
-    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
-        return "its operand is not an integer tensor"
+    count = arguments["num_classes"]
     return None if isinstance(count, int) and count > 0 else "the size of its result depends on the data"
 
 
-def _one_hot(tensor: Any, num_classes: int = -1) -> dict[str, Any]:
-    return {"input": tensor, "num_classes": num_classes}
-
-
-@lowered(adapt=_one_hot, reads=("input",), refuses=_refuses_one_hot, demand=Plain("int64"))
+@lowered(
+    adapt=lambda tensor, num_classes=-1: {"input": tensor, "num_classes": num_classes},
+    reads=("input",),
+    refuses=(_refuses_real, _refuses_one_hot),
+    demand=Plain("int64"),
+)
 def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
     """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64.
 
@@ -46,21 +52,16 @@ def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
 # ---- how many hold -------------------------------------------------------------------------------------------------------
 
 
-def _count_of(input: Tensor, dim: list[int]) -> Tensor:
-    return torch.count_nonzero(input, dim)
-
-
 def _counted(input: Any, dim: Any = None) -> dict[str, Any] | Instead:
     rank = len(shape_of(input))
-    chosen = range(rank) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    chosen = range(rank) if dim is None else listed([dim])
     arguments = {"input": input, "dim": [d % rank for d in chosen]}
     return arguments if fact(input).dtype == torch.bool else Instead(count_of, arguments)
 
 
 def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = shape_of(arguments["input"])
-    fixed = sizes and all(isinstance(sizes[d], int) for d in arguments["dim"])
-    return None if fixed else "it counts over the batch, whose size is not fixed"
+    return None if sizes and are_fixed(sizes[d] for d in arguments["dim"]) else "it counts over the batch, whose size is not fixed"
 
 
 @lowered(
@@ -75,7 +76,7 @@ def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
 
 
-@composite(function=_count_of, demand=Plain("int64"), refuses=_refuses_count)
+@composite(function=lambda input, dim: torch.count_nonzero(input, dim), demand=Plain("int64"), refuses=_refuses_count)
 def count_of(build: Builder, input: fx.Node, dim: list[int]) -> Any:
     """Return how many of the numbers along dimensions are not 0: int64."""
     return build(count_nonzero, build(torch.ne, input, 0), dim)
@@ -95,13 +96,7 @@ def _refuses_bucketize(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     boundaries = arguments["boundaries"]
     if not isinstance(boundaries, fx.Node) or not is_parameter(boundaries) or len(shape_of(boundaries)) != 1:
         return "its boundaries are not a constant one-dimensional tensor"
-    if fact(node).dtype != torch.int64:
-        return "its result is int32"
-    return MANY_SIZES if sum(not isinstance(size, int) for size in shape_of(arguments["input"])) > 1 else None
-
-
-def _bucketized(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> dict[str, Any]:
-    return {"input": input, "boundaries": boundaries, "right": right}
+    return None if fact(node).dtype == torch.int64 else "its result is int32"
 
 
 def _searched(
@@ -112,7 +107,13 @@ def _searched(
     return {"input": input, "boundaries": sorted_sequence, "right": right or side == "right"}
 
 
-@lowered(adapt=_bucketized, calls={torch.searchsorted: _searched}, onnx=_onnx_bucketize, refuses=_refuses_bucketize, demand=Plain("int64"))
+@lowered(
+    adapt=lambda input, boundaries, *, out_int32=False, right=False: {"input": input, "boundaries": boundaries, "right": right},
+    calls={torch.searchsorted: _searched},
+    onnx=_onnx_bucketize,
+    refuses=(_refuses_bucketize, one_varying),
+    demand=Plain("int64"),
+)
 def bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool = False) -> Any:
     """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64.
 
@@ -139,12 +140,9 @@ def _is_in(elements: Any, test_elements: Any, *, assume_unique: bool = False, in
 
 
 def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, elements = fact(arguments["input"]), arguments["elements"]
-    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
-        return "its operand is not an integer tensor"
-    if not isinstance(elements, fx.Node) or not is_parameter(elements) or fact(elements).dtype != torch.int64:
-        return "its test elements are not a constant integer tensor"
-    return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
+    elements = arguments["elements"]
+    constant = isinstance(elements, fx.Node) and is_parameter(elements) and fact(elements).dtype == torch.int64
+    return None if constant else "its test elements are not a constant integer tensor"
 
 
 @lowered(
@@ -152,7 +150,7 @@ def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operands=("input",),
     adapt=_is_in,
     moves=True,
-    refuses=_refuses_isin,
+    refuses=(_refuses_real, _refuses_isin, one_varying),
     onnx=_onnx_isin,
     demand=Plain("bool"),
 )

@@ -12,36 +12,21 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Parameter
+from fxquant.ops.core.declare import bound, lowered, settings_of
 from fxquant.primitives import shape
 
-
-def _embedding(input: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(input, weight)
+CHANGES = "it changes its weight while it runs (max_norm)"
 
 
-def _function(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict[str, Any] | str:
+def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     """Adapt F.embedding; arguments for gradients alone do not change its result."""
-    return "it changes its weight while it runs (max_norm)" if max_norm is not None else {"input": input, "weight": weight}
+    given = bound(F.embedding, *args, **kwargs)
+    return CHANGES if given["max_norm"] is not None else {"input": given["input"], "weight": given["weight"]}
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
     """Adapt torch.embedding, and that of an exported program, which take the weight first."""
     return {"input": indices, "weight": weight}
-
-
-def _module(module: Any) -> dict[str, Any] | str:
-    return "it changes its weight while it runs (max_norm)" if module.max_norm is not None else {"weight": Parameter("weight")}
 
 
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -55,19 +40,15 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(known, TensorFact) and not known.dtype.is_floating_point else "its indices are not an integer tensor"
 
 
-def _onnx_embedding(c: Call) -> str:
-    return c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0)
-
-
 @lowered(
-    function=_embedding,
+    function=lambda input, weight: F.embedding(input, weight),
     adapt=_function,
     calls={torch.embedding: _aten},
-    modules={nn.Embedding: _module},
+    modules={nn.Embedding: lambda module: CHANGES if module.max_norm is not None else settings_of(("weight",))(module)},
     reads=("input",),
     refuses=refuses_embedding,
     observes=lambda arguments: arguments["weight"],
-    onnx=_onnx_embedding,
+    onnx=lambda c: c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0),
 )
 def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
     """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there.

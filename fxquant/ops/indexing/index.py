@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,10 +16,11 @@ from fxquant.ir.facts import BatchDim, Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
-from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.constants import on_the_output, selected
+from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, fixed, known_size
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead
 from fxquant.ops.indexing.embedding import embedding
@@ -28,10 +29,6 @@ from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of
 from fxquant.primitives import selection, shape
 
 WHOLE = builtins.slice(None)
-
-
-def _getitem(input: Tensor, index: list[Any]) -> Tensor:
-    return input[tuple(index)]
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
@@ -53,31 +50,23 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
         size = 1 if entry is None else next(remaining)
         if isinstance(entry, builtins.slice):
             result.append(len(range(*entry.indices(size))) if isinstance(size, int) else -1)
-        elif entry is None:
-            result.append(1)
         elif not isinstance(entry, int):
-            result.append(len(entry))
+            result.append(1 if entry is None else len(entry))
     return result
 
 
-def _pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    places: tuple[Any, ...] = (*[WHOLE] * dim, index)
-    return input[places]
-
-
-def _onnx_pick(c: Call) -> str:
+def places_of(c: Call) -> str:
+    """Return the index of a call, which may be a constant."""
     index = c.arguments.get("index")
-    places = index if isinstance(index, str) else c.e.constant(c.real("index"))
-    return c.do("Gather", c.operand("input"), places, axis=c["dim"])
+    return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
         return "its index is not an integer tensor"
-    if is_parameter(arguments["input"]) and known.dtype != torch.float32:
-        return "it indexes a constant that is not a float32 tensor"
-    return None if isinstance(known.shape[arguments["dim"]], int) else "it indexes the batch"
+    constant = is_parameter(arguments["input"]) and known.dtype != torch.float32
+    return "it indexes a constant that is not a float32 tensor" if constant else None
 
 
 def _computed(entry: Any) -> bool:
@@ -86,22 +75,22 @@ def _computed(entry: Any) -> bool:
 
 @lowered(
     operands=("input",),
-    function=_pick,
+    function=lambda input, dim, index: input[tuple([*[WHOLE] * dim, index])],
     moves=True,
     reads=("index",),
     observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
-    onnx=_onnx_pick,
-    refuses=_refuses_pick,
+    onnx=lambda c: c.do("Gather", c.operand("input"), places_of(c), axis=c["dim"]),
+    refuses=(_refuses_pick, fixed(because="it indexes the batch")),
     demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
 )
 def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
     """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
-    if isinstance(input, Tensor):
-        places = lowering.given("index", index, torch.int64)
-        return lowering.result(
-            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
-        )
-    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
+    at = lowering.given("index", index, torch.int64)
+    if isinstance(input, Quantized):
+        return input.with_value(lowering.call(selection.pick, input.value, dim, at))
+    return lowering.result(
+        lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, at), lambda: pick(input, dim, index)
+    )
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
@@ -111,12 +100,9 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
         return _piece(input, index)
     if not isinstance(known, TensorFact):
         return "it indexes a value that is not a tensor"
-    entries = list(index) if isinstance(index, tuple) else [index]
-    missing = len(known.shape) - sum(dimensions(entry) for entry in entries)
-    if missing < 0:
+    whole = whole_index(known.shape, list(index) if isinstance(index, tuple) else [index])
+    if whole is None:
         return "its index has too many entries"
-    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
     if len(computed) == 1 and all(entry == WHOLE for dim, entry in enumerate(whole) if dim != computed[0]):
         return _selected(input, computed[0], whole[computed[0]])
@@ -136,12 +122,19 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     return {"input": input, "index": whole}
 
 
+def whole_index(shape: Sequence[Size], entries: list[Any]) -> list[Any] | None:
+    """Return the entries of an index, one for every dimension and every new one; None where there are too many."""
+    missing = len(shape) - sum(map(dimensions, entries))
+    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    return None if missing < 0 else plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
+
+
 def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
     """Return the piece of the batch that a slice with computed bounds picks alone: x[:n] of 2n items; None for any other index."""
-    sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
-    if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
+    sliced = [(dim, entry) for dim, entry in enumerate(entries) if entry != WHOLE]
+    if len(sliced) != 1 or not isinstance(sliced[0][1], builtins.slice) or sliced[0][1].step not in (None, 1):
         return None
-    dim, entry = sliced[0], entries[sliced[0]]
+    ((dim, entry),) = sliced
     bounds = (entry.start or 0, shape[dim] if entry.stop is None else entry.stop)
     start, stop = (fact(bound) if isinstance(bound, fx.Node) else bound for bound in bounds)
     if not isinstance(start, int | BatchDim) or not isinstance(stop, BatchDim) or (isinstance(start, int) and start != 0):
@@ -183,10 +176,7 @@ def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Inst
 
 def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     index = arguments["index"]
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact):
-        return None
-    entries = zip([entry for entry in index if entry is not None], known.shape, strict=True)
+    entries = zip([entry for entry in index if entry is not None], shape_of(arguments["input"]), strict=True)
     reason = next((reason for reason in itertools.starmap(_refuses_entry, entries) if reason is not None), None)
     if reason is not None:
         return reason
@@ -224,7 +214,7 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
     return None if isinstance(size, int) else "it indexes the batch by a list"
 
 
-def _along(input: Any, dim: int, entry: Any) -> dict[str, Any]:
+def along_dimension(input: Any, dim: int, entry: Any) -> dict[str, Any]:
     """input indexed by `entry` along `dim` alone."""
     index: list[Any] = [WHOLE] * rank_of(input)
     index[dim] = entry
@@ -238,7 +228,7 @@ def _narrowed(input: Any, dim: int, start: Any, length: Any) -> dict[str, Any] |
     if start < 0 and not isinstance(size, int):
         return "it counts from the end of the batch"
     begin = start % size if isinstance(size, int) and size else start
-    return _along(input, dim, builtins.slice(begin, begin + length))
+    return along_dimension(input, dim, builtins.slice(begin, begin + length))
 
 
 def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instead:
@@ -248,7 +238,7 @@ def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instea
         if is_parameter(input) and dim == 0 and rank_of(input) == 2:
             return Instead(embedding, {"input": index, "weight": input})
         return Instead(pick, {"input": input, "dim": dim % rank_of(input), "index": index})
-    return _along(input, dim, index)
+    return along_dimension(input, dim, index)
 
 
 def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str | Instead:
@@ -265,25 +255,22 @@ def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_siz
     if each is None:
         return "how often it repeats each element is computed"
     each = each * size if len(each) == 1 else each
-    return _along(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
+    return along_dimension(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
 
 
-# Where the dimension stands among the arguments of what returns a tensor in pieces.
-_SPLITS: dict[Any, int] = {
-    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"), 2),
-    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_chunk, torch.unsafe_split), 2),
+# What returns a tensor in pieces, with where the dimension stands among its arguments, or the dimension from the rank.
+_SPLITS = function_and_method(None, "chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+_SPLITS_ALONG: dict[Any, Any] = {
+    **function_and_method(lambda rank: min(1, rank - 1), "hsplit"),
+    **function_and_method(lambda rank: 0, "vsplit"),
+    **function_and_method(lambda rank: 2, "dsplit"),
 }
-_SPLITS_ALONG: dict[Any, Callable[[int], int]] = {  # the dimension from the rank
-    **dict.fromkeys(("hsplit", torch.hsplit), lambda rank: min(1, rank - 1)),
-    **dict.fromkeys(("vsplit", torch.vsplit), lambda rank: 0),
-    **dict.fromkeys(("dsplit", torch.dsplit), lambda rank: 2),
-}
-_UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
+_UNBINDS = function_and_method(None, "unbind")
 
 
 def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     """Return one piece of a split tensor, as an index of the whole."""
-    position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
+    position = 1 if pieces.target in _UNBINDS else 2 if pieces.target in _SPLITS or pieces.target in _SPLITS_ALONG else None
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
         return f"it selects a result of %{pieces.name}, which is computed in float"
@@ -294,29 +281,26 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     known = fact(pieces)
     number %= len(known)
     if pieces.target in _UNBINDS:
-        return _along(source, dim, number)
+        return along_dimension(source, dim, number)
     sizes = [piece.shape[dim] for piece in known]
-    if not all(isinstance(size, int) for size in sizes):
+    if not are_fixed(sizes):
         found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
         if found is None:
             return "it splits the batch, whose size is not fixed"
         return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
     start = sum(sizes[:number])
-    return _along(source, dim, builtins.slice(start, start + sizes[number]))
+    return along_dimension(source, dim, builtins.slice(start, start + sizes[number]))
 
 
 @lowered(
     "select",
     "index_select",
-    function=_getitem,
+    function=lambda input, index: input[tuple(index)],
     adapt=_selected,
     calls={
-        operator.getitem: _indexed,
-        torch.narrow: _narrowed,
-        torch.repeat_interleave: _interleaved,
-        "__getitem__": _indexed,
-        "narrow": _narrowed,
-        "repeat_interleave": _interleaved,
+        **dict.fromkeys((operator.getitem, "__getitem__"), _indexed),
+        **function_and_method(_narrowed, "narrow"),
+        **function_and_method(_interleaved, "repeat_interleave"),
     },
     moves=True,
     idle=_keeps_everything,
@@ -337,9 +321,8 @@ def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized
         value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
     for dim, (entry, size) in enumerate(entries):
         if not isinstance(entry, int | builtins.slice):
-            assert isinstance(size, int)
-            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
-            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
+            chosen = torch.as_tensor(entry, dtype=torch.int64, device=lowering.device) % known_size(size)
+            value = selected(lowering, value, dim, chosen)
     if any(entry is None or isinstance(entry, int) for entry in index):
         value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
     return input.with_value(value)

@@ -8,34 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, shape_of
+from fxquant.ir.graph import shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
 from fxquant.ops.core.demands import INNER, Same
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.indexing.index import WHOLE, getitem
-from fxquant.ops.indexing.ranking import gather, ranked, sort
+from fxquant.ops.indexing.ranking import fixed_dimension, gather, ranked, sort
 from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.reduction.extremum import amax, amin, maximum, minimum
-
-
-def _fixed(verb: str) -> Any:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        known = fact(arguments["input"])
-        if not isinstance(known, TensorFact) or not known.shape:
-            return "its operand has no dimensions"
-        dims = range(len(known.shape)) if arguments["dim"] is None else [arguments["dim"]]
-        return None if all(isinstance(known.shape[d], int) for d in dims) else f"it {verb} the batch, whose size is not fixed"
-
-    return refuses
-
+from fxquant.ops.reduction.progression import along, length_of
 
 # ---- both extremes ---------------------------------------------------------------------------------------------------------
 
 
-@composite(refuses=_fixed("looks through"))
+@composite(refuses=fixed_dimension("looks through", whole=True))
 def aminmax(build: Builder, input: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the smallest and the largest element along a dimension, or of all."""
     dims = [] if dim is None else [dim]
@@ -58,15 +47,12 @@ def msort(build: Builder, input: fx.Node) -> Any:
 
 def _expand_running(build: Builder, input: fx.Node, dim: int, extremum: Any) -> Any:
     """Of twice as many elements in each step: of itself and what lies 1, 2, 4, … before."""
-    sizes = build.fact(input).shape
-    length, dim = sizes[dim], dim % len(sizes)
-    assert isinstance(length, int)
-    before: list[Any] = [WHOLE] * dim
+    length, dim = length_of(input, dim), dim % rank_of(input)
     distance = 1
     while distance < length:
-        first = build(getitem, input, [*before, slice(0, distance), *[WHOLE] * (len(sizes) - dim - 1)])
-        later = build(getitem, input, [*before, slice(distance, length), *[WHOLE] * (len(sizes) - dim - 1)])
-        earlier = build(getitem, input, [*before, slice(0, length - distance), *[WHOLE] * (len(sizes) - dim - 1)])
+        first = along(build, input, dim, slice(0, distance))
+        later = along(build, input, dim, slice(distance, length))
+        earlier = along(build, input, dim, slice(0, length - distance))
         joined = [first, build(extremum, later, earlier, demand=Same())]
         input = build(cat, joined, dim, demand=Same())
         distance *= 2
@@ -74,22 +60,22 @@ def _expand_running(build: Builder, input: fx.Node, dim: int, extremum: Any) -> 
 
 
 def _refuses_running(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    because: str | None = _fixed("looks through")(node, arguments)
-    if because is not None:
-        return because
     picked = [reader.args[1] if getattr(reader.target, "__name__", "") == "getitem" else 1 for reader in node.users]
     if any(pick != 0 for pick in picked):
         return "its indices are read as well"
-    return None if fact(arguments["input"]).shape[arguments["dim"]] != 1 else "its dimension has one element"
+    return None if shape_of(arguments["input"])[arguments["dim"]] != 1 else "its dimension has one element"
 
 
-@composite(refuses=_refuses_running)
+_RUNNING = (*fixed_dimension("looks through"), _refuses_running)
+
+
+@composite(refuses=_RUNNING)
 def cummax(build: Builder, input: fx.Node, dim: int) -> Any:
     """Return the largest element so far along a dimension, and where it is."""
     return _expand_running(build, input, dim, maximum)
 
 
-@composite(refuses=_refuses_running)
+@composite(refuses=_RUNNING)
 def cummin(build: Builder, input: fx.Node, dim: int) -> Any:
     """Return the smallest element so far along a dimension, and where it is."""
     return _expand_running(build, input, dim, minimum)
@@ -126,27 +112,28 @@ def _of_constants(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *,
     return {"input": input, "q": q, "dim": dim or 0, "keepdim": keepdim, "interpolation": interpolation}
 
 
-@composite("nanquantile", function=_quantile, adapt=_of_constants, refuses=_fixed("ranks"))
+@composite(
+    "nanquantile",
+    function=_quantile,
+    adapt=_of_constants,
+    refuses=fixed_dimension("ranks"),
+    samples=(sample(input=(4, 6, 6), q=0.3, dim=1), sample(input=(4, 6, 6), q=0.6, dim=2, interpolation="lower")),
+)
 def quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool = False, interpolation: str = "linear") -> Any:
     """Return the q-th quantile along a dimension; of a list of them, along a new first dimension."""
-    sizes = build.fact(input).shape
-    length, dim = sizes[dim], dim % len(sizes)
-    assert isinstance(length, int)
+    length, dim = length_of(input, dim), dim % rank_of(input)
     in_order = build(gather, input, dim, build(ranked, input, dim, length, False))
 
     def at(place: int) -> fx.Node:
-        entry = slice(place, place + 1) if keepdim else place
-        found: fx.Node = build(getitem, in_order, [*[WHOLE] * dim, entry, *[WHOLE] * (len(sizes) - dim - 1)])
-        return found
+        return along(build, in_order, dim, slice(place, place + 1) if keepdim else place)
 
-    def of(quantity: float) -> fx.Node:
+    def of(quantity: float) -> Any:
         position = float(torch.tensor(quantity, dtype=torch.float32, device="cpu") * (length - 1))  # which PyTorch computes so
         share = _share(position, interpolation)
         first = min(math.floor(position), length - 1)
         if share in (0.0, 1.0):
             return at(first + int(share))
-        found: fx.Node = build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
-        return found
+        return build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
 
     if isinstance(q, int | float):
         return of(float(q))

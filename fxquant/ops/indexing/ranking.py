@@ -14,43 +14,46 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.declare import Guard, composite, first_reason, function_and_method, lowered
 from fxquant.ops.core.demands import Plain, Same
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, fixed, has_dimensions
 from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
+from fxquant.ops.reduction.progression import length_of
 from fxquant.primitives import selection
 
-WHOLE_NUMBERS = Plain("int64")
+PLACES = Plain("int64")
 
 
-def _fixed_dimension(verb: str) -> Any:
+def fixed_dimension(verb: str, whole: bool = False) -> tuple[Guard, ...]:
+    """Refuse a dimension whose size is not fixed, or depends on the data; `whole`: without one, all dimensions are meant."""
+
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        known = fact(arguments["input"])
-        if not isinstance(known, TensorFact) or not known.shape:
-            return "its operand has no dimensions"
-        dim = arguments["dim"]
-        if dim is None or not isinstance(known.shape[dim], int):
-            return f"it {verb} the batch, whose size is not fixed"
-        return (
-            None if all(not isinstance(value, fx.Node) for name, value in arguments.items() if name != "input") else "its size is computed"
-        )
+        sizes, dim = shape_of(arguments["input"]), arguments["dim"]
+        chosen = [sizes[dim]] if dim is not None else sizes if whole else [None]
+        return None if are_fixed(chosen) else f"it {verb} the batch, whose size is not fixed"
 
-    return refuses
+    def refuses_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        computed = any(isinstance(value, fx.Node) for name, value in arguments.items() if name != "input")
+        return "its size is computed" if computed else None
 
+    return has_dimensions(), refuses, refuses_size
+
+
+_LOOKS, _RANKS = fixed_dimension("looks through"), fixed_dimension("ranks")
 
 # ---- the place of the extremes ---------------------------------------------------------------------------------------
 
 
-@lowered(demand=WHOLE_NUMBERS, refuses=_fixed_dimension("looks through"))
+@lowered(demand=PLACES, refuses=_LOOKS)
 def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the largest element along a dimension."""
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, True)
 
 
-@lowered(demand=WHOLE_NUMBERS, refuses=_fixed_dimension("looks through"))
+@lowered(demand=PLACES, refuses=_LOOKS)
 def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the smallest element along a dimension."""
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
@@ -63,11 +66,13 @@ def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
 
 
-def _onnx_ranked(c: Call) -> str:
-    return c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1)
-
-
-@lowered(function=_ranked, moves=True, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked, demand=WHOLE_NUMBERS)
+@lowered(
+    function=_ranked,
+    moves=True,
+    refuses=_RANKS,
+    onnx=lambda c: c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1),
+    demand=PLACES,
+)
 def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
     """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return lowering.call(selection.ranking, input.value, dim, count, largest)
@@ -82,10 +87,7 @@ def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(index) if isinstance(index, fx.Node) else None
     if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
         return "its index is not an integer tensor"
-    operand = fact(arguments["input"])
-    if not isinstance(operand, TensorFact) or not operand.shape:
-        return "its operand has no dimensions"
-    return None if isinstance(operand.shape[arguments["dim"]], int) else "it indexes the batch"
+    return fixed(because="it indexes the batch")(node, arguments)
 
 
 def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
@@ -104,18 +106,14 @@ def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     repeated = [(own, size) for d, (own, size) in enumerate(zip(mine, other, strict=True)) if d != dim and own != size]
     if any(size != 1 for _, size in repeated):
         return "its operand is broadcast to its indices"
-    if not all(isinstance(own, int) for own, _ in repeated):
+    if not are_fixed(own for own, _ in repeated):
         return "its indices are repeated for each sample of the batch"
     return refuses_index(node, {**arguments, "index": arguments["indices"]})
 
 
-def _gathered(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "index": index}
-
-
 @lowered(
-    adapt=_gathered,
-    calls={torch.take_along_dim: _taken, "take_along_dim": _taken},
+    adapt=lambda input, dim, index, *, sparse_grad=False: {"input": input, "dim": dim, "index": index},
+    calls=function_and_method(_taken, "take_along_dim"),
     moves=True,
     reads=("index",),
     refuses=refuses_index,
@@ -138,12 +136,15 @@ def take_along_dim(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -
 # ---- values with their places -----------------------------------------------------------------------------------------
 
 
-def _expand_largest(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
-    return build(amax, input, [dim], keepdim), build(argmax, input, dim, keepdim)
+def _extreme(name: str, function: Any, extremum: Any, place: Any) -> None:
+    def expand(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
+        return build(extremum, input, [dim], keepdim), build(place, input, dim, keepdim)
+
+    register(Operator(name, function, ("input",), expand=expand, refuses=first_reason(*_LOOKS)))
 
 
-def _expand_smallest(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
-    return build(amin, input, [dim], keepdim), build(argmin, input, dim, keepdim)
+_extreme("max_along", largest_along, amax, argmax)
+_extreme("min_along", smallest_along, amin, argmin)
 
 
 def _kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
@@ -162,34 +163,23 @@ def _with_places(build: Builder, input: fx.Node, dim: int, count: int, largest: 
     return build(gather, input, dim, places), places
 
 
-def _length(build: Builder, input: fx.Node, dim: int) -> int:
-    size = build.fact(input).shape[dim]
-    assert isinstance(size, int)
-    return size
-
-
 def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = False) -> dict[str, Any]:
     return {"input": input, "dim": dim, "descending": descending, "stable": bool(stable)}
 
 
-_RANKED = _fixed_dimension("ranks")
-register(Operator("max_along", largest_along, ("input",), expand=_expand_largest, refuses=_fixed_dimension("looks through")))
-register(Operator("min_along", smallest_along, ("input",), expand=_expand_smallest, refuses=_fixed_dimension("looks through")))
-
-
-@composite(moves=True, refuses=_RANKED)
+@composite(moves=True, refuses=_RANKS)
 def topk(build: Builder, input: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the k largest, or smallest, elements along a dimension, and where they are."""
     return _with_places(build, input, dim, k, largest)
 
 
-@composite(adapt=_sorted, moves=True, refuses=_RANKED)
+@composite(adapt=_sorted, moves=True, refuses=_RANKS)
 def sort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Return the elements along a dimension in order, and where they were."""
-    return _with_places(build, input, dim, _length(build, input, dim), descending)
+    return _with_places(build, input, dim, length_of(input, dim), descending)
 
 
-@composite(moves=True, refuses=_RANKED)
+@composite(moves=True, refuses=_RANKS)
 def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     """Return the k-th smallest element along a dimension, and where it is."""
     return _kthvalue(build, input, k, dim, keepdim)
@@ -199,13 +189,13 @@ def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any
     return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
 
 
-@composite("nanmedian", function=_median, moves=True, refuses=_RANKED)
+@composite("nanmedian", function=_median, moves=True, refuses=_RANKS)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the lower median along a dimension, and where it is."""
-    return _kthvalue(build, input, (_length(build, input, dim) + 1) // 2, dim, keepdim)
+    return _kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
 
 
-@composite(adapt=_sorted, moves=True, demand=WHOLE_NUMBERS, refuses=_RANKED)
+@composite(adapt=_sorted, moves=True, demand=PLACES, refuses=_RANKS)
 def argsort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Return where the elements along a dimension are, in order."""
-    return build(ranked, input, dim, _length(build, input, dim), descending)
+    return build(ranked, input, dim, length_of(input, dim), descending)

@@ -24,11 +24,14 @@ from fxquant.ops.core.creation import made_number
 from fxquant.ops.core.declare import composite, lowered
 from fxquant.ops.core.demands import INNER
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_size
 from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.indexing.index import WHOLE, getitem
+from fxquant.ops.indexing.index import WHOLE, getitem, places_of
 from fxquant.ops.indexing.ranking import refuses_index
+from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
+from fxquant.ops.reduction.progression import length_of
 from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
 from fxquant.primitives import scatter as primitives
 
@@ -40,11 +43,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     value = arguments["src"]
-    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
-        return "it scatters a number that is computed"
-    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
-        return f"it scatters {value!r}"
-    return refuses_index(node, arguments)
+    given = isinstance(value, fx.Node) or (isinstance(value, int | float) and math.isfinite(value))
+    return None if given else f"it scatters {value!r}"
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -90,7 +90,7 @@ def _onnx_scatter(c: Call) -> str:
     carries=("input", "src"),
     reads=("index",),
     onnx=_onnx_scatter,
-    refuses=_refuses_scatter,
+    refuses=(_refuses_scatter, refuses_index),
     normalize=as_large_as_index,
 )
 def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
@@ -108,9 +108,8 @@ def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch
 # ---- sums --------------------------------------------------------------------------------------------------------------
 
 
-def _sum_at(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
-    return zeros.scatter_add(dim, index, src)
+def _zeros(src: Tensor, dim: int, size: int) -> Tensor:
+    return src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
 
 
 def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -118,32 +117,27 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return too_many([terms], 2**31) if isinstance(terms, int) else "it adds up the batch, whose size is not fixed"
 
 
-def places_of(c: Call) -> str:
-    """Return the index of a call, which may be a constant."""
-    index = c.arguments.get("index")
-    return index if isinstance(index, str) else c.e.constant(c.real("index"))
-
-
 def _onnx_sum_at(c: Call) -> str:
-    if c.e.opset < SUMMING_OPSET:
-        return c.exported()
-    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places_of(c), c["size"], False)
+    return c.exported() if c.e.opset < SUMMING_OPSET else _summed(c, places_of(c))
 
 
-@lowered(function=_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at)
+def _summed(c: Call, places: str) -> str:
+    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places, c["size"], False)
+
+
+@lowered(
+    function=lambda src, dim, index, size: _zeros(src, dim, size).scatter_add(dim, index, src),
+    reads=("index",),
+    refuses=_refuses_sum_at,
+    onnx=_onnx_sum_at,
+)
 def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
     """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
-    terms = src.shape[dim]
-    assert isinstance(terms, int)
+    terms = known_size(src.shape[dim])
     largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     places = lowering.given("index", index, torch.int64)
     total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
     return lowering.requantize(total, Ratio((src.scale,)))
-
-
-def _index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
-    zeros = src.new_zeros([*src.shape[:dim], size, *src.shape[dim + 1 :]])
-    return zeros.index_add(dim, index, src)
 
 
 def _onnx_index_sum(c: Call) -> str:
@@ -152,13 +146,12 @@ def _onnx_index_sum(c: Call) -> str:
     matrix = c.real("places")
     if c.e.opset >= SUMMING_OPSET:
         places = c.e.constant(matrix.argmax(0).reshape([-1 if d == c["dim"] else 1 for d in range(len(order))]))
-        index = c.do("Expand", places, c.do("Shape", c.operand("src")))
-        return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], index, c["size"], False)
+        return _summed(c, c.do("Expand", places, c.do("Shape", c.operand("src"))))
     total = c.do("MatMul", c.do("Transpose", c.operand("src"), perm=order), c.e.constant(matrix.float().t().contiguous()))
     return c.do("Transpose", total, perm=[order.index(d) for d in range(len(order))])
 
 
-@lowered(function=_index_sum, onnx=_onnx_index_sum)
+@lowered(function=lambda src, dim, index, size: _zeros(src, dim, size).index_add(dim, index, src), onnx=_onnx_index_sum)
 def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
     """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places.
 
@@ -177,18 +170,7 @@ def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size:
     return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
 
 
-def size_along(build: Builder, input: fx.Node, dim: int) -> int:
-    """Return how many places there are along a dimension, which is not the batch."""
-    size = build.fact(input).shape[dim]
-    assert isinstance(size, int)
-    return size
-
-
-def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why what is added at places has no integer form."""
-    because = refuses_index(node, arguments)
-    if because is not None:
-        return because
+def _refuses_source(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     src, dim = arguments["src"], arguments["dim"]
     known, wanted = fact(src) if isinstance(src, fx.Node) else None, list(fact(arguments["input"]).shape)
     if not isinstance(known, TensorFact) or is_parameter(src):
@@ -199,35 +181,32 @@ def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if list(known.shape) == wanted else "its source and its input differ in a size that is not indexed"
 
 
+ADDS = {"operands": ("input", "src"), "reads": ("index",), "refuses": (refuses_index, _refuses_source), "normalize": as_large_as_index}
+
+
 def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not isinstance(arguments["index"], fx.Node) or not is_parameter(arguments["index"]):
         return "its index is computed"
     if not isinstance(fact(arguments["input"]).shape[arguments["dim"]], int):
         return "it adds to a part of the batch"
-    source = arguments["source"]
-    if not isinstance(source, fx.Node) or not isinstance(arguments["alpha"], int | float):
-        return "its source is not an activation"
-    return None
-
-
-def _with_dim(dim: int, input: Any) -> int:
-    return dim % max(len(fact(input).shape), 1)
+    given = isinstance(arguments["source"], fx.Node) and isinstance(arguments["alpha"], int | float)
+    return None if given else "its source is not an activation"
 
 
 def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
     """Return the arguments of what adds at places, by name."""
-    return {"input": input, "dim": _with_dim(dim, input), "index": index, "src": src}
+    return {"input": input, "dim": dim % max(rank_of(input), 1), "index": index, "src": src}
 
 
 def _index_added(input: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> dict[str, Any]:
-    return {"input": input, "dim": _with_dim(dim, input), "index": index, "source": source, "alpha": alpha}
+    return {"input": input, "dim": dim % max(rank_of(input), 1), "index": index, "source": source, "alpha": alpha}
 
 
-@composite(operands=("input", "src"), adapt=scatter_added, reads=("index",), refuses=refuses_scatter_add, normalize=as_large_as_index)
+@composite(adapt=scatter_added, **ADDS)
 def scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     """Return the tensor with the elements of `src` added at their places along a dimension."""
     alone = made_number(input) == 0
-    total = build(sum_at, src, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    total = build(sum_at, src, dim, index, length_of(input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)
 
 
@@ -236,8 +215,8 @@ def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: 
     """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
     alone = made_number(input) == 0
     if is_parameter(source):
-        return build(add, input, build.host(index_sum, source, dim, index, size_along(build, input, dim)), float(alpha))
+        return build(add, input, build.host(index_sum, source, dim, index, length_of(input, dim)), float(alpha))
     if alpha != 1:
         source = build(mul, source, alpha, demand=INNER)
-    total = build(index_sum, source, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
+    total = build(index_sum, source, dim, index, length_of(input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)

@@ -24,39 +24,25 @@ from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.division import reciprocal_of
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import whole_add, whole_mul
-from fxquant.ops.indexing.scatter import (
-    LARGEST,
-    as_large_as_index,
-    places_of,
-    refuses_scatter_add,
-    scatter_add,
-    scatter_added,
-    size_along,
-    sum_at,
-)
+from fxquant.ops.indexing.index import places_of
+from fxquant.ops.indexing.scatter import ADDS, LARGEST, scatter_add, scatter_added, sum_at
+from fxquant.ops.reduction.progression import length_of
 from fxquant.primitives import PRIMITIVES, selection
 from fxquant.primitives import scatter as primitives
 
 COUNTS = Fixed(1.0, "int16", otherwise=Fixed(1.0, "int8"))
 
 
-def _many(build: Builder, dim: int, index: fx.Node, size: int) -> fx.Node:
+def _many(build: Builder, dim: int, index: fx.Node, size: int) -> Any:
     """Count how many elements have each place, as float values on a grid of scale 1."""
     ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
-    many: fx.Node = build(sum_at, ones, dim, index, size, demand=COUNTS)
-    return many
+    return build(sum_at, ones, dim, index, size, demand=COUNTS)
 
 
-@composite(
-    function=lambda input, dim, index, src: torch.scatter_reduce(input, dim, index, src, "sum", include_self=False),
-    operands=("input", "src"),
-    reads=("index",),
-    refuses=refuses_scatter_add,
-    normalize=as_large_as_index,
-)
+@composite(function=lambda input, dim, index, src: torch.scatter_reduce(input, dim, index, src, "sum", include_self=False), **ADDS)
 def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
-    size = size_along(build, input, dim)
+    size = length_of(input, dim)
     total = build(sum_at, src, dim, index, size)
     return build(where, build(torch.gt, _many(build, dim, index, size), 0.0), total, input)
 
@@ -65,14 +51,11 @@ def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: f
     function=lambda input, dim, index, src, include_self=True: torch.scatter_reduce(
         input, dim, index, src, "mean", include_self=include_self
     ),
-    operands=("input", "src"),
-    reads=("index",),
-    refuses=refuses_scatter_add,
-    normalize=as_large_as_index,
+    **ADDS,
 )
 def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool = True) -> Any:
     """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
-    size = size_along(build, input, dim)
+    size = length_of(input, dim)
     many = _many(build, dim, index, size)
     total, alone = build(sum_at, src, dim, index, size, demand=INNER), made_number(input) == 0
     if include_self:
@@ -111,27 +94,17 @@ _REDUCTIONS = {"amax": True, "amin": False}
 def _scatter_reduced(
     input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> dict[str, Any] | str | Instead:
-    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
-        return Instead(scatter_add, scatter_added(input, dim, index, src))
-    if reduce == "mean":
-        return Instead(scatter_mean, {**scatter_added(input, dim, index, src), "include_self": include_self})
+    given = scatter_added(input, dim, index, src)
     if reduce in ("sum", "add"):
-        return Instead(scatter_sum, scatter_added(input, dim, index, src))
+        return Instead(scatter_add if include_self or made_number(input) == 0 else scatter_sum, given)
+    if reduce == "mean":
+        return Instead(scatter_mean, {**given, "include_self": include_self})
     if reduce not in _REDUCTIONS:
         return f"a {reduce} of any number of elements exceeds every accumulator: add logarithms instead"
-    return {**scatter_added(input, dim, index, src), "largest": _REDUCTIONS[reduce], "include_self": include_self}
+    return {**given, "largest": _REDUCTIONS[reduce], "include_self": include_self}
 
 
-@lowered(
-    "scatter_reduce",
-    operands=("input", "src"),
-    function=_scatter_extremum,
-    adapt=_scatter_reduced,
-    reads=("index",),
-    onnx=_onnx_scatter_extremum,
-    refuses=refuses_scatter_add,
-    normalize=as_large_as_index,
-)
+@lowered("scatter_reduce", function=_scatter_extremum, adapt=_scatter_reduced, onnx=_onnx_scatter_extremum, **ADDS)
 def scatter_extremum(
     lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool = True
 ) -> Quantized:

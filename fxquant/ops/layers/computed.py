@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact, is_parameter
+from fxquant.ir.facts import BatchDim
+from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.ops.core import equations
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.equations import computed_linear, is_computed
-from fxquant.ops.core.record import Instead, Operator, Shape, register
+from fxquant.ops.core.declare import Guard, composite
+from fxquant.ops.core.equations import is_computed
+from fxquant.ops.core.guards import are_fixed, known_size, known_sizes
+from fxquant.ops.core.record import Instead, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.layers.linear import matmul
@@ -27,33 +30,13 @@ from fxquant.ops.movement.patches import unfold
 from fxquant.ops.movement.shape import permute, reshape
 
 
-def computed_conv1d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-) -> Tensor:
-    """A convolution with a weight that the model computes."""
-    return torch.conv1d(input, weight, bias, stride, padding, dilation, groups)
-
-
-def computed_conv2d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-) -> Tensor:
-    """A convolution with a weight that the model computes."""
-    return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
-
-
-COMPUTED: dict[int, Callable[..., Tensor]] = {1: computed_conv1d, 2: computed_conv2d}
-
-
 def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
     """Return the adapter of a convolution: one whose weight the model computes is an operator of its own."""
 
-    def adapt(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
-    ) -> dict[str, Any] | Instead:
-        given = {
-            "input": input, "weight": weight, "bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups
-        }  # fmt: skip
-        return Instead(COMPUTED[rank], given) if is_computed(weight) else given
+    def adapt(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
+        computed = operator_named(f"computed_conv{rank}d")
+        given = computed.bind(args, kwargs)
+        return Instead(computed.function, given) if is_computed(given["weight"]) else given
 
     return adapt
 
@@ -77,14 +60,14 @@ def _margins(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
 
 
 def _expand(
-    build: Builder, input: fx.Node, weight: fx.Node, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, rank: int
+    build: Builder, rank: int, input: fx.Node, weight: fx.Node, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> Any:
     number = _number_of(groups)
     by_item = isinstance(number, BatchDim)
     inner = int(number.coefficient) if isinstance(number, BatchDim) else number
     shape, weights = build.fact(input).shape, build.fact(weight).shape
     channels, results = _each(shape[1], number), _each(weights[0], number)
-    kernel, image = [int(size) for size in weights[2:]], [int(size) for size in shape[2:]]  # type: ignore[arg-type]
+    kernel, image = known_sizes(weights[2:]), known_sizes(shape[2:])
     steps, apart = sizes(stride, rank), sizes(dilation, rank)
     around = _margins(padding, kernel, apart)
     if rank == 1:
@@ -92,7 +75,7 @@ def _expand(
     if by_item or rank == 1:
         input = build(reshape, input, [-1, channels, *image])
     columns = build(unfold, input, kernel, apart, around, steps)
-    taps = int(weights[1]) * kernel[0] * kernel[1]  # type: ignore[arg-type]
+    taps = known_size(weights[1]) * kernel[0] * kernel[1]
     windows = build.fact(columns).shape[2]
     matrix = build(reshape, weight, [-1 if by_item else 1, inner, results // inner, taps])
     result = build(matmul, matrix, build(reshape, columns, [-1, inner, taps, windows]))
@@ -105,19 +88,19 @@ def _expand(
     return build(reshape, result, [1, -1, *size[-rank:]] if by_item else [-1, results, *size[-rank:]])
 
 
-def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def _refuses(rank: int) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         known, weight, number = fact(arguments["input"]), fact(arguments["weight"]), _number_of(arguments["groups"])
-        if not isinstance(known, TensorFact) or not isinstance(weight, TensorFact) or len(known.shape) != rank + 2:
+        if len(known.shape) != rank + 2:
             return "its input has no batch dimension"
         by_item = isinstance(number, BatchDim)
         if by_item and (known.shape[0] != 1 or number.offset != 0 or number.coefficient.denominator != 1):
             return "its groups depend on the batch size, and its input is not one sample"
         fixed = [*known.shape[2:], *weight.shape[1:], *(() if by_item else (known.shape[1], weight.shape[0], number))]
-        if not all(isinstance(size, int) for size in fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
+        if not are_fixed(fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
             return "one of its sizes depends on the batch and is not the size of one sample"
         apart, taps = sizes(arguments["dilation"], rank), weight.shape[2:]
-        if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):  # type: ignore[operator]
+        if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):
             return "its weight is computed, and padding='same' pads one more element after than before: pass padding as numbers"
         bias = arguments["bias"]
         return "its bias is a parameter, not computed per sample" if by_item and bias is not None and is_parameter(bias) else None
@@ -130,34 +113,44 @@ def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 
-def _convolution(rank: int) -> None:
-    """Register the convolution of this rank with a weight that the model computes."""
+def _computed(rank: int) -> Callable[..., Tensor]:
+    convolution = getattr(torch, f"conv{rank}d")
 
-    def expand(build: Builder, **arguments: Any) -> Any:
-        return _expand(build, **arguments, rank=rank)
+    @composite(
+        name=f"computed_conv{rank}d",
+        function=lambda *arguments: convolution(*arguments),
+        operands=("input", "weight", "bias"),
+        refuses=_refuses(rank),
+        macs=_products,
+    )
+    def computed(
+        build: Builder,
+        input: fx.Node,
+        weight: fx.Node,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: Any = 1,
+    ) -> Any:
+        """Compute a convolution with a weight that the model computes."""
+        return _expand(build, rank, input, weight, bias, stride, padding, dilation, groups)
 
-    function = COMPUTED[rank]
-    register(Operator(function.__name__, function, ("input", "weight", "bias"), expand=expand, refuses=_refuses(rank), macs=_products))
+    return computed
 
 
-_convolution(1)
-_convolution(2)
+computed_conv1d, computed_conv2d = _computed(1), _computed(2)
+COMPUTED = (1, 2)  # the ranks of convolutions with a computed weight
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def _expand_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any) -> Any:
+def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return None if len(shape_of(arguments["weight"])) == 2 else "its weight is computed and is not a matrix"
+
+
+@composite(function=equations.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, macs=_products)
+def computed_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None) -> Any:
+    """Compute x · wᵀ + b with a weight that the model computes."""
     product = build(matmul, input, build(permute, weight, [1, 0]))
     return product if bias is None else build(add, product, bias)
-
-
-def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    weight = fact(arguments["weight"])
-    return None if isinstance(weight, TensorFact) and len(weight.shape) == 2 else "its weight is computed and is not a matrix"
-
-
-register(
-    Operator(
-        "computed_linear", computed_linear, ("input", "weight", "bias"), expand=_expand_linear, refuses=_refuses_linear, macs=_products
-    )
-)

@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
+from fxquant.ops.core import equations
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.equations import added_product, einsum, spelled
-from fxquant.ops.core.record import Operator, Parameter, register
+from fxquant.ops.core.declare import composite, function_and_method, listed
+from fxquant.ops.core.equations import spelled
+from fxquant.ops.core.guards import are_fixed, nodes
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul
-from fxquant.ops.movement.shape import numbers, permute, reshape
+from fxquant.ops.movement.shape import numbers, permute, reshape, varying_sizes
 from fxquant.ops.pooling.totals import sum
 
 # ---- two operands ---------------------------------------------------------------------------------------------------
@@ -34,22 +35,6 @@ from fxquant.ops.pooling.totals import sum
 def _split(equation: str) -> tuple[list[str], str]:
     left, _, right = equation.partition("->")
     return left.split(","), right
-
-
-def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
-    letters, result = _split(equation)
-    values = list(operands)
-    for number in range(len(values)):
-        letters[number], values[number] = _without_repetition(build, letters[number], values[number])
-    while len(values) > 2:  # from left to right
-        later = set("".join([*letters[2:], result]))
-        between = "".join(dict.fromkeys(letter for letter in letters[0] + letters[1] if letter in later))
-        values[:2] = [_product(build, (letters[0], values[0]), (letters[1], values[1]), between)]
-        letters[:2] = [between]
-    if len(values) == 2:
-        return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
-    kept, value = _summed(build, letters[0], values[0], set(result))
-    return _ordered(build, value, kept, result)
 
 
 def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[str, fx.Node]:
@@ -61,7 +46,7 @@ def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[s
     return letters, value
 
 
-def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> Any:
     """Return the product of two operands, given with their letters."""
     one, left = _summed(build, *first, {*second[0], *result})
     other, right = _summed(build, *second, {*first[0], *result})
@@ -84,23 +69,22 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
         )
     if len(inner) > 1 or len(columns) != 1:
         right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
-    made: fx.Node = build(matmul, left, right)
+    made = build(matmul, left, right)
     if not rows_apart or len(columns) != 1:
         made = build(reshape, made, [sizes[letter] for letter in batch + rows + columns])
     return _ordered(build, made, batch + rows + columns, result)
 
 
-def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
+def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> Any:
     """Return the product, element by element, of operands that share no dimension that is summed."""
 
-    def aligned(letters: str, value: fx.Node) -> fx.Node:
+    def aligned(letters: str, value: fx.Node) -> Any:
         value = _ordered(build, value, letters, "".join(letter for letter in result if letter in letters))
         size = iter(numbers(fact(value).shape))
         shape = [next(size) if letter in letters else 1 for letter in result]
         return value if len(shape) == len(letters) else build(reshape, value, shape)
 
-    made: fx.Node = build(mul, aligned(*first), aligned(*second))
-    return made
+    return build(mul, aligned(*first), aligned(*second))
 
 
 def _length(letters: str, sizes: dict[str, int]) -> int:
@@ -117,19 +101,12 @@ def _summed(build: Builder, letters: str, value: fx.Node, kept: set[str]) -> tup
     return "".join(letter for letter in letters if letter in kept), build(sum, value, alone, False)
 
 
-def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> fx.Node:
-    if letters == wanted:
-        return value
-    made: fx.Node = build(permute, value, [letters.index(letter) for letter in wanted])
-    return made
+def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> Any:
+    return value if letters == wanted else build(permute, value, [letters.index(letter) for letter in wanted])
 
 
 def _einsum(equation: Any, *operands: Any) -> dict[str, Any] | str:
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str):
-        return "its dimensions are given as numbers"
-    return spelled(equation, *operands)
+    return spelled(equation, *listed(operands)) if isinstance(equation, str) else "its dimensions are given as numbers"
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -139,27 +116,13 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         for letter, size in zip(each, fact(operand).shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 return "it repeats one of its operands"
-    summed = [size for letter, size in sizes.items() if letter not in result]
-    if not all(isinstance(size, int) for size in summed):
+    if not are_fixed(size for letter, size in sizes.items() if letter not in result):
         return "it sums over the batch, whose size is not fixed"
-    return None if sum_of(not isinstance(size, int) for size in sizes.values()) <= 1 else "two of its sizes depend on the batch"
-
-
-def sum_of(values: Any) -> int:
-    """Return how many are true."""
-    return len([value for value in values if value])
-
-
-def _matrix_vector(input: Any, vec: Any) -> dict[str, Any] | str:
-    return spelled("ij,j->i", input, vec)
+    return None if varying_sizes(list(sizes.values())) <= 1 else "two of its sizes depend on the batch"
 
 
 def _dot(input: Any, tensor: Any = None, **named: Any) -> dict[str, Any] | str:
     return spelled("i,i->", input, named.get("other", tensor))
-
-
-def _outer_product(input: Any, vec2: Any) -> dict[str, Any] | str:
-    return spelled("i,j->ij", input, vec2)
 
 
 def _inner(input: Any, other: Any) -> dict[str, Any] | str:
@@ -172,7 +135,7 @@ def _inner(input: Any, other: Any) -> dict[str, Any] | str:
 
 
 def _chained(*matrices: Any, **_: Any) -> dict[str, Any] | str:
-    chain = tuple(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], list | tuple) else matrices
+    chain = listed(matrices)
     letters = string.ascii_lowercase
     pairs = [letters[number : number + 2] for number in range(len(chain))]
     if any(len(fact(matrix).shape) != 2 for matrix in chain):
@@ -200,102 +163,82 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
     return spelled(f"{letters},{letters}->{letters.replace(letters[dim], '')}", x, y)
 
 
-register(
-    Operator(
-        "einsum",
-        einsum,
-        ("operands",),
-        expand=_expand,
-        traits=frozenset({Trait.MATRIX_PRODUCT}),
-        functions={
-            torch.einsum: _einsum,
-            torch.trace: lambda input: spelled("ii->", input),
-            torch.mv: _matrix_vector,
-            torch.dot: _dot,
-            torch.vdot: _dot,
-            **dict.fromkeys((torch.outer, torch.ger), _outer_product),
-            torch.inner: _inner,
-            torch.chain_matmul: _chained,
-            torch.linalg.multi_dot: _chained,
-            torch.tensordot: _tensordot,
-            torch.linalg.vecdot: _vecdot,
-        },
-        methods={
-            "trace": lambda input: spelled("ii->", input),
-            "mv": _matrix_vector,
-            "dot": _dot,
-            "vdot": _dot,
-            **dict.fromkeys(("outer", "ger"), _outer_product),
-            "inner": _inner,
-        },
-        refuses=_refuses,
-    )
+@composite(
+    function=equations.einsum,
+    operands=("operands",),
+    by_name=False,
+    traits=frozenset({Trait.MATRIX_PRODUCT}),
+    calls={
+        torch.einsum: _einsum,
+        **function_and_method(lambda input: spelled("ii->", input), "trace"),
+        **function_and_method(lambda input, vec: spelled("ij,j->i", input, vec), "mv"),
+        **function_and_method(_dot, "dot", "vdot"),
+        **function_and_method(lambda input, vec2: spelled("i,j->ij", input, vec2), "outer", "ger"),
+        **function_and_method(_inner, "inner"),
+        **dict.fromkeys((torch.chain_matmul, torch.linalg.multi_dot), _chained),
+        torch.tensordot: _tensordot,
+        torch.linalg.vecdot: _vecdot,
+    },
+    refuses=_refuses,
 )
+def einsum(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
+    """Return the contraction of the operands that an equation without spaces or dots says."""
+    letters, result = _split(equation)
+    values = list(operands)
+    for number in range(len(values)):
+        letters[number], values[number] = _without_repetition(build, letters[number], values[number])
+    while len(values) > 2:  # from left to right
+        later = set("".join([*letters[2:], result]))
+        between = "".join(dict.fromkeys(letter for letter in letters[0] + letters[1] if letter in later))
+        values[:2] = [_product(build, (letters[0], values[0]), (letters[1], values[1]), between)]
+        letters[:2] = [between]
+    if len(values) == 2:
+        return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
+    kept, value = _summed(build, letters[0], values[0], set(result))
+    return _ordered(build, value, kept, result)
+
 
 # ---- products that are added to something ---------------------------------------------------------------------------
 
 
-def _expand_added(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, equation: str, beta: float, alpha: float) -> Any:
-    product = build(einsum, equation, [one, other])
-    if beta == 0:
-        return product if alpha == 1 else build(mul, product, float(alpha))
-    if beta == 1:
-        return build(add, input, product, float(alpha))
-    return build(add, build(mul, input, float(beta)), product, float(alpha))
+def _added(equation: str, *names: str) -> Any:
+    """Return an adapter that takes the two operands that are multiplied by position or by PyTorch's names."""
 
-
-def _added(equation: str) -> Any:
     def adapt(input: Any, one: Any, other: Any, *, beta: float = 1, alpha: float = 1) -> dict[str, Any] | str:
         if not all(isinstance(number, int | float) for number in (beta, alpha)):
             return "beta or alpha is computed"
         return {"input": input, "one": one, "other": other, "equation": equation, "beta": beta, "alpha": alpha}
 
-    return adapt
-
-
-def _named(adapt: Any, *names: str) -> Any:
-    """Return an adapter that takes the two operands by PyTorch's names, too."""
-
-    def renamed(input: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(kwargs.pop(name) for name in names[len(args) :])]
-        return adapt(input, *given, **kwargs)
-
-    return renamed
+    return lambda input, *args, **kwargs: adapt(input, *args, *(kwargs.pop(name) for name in names[len(args) :]), **kwargs)
 
 
 def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    operands = [arguments["one"], arguments["other"]]
-    if not all(isinstance(operand, fx.Node) and isinstance(fact(operand), TensorFact) for operand in operands):
-        return "one of its operands is not a tensor"
-    return _refuses(node, {"equation": arguments["equation"], "operands": operands})
+    return _refuses(node, {"equation": arguments["equation"], "operands": [arguments["one"], arguments["other"]]})
 
 
-ADDED = {
-    "addmv": _named(_added("ij,j->i"), "mat", "vec"),
-    "addr": _named(_added("i,j->ij"), "vec1", "vec2"),
-    "baddbmm": _named(_added("bij,bjk->bik"), "batch1", "batch2"),
-    "addbmm": _named(_added("bij,bjk->ik"), "batch1", "batch2"),
-}
-register(
-    Operator(
-        "added_product",
-        added_product,
-        ("input", "one", "other"),
-        expand=_expand_added,
-        functions={getattr(torch, name): adapt for name, adapt in ADDED.items()},
-        methods={name: adapt for name, adapt in ADDED.items()},
-        refuses=_refuses_added,
-    )
+@composite(
+    function=equations.added_product,
+    operands=("input", "one", "other"),
+    calls={
+        **function_and_method(_added("ij,j->i", "mat", "vec"), "addmv"),
+        **function_and_method(_added("i,j->ij", "vec1", "vec2"), "addr"),
+        **function_and_method(_added("bij,bjk->bik", "batch1", "batch2"), "baddbmm"),
+        **function_and_method(_added("bij,bjk->ik", "batch1", "batch2"), "addbmm"),
+    },
+    refuses=(nodes("one", "other", because="one of its operands is not a tensor"), _refuses_added),
 )
+def added_product(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, equation: str, beta: float = 1, alpha: float = 1) -> Any:
+    """Return beta · input + alpha · the contraction of the other two operands."""
+    product = build(einsum, equation, [one, other])
+    if beta == 0:
+        return product if alpha == 1 else build(mul, product, float(alpha))
+    return build(add, input if beta == 1 else build(mul, input, float(beta)), product, float(alpha))
+
 
 # ---- bilinear -------------------------------------------------------------------------------------------------------
 
 
-def _bilinear_module(module: Any) -> dict[str, Any]:
-    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
-
-
-@composite(operands=("input1", "input2"), modules={nn.Bilinear: _bilinear_module})
+@composite(operands=("input1", "input2"))
 def bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
     """Compute x · W_o · y + b_o for each output channel o.
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Operator, Parameter, register
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
+from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
 from fxquant.ops.movement.pad import pad_before
 from fxquant.primitives import accumulate, transposed
@@ -76,40 +75,19 @@ REVERSED = Kind(
 )
 
 
-def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[..., tuple[Tensor, Tensor]]]:
-    """The float function, the lowering, and the folding of one kind of convolution in `rank` dimensions."""
-    kernel = kind.kernels[rank]
-
-    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
-        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
-        return kind.arrange(weight, groups), bias
-
-    def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *attributes: Any,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        before_residual: BeforeResidual | None = None,
-    ) -> Tensor:
-        given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
-        if batch_norm is not None:
-            weight, bias = folded(weight, bias, batch_norm, **given)
-        return epilogue(kernel(input, weight, bias, **given), residual, clamp, before_residual)
-
+def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
     def lower(
         lowering: Lowering,
         input: Quantized,
         weight: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | None = None,
         *,
         batch_norm: BatchNorm | None = None,
         residual: Quantized | None = None,
         clamp: Clamp | None = None,
         **attributes: Any,
     ) -> Quantized:
+        """Compute a convolution, or a transposed one, with the batch norm, residual and clamp that are fused into it."""
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
         product = Product(
@@ -123,19 +101,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         )
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
-    function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
-    function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
-    function.__signature__ = _signature(function, kind)  # type: ignore[attr-defined]
-    return function, lower, folded
-
-
-def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
-    """Return the function's, with the attributes by name."""
-    own = inspect.signature(function)
-    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
-    before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    behind = [p for p in own.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    return own.replace(parameters=[*before, *named, *behind])
+    return lower
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -148,9 +114,6 @@ class Margin(NamedTuple):
     mode: str
 
 
-_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
-
-
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
     """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
     rank = len(kernel)
@@ -161,7 +124,7 @@ def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros"
         pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
     if all(before == behind for before, behind in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
         return [before for before, _ in pairs]
-    return Margin([size for pair in reversed(pairs) for size in pair], _MODES[mode])
+    return Margin([size for pair in reversed(pairs) for size in pair], "constant" if mode == "zeros" else mode)
 
 
 def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -182,22 +145,12 @@ def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _convolution_module(module: Any) -> dict[str, Any]:
-    return {
-        **_parameters(module),
-        **{name: getattr(module, name) for name in ("stride", "dilation", "groups")},
-        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode),
-    }
-
-
-def _parameters(module: Any) -> dict[str, Any]:
-    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
+    padding = _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode)
+    given: Any = settings_of(("weight", "bias", *PLAIN.attributes))(module)
+    return {**given, "padding": padding}
 
 
 # ---- transposed convolution -----------------------------------------------------------------------------------------
-
-
-def _transposed_module(module: Any) -> dict[str, Any]:
-    return {**_parameters(module), **{name: getattr(module, name) for name in REVERSED.attributes}}
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -213,86 +166,75 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-# ---- the records ----------------------------------------------------------------------------------------------------
-
-
-def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        operand = shape_of(arguments["input"])
-        if operand is not None and len(operand) != rank + 2:
-            return "its input has no batch dimension"
-        return refuses_weighted(node, arguments)
-
-    return refuses
+def _refuses_batch(rank: int) -> Guard:
+    return lambda node, arguments: None if len(fact(arguments["input"]).shape) == rank + 2 else "its input has no batch dimension"
 
 
 # ---- as operators of ONNX -------------------------------------------------------------------------------------------
 
 
-def _onnx_window(c: Call, rank: int) -> dict[str, Any]:
-    padding = sizes(c["padding"], rank)
-    if c.arguments.get("padding_mode", "zeros") != "zeros":
-        padding = [0] * rank  # it is put around the operand first
-    # One size for each dimension, or the sizes before and behind each, the last dimension first.
-    pads = padding * 2 if len(padding) == rank else [*padding[::2][::-1], *padding[1::2][::-1]]
-    return {"strides": sizes(c["stride"], rank), "pads": pads, "dilations": sizes(c["dilation"], rank), "group": c["groups"]}
+def _onnx_window(c: Call) -> dict[str, Any]:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    stride, padding, dilation = (sizes(c[name], len(kernel)) for name in ("stride", "padding", "dilation"))
+    return {"kernel_shape": kernel, "strides": stride, "pads": padding * 2, "dilations": dilation, "group": c["groups"]}
 
 
 def _onnx_convolution(c: Call) -> str:
-    kernel = list(c.constants["weight"][0].shape[2:])
-    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel))}
+    attributes = _onnx_window(c)
+    rank = len(attributes["kernel_shape"])
     operand = c.selected()  # with its own elements around it, where it is padded with those
-    if len(kernel) == 1 and c.as_convolution():
-        pads = attributes["pads"]
-        attributes.update(
-            {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}, pads=[pads[0], 0, pads[1], 0]
-        )
+    if rank == 1 and c.as_convolution():
+        before, behind = attributes["pads"]
+        attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}
+        attributes["pads"] = [before, 0, behind, 0]
         flat = c.unsqueezed(operand, 3)
         made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
         return c.epilogue(c.squeezed(made, 3))
-    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
+    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), rank))
 
 
 def _onnx_transposed(c: Call) -> str:
-    kernel = list(c.constants["weight"][0].shape[2:])
-    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
-    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), len(kernel)))
+    attributes = _onnx_window(c)
+    rank = len(attributes["kernel_shape"])
+    attributes["output_padding"] = sizes(c["output_padding"], rank)
+    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), rank))
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[[Any], dict[str, Any]], normalize: Any) -> Any:
-    function, lower, folded = _convolution(kind, rank)
-    register(
-        Operator(
-            f"{kind.name}{rank}d",
-            function,
-            ("input",),
-            lower,
-            functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
-            modules={module: extract},
-            read_off=frozenset({"output_size"} if kind is REVERSED else ()),
-            traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
-            absorbs=ABSORBED,
-            refuses=_refuses(rank),
-            sums=True,
-            normalize=normalize,
-            folded=folded,
-            weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
-            channels=lambda arguments: 1,
-            rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
-            # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
-            macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
-            onnx=_onnx_transposed if kind is REVERSED else _onnx_convolution,
-        )
+def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
+    name = f"{kind.name}{rank}d"
+
+    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
+        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
+        return kind.arrange(weight, groups), bias
+
+    declared = lowered(
+        name=name,
+        function=absorbing(kind.kernels[rank], folded, tuple(kind.attributes)),
+        settings=kind.attributes,
+        adapt=convolved(rank) if kind is PLAIN and rank in COMPUTED else None,
+        modules=dict.fromkeys(module_of(name), extract),
+        read_off=frozenset({"output_size"} if kind is REVERSED else ()),
+        traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
+        absorbs=ABSORBED,
+        refuses=(_refuses_batch(rank), refuses_weighted),
+        sums=True,
+        normalize=normalize,
+        folded=folded,
+        weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+        channels=lambda arguments: 1,
+        rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
+        # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
+        macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+        onnx=onnx,
     )
-    return function
+    return declared(_lower(kind, rank))
 
 
-conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _padded)
-conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _padded)
-conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _padded)
-conv_transpose1d = _register(REVERSED, 1, nn.ConvTranspose1d, _transposed_module, _output_padding)
-conv_transpose2d = _register(REVERSED, 2, nn.ConvTranspose2d, _transposed_module, _output_padding)
-conv_transpose3d = _register(REVERSED, 3, nn.ConvTranspose3d, _transposed_module, _output_padding)
+_taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))
+conv1d, conv2d, conv3d = (_declare(PLAIN, rank, _convolution_module, _padded, _onnx_convolution) for rank in (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = (
+    _declare(REVERSED, rank, _taken, _output_padding, _onnx_transposed) for rank in (1, 2, 3)
+)

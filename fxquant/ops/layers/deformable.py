@@ -13,14 +13,15 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.constants import selected
+from fxquant.ops.core.declare import Guard, composite, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d
@@ -43,11 +44,6 @@ def _deform_conv2d(
     dilation: Any = 1,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Deformable convolution, version 2 with a mask, with the arguments of torchvision.ops.deform_conv2d.
-
-    input (N, C, H, W); offset (N, 2·groups·kh·kw, H', W'), in pixels, y before x; mask (N, groups·kh·kw, H', W'), a factor for each tap;
-    weight (O, C / groups of the convolution, kh, kw). Outside of the image is 0. From: Zhu et al., Deformable ConvNets v2, 2019.
-    """
     given = tuple(value for value in (input, offset, weight, bias, mask) if value is not None)
     if has_torch_function(given):
         result: Tensor = handle_torch_function(deform_conv2d, given, input, offset, weight, bias, stride, padding, dilation, mask)
@@ -86,18 +82,14 @@ def _deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any 
 
 def _onnx_taps(c: Call) -> str:
     """GridSample of the taps' positions; the offsets are scaled first, since onnxruntime cannot move a DequantizeLinear behind Reshape."""
-    node = c.primitive(sample)
-    assert node is not None
-    assert isinstance(node.args[0], fx.Node)
+    node: Any = c.primitive(sample)
     height, width = spatial_of(c)
     channels, rows, columns = (int(size) for size in fact(c.node).shape[1:])
     taps = sizes(c["kernel_size"], 2)
     geometry = c["kernel_size"], c["stride"], c["padding"], c["dilation"]
     groups = channels // fact(node.args[0]).shape[1]
-    factors = (
-        torch.tensor([2 / height, 2 / width], device="cpu", dtype=torch.float32).repeat(groups * taps[0] * taps[1]).reshape(1, -1, 1, 1)
-    )
-    moved = c.do("Mul", c.operand("offset"), c.e.constant(factors))
+    factors = torch.tensor([2 / height, 2 / width], device="cpu", dtype=torch.float32).repeat(groups * taps[0] * taps[1])
+    moved = c.do("Mul", c.operand("offset"), c.e.constant(factors.reshape(1, -1, 1, 1)))
     moved = c.do("Reshape", moved, c.integers([-1, *taps, 2, rows // taps[0], columns // taps[1]]))
     moved = c.do("Gather", c.do("Transpose", moved, perm=[0, 4, 1, 5, 2, 3]), c.integers([1, 0]), axis=5)
     base = _base(rows // taps[0], columns // taps[1], geometry)
@@ -111,18 +103,17 @@ def _onnx_taps(c: Call) -> str:
     return value if groups == 1 else c.do("Reshape", value, c.integers([-1, channels, rows, columns]))
 
 
-def _refuses_taps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["offset"])
-    if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
-        return "the size of its offsets is not known"
-    return refuses_image(arguments["input"], "bilinear", "zeros")
+_REFUSES_TAPS: tuple[Guard, Guard] = (
+    fixed_sizes("the size of its offsets is not known", "offset", 1),
+    lambda node, arguments: refuses_image(arguments["input"], "bilinear", "zeros"),
+)
 
 
 @lowered(
     function=_deformed_taps,
     dtypes={"offset": "int16"},
     keeps=lambda arguments, after: EVERYTHING,
-    refuses=_refuses_taps,
+    refuses=_REFUSES_TAPS,
     onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
     demand=Same(("input",)),
 )
@@ -130,19 +121,14 @@ def deformed_taps(
     lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1
 ) -> Quantized:
     """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
-    (rows, columns), (height, width) = sizes(kernel_size, 2), offset.shape[2:]
-    channels, *spatial = input.shape[1:]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    assert isinstance(channels, int)
-    assert isinstance(offset.shape[1], int)
-    groups = offset.shape[1] // (2 * rows * columns)
+    (rows, columns), (moves, height, width) = sizes(kernel_size, 2), known_sizes(offset.shape[1:])
+    channels, *spatial = known_sizes(input.shape[1:])
+    groups = moves // (2 * rows * columns)
 
     def exact() -> Any:
         moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
         moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
-        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
-        moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
+        moved = selected(lowering, moved, 5, [1, 0], "order")
         moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
         images = input.value
         if groups > 1:
@@ -170,13 +156,10 @@ def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if shape_of(arguments["weight"]) is None:
         return "its weight is not a tensor of known shape"
-    mask = fact(arguments["mask"]) if isinstance(arguments["mask"], fx.Node) else None
-    if isinstance(mask, TensorFact) and not all(isinstance(size, int) for size in mask.shape[1:]):
-        return "the size of its mask is not known"
-    return _refuses_taps(node, arguments)
+    return None if are_fixed((shape_of(arguments["mask"]) or ())[1:]) else "the size of its mask is not known"
 
 
-@composite(operands=("input", "offset", "mask"), function=_deform_conv2d, refuses=_refuses)
+@composite(operands=("input", "offset", "mask"), function=_deform_conv2d, refuses=(_refuses, *_REFUSES_TAPS))
 def deform_conv2d(
     build: Builder,
     input: fx.Node,
@@ -193,17 +176,15 @@ def deform_conv2d(
     input (N, C, H, W); offset (N, 2·groups·kh·kw, H', W'), in pixels, y before x; mask (N, groups·kh·kw, H', W'), a factor for each tap;
     weight (O, C / groups of the convolution, kh, kw). Outside of the image is 0. From: Zhu et al., Deformable ConvNets v2, 2019.
     """
-    weights = shape_of(weight)
-    assert weights is not None
-    rows, columns = (int(size) for size in weights[2:])  # type: ignore[arg-type]
+    _, inputs, rows, columns = known_sizes(shape_of(weight) or ())
     taps = build(deformed_taps, input, offset, [rows, columns], stride, padding, dilation)
-    channels, tall, wide = (int(size) for size in build.fact(taps).shape[1:])  # type: ignore[arg-type]
+    channels, tall, wide = known_sizes(build.fact(taps).shape[1:])
     if mask is not None:
-        given, height, width = (int(size) for size in build.fact(mask).shape[1:])  # type: ignore[arg-type]
+        given, height, width = known_sizes(build.fact(mask).shape[1:])
         groups = given // (rows * columns)
         factors = build(permute, build(reshape, mask, [-1, groups, rows, columns, height, width]), [0, 1, 4, 2, 5, 3])
         factors = build(reshape, factors, [-1, groups, 1, tall, wide])
         if groups > 1:
             factors = build(expand, factors, [-1, -1, channels // groups, -1, -1])
         taps = build(mul, taps, build(reshape, factors, [-1, channels if groups > 1 else 1, tall, wide]))
-    return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // int(weights[1]))  # type: ignore[arg-type]
+    return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // inputs)

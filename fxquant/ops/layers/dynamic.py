@@ -18,7 +18,8 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.finite import named_parameters
 from fxquant.lowering.lowering import Lowering
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
-from fxquant.ops.core.record import Operator, operator_of, register
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.record import operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.primitives import runtime_scales
@@ -26,24 +27,21 @@ from fxquant.primitives import runtime_scales
 MOST_INPUTS = INT32_MAX // (runtime_scales.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
-COMPOSITES = (
-    "lstm",
-    "gru",
-    "rnn",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_cell",
-    "multi_head_attention",
-)  # whose parts are linear layers, and others that stay in float
+# Those whose parts are linear layers, and others that stay in float.
+COMPOSITES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "multi_head_attention")
 
 
-def dynamic_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time."""
-    return F.linear(input, weight, bias)
+@lowered(
+    function=lambda input, weight, bias=None: F.linear(input, weight, bias),
+    dynamic=True,
+    weight=lambda weight, **_: weight,
+    macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+)
+def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time.
 
-
-def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    """Call the primitive on float values; the weight's integers and scales are constants, and its bias stays in float."""
+    Call the primitive on float values; the weight's integers and scales are constants, and its bias stays in float.
+    """
     lowering.parameters.update(named_parameters(weight, bias, None))
     bias = lowering.weight.corrected(bias)
     made = lowering.weight.integers(weight, keep=lowering.keeps_start)
@@ -59,17 +57,7 @@ def _lower_dynamic(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor 
     )
 
 
-DYNAMIC_LINEAR = register(
-    Operator(
-        "dynamic_linear",
-        dynamic_linear,
-        (),
-        _lower_dynamic,
-        dynamic=True,
-        weight=lambda weight, **_: weight,
-        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
-    )
-)
+DYNAMIC_LINEAR = operator_named("dynamic_linear")
 
 
 def may_be_dynamic(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.facts import BatchDim
@@ -16,13 +16,13 @@ from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Instead, Parameter
+from fxquant.ops.core.record import Instead, operator_named
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.core.weighted import ABSORBED, BeforeResidual, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
+from fxquant.ops.core.weighted import ABSORBED, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.primitives.arithmetic import MATRIX
 from fxquant.quantization.batch_norm import BatchNorm, fold
@@ -33,19 +33,8 @@ PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
 # ---- linear -----------------------------------------------------------------------------------------------------------
 
 
-def _linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Tensor | None = None,
-    clamp: Clamp | None = None,
-    before_residual: BeforeResidual | None = None,
-) -> Tensor:
-    if batch_norm is not None:
-        weight, bias = fold(weight, bias, batch_norm, 0)
-    return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
+def _folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, **_: Any) -> tuple[Tensor, Tensor]:
+    return fold(weight, bias, batch_norm, 0)
 
 
 def _onnx_linear(c: Call) -> str:
@@ -70,20 +59,19 @@ def _onnx_convolution(c: Call) -> str:
     return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if sizes else made)
 
 
-def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Instead:
-    given = {"input": input, "weight": weight, "bias": bias}
-    return Instead(computed_linear, given) if is_computed(weight) else given
+def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
+    given = operator_named("linear").bind(args, kwargs)
+    return Instead(computed_linear, given) if is_computed(given["weight"]) else given
 
 
 @lowered(
-    function=_linear,
+    function=absorbing(F.linear, _folded),
     adapt=_called,
-    modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
     traits=frozenset({Trait.OUTPUTS_FIRST}),
     absorbs=ABSORBED,
     refuses=refuses_weighted,
     sums=True,
-    folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
+    folded=_folded,
     weight=lambda weight, **_: weight,
     channels=lambda arguments: -1,
     rescaled=rescaled,
@@ -131,10 +119,6 @@ def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_weighted(node, {"weight": None, "bias": bias})
 
 
-def _two(input: Any, mat2: Any) -> dict[str, Any]:
-    return {"input": input, "other": mat2}
-
-
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | str | Instead:
     """A layer with a bias; or, where something else is added, its sum with a product."""
     if not all(isinstance(number, int | float) for number in (beta, alpha)):
@@ -150,14 +134,9 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     operands=("input", "other"),
     function=_matmul,
     calls={
-        **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
-        torch.bmm: _two,
-        torch.mm: _two,
-        torch.addmm: _addmm,
-        **dict.fromkeys(("matmul", "__matmul__"), with_vectors),
-        "bmm": _two,
-        "mm": _two,
-        "addmm": _addmm,
+        **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul, "matmul", "__matmul__"), with_vectors),
+        **function_and_method(lambda input, mat2: {"input": input, "other": mat2}, "bmm", "mm"),
+        **function_and_method(_addmm, "addmm"),
     },
     traits=frozenset({Trait.MATRIX_PRODUCT}),
     absorbs=frozenset({"clamp"}),

@@ -8,45 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
+from fxquant.ops.core.declare import composite, function_and_method, listed
 from fxquant.ops.core.demands import INNER, Same
+from fxquant.ops.core.guards import are_fixed, fixed_along, fixed_sizes
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.indexing.reversing import flip
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
+from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, rank_of, reshape, varying_sizes
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.progression import along
 
 MOST_MATRICES = 64  # the largest power of a matrix
 
 
-def sizes_of(value: Any) -> tuple[Size, ...]:
-    """Return the sizes of a node's tensor."""
-    known = fact(value)
-    assert isinstance(known, TensorFact)
-    return tuple(known.shape)
-
+ROTATED = (sample(input=(4, 6, 6), k=1, dims=(2, 3)), sample(input=(4, 6, 6), k=-1, dims=(1, 2)))
 
 # ---- turns -----------------------------------------------------------------------------------------------------------
 
 
-def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = sizes_of(arguments["input"])
-    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it rotates the batch"
-
-
-@composite(demand=Same(), refuses=_refuses_turn)
+@composite(demand=Same(), refuses=fixed_along("dims", "it rotates the batch"), samples=ROTATED)
 def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any:
     """Return the plane of two dimensions turned by k quarters, from the first towards the second."""
-    one, other = (dim % len(sizes_of(input)) for dim in dims)
+    rank = rank_of(input)
+    one, other = (dim % rank for dim in dims)
     if k % 4 == 2:
         return build(flip, input, [one, other])
-    order = list(range(len(sizes_of(input))))
+    order = list(range(rank))
     order[one], order[other] = other, one
     if k % 4 == 1:
         return build(permute, build(flip, input, [other]), order)
@@ -56,38 +48,38 @@ def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any
 # ---- several tensors in one shape ------------------------------------------------------------------------------------
 
 
-def _broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
-
-
-def _meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
-    return tuple(torch.meshgrid(*tensors, indexing=indexing))
-
-
 def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return why_not_repeated([sizes_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape)
+    return why_not_repeated([shape_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape)
 
 
 def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    fixed = all(isinstance(size, int) for tensor in arguments["tensors"] for size in sizes_of(tensor))
+    fixed = all(are_fixed(shape_of(tensor)) for tensor in arguments["tensors"])
     return None if fixed else "one of its dimensions is the batch, whose size is not fixed"
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
     """Tensors by position, or one list of them."""
-    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
-        tensors = tuple(tensors[0])
-    return {"tensors": list(tensors), **{name: value for name, value in named.items() if value is not None}}
+    return {"tensors": listed(tensors), **{name: value for name, value in named.items() if value is not None}}
 
 
-@composite(operands=("tensors",), function=_broadcast_tensors, adapt=_listed, refuses=_refuses_broadcast)
+@composite(
+    operands=("tensors",),
+    function=lambda tensors: tuple(torch.broadcast_tensors(*tensors)),  # type: ignore[no-untyped-call]
+    adapt=_listed,
+    refuses=_refuses_broadcast,
+)
 def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
     """Return the tensors, each repeated to the shape of all of them."""
     common = fact(build.node)[0].shape
     return tuple(repeated(build, tensor, tuple(common)) for tensor in tensors)
 
 
-@composite(operands=("tensors",), function=_meshgrid, adapt=_listed, refuses=_refuses_meshgrid)
+@composite(
+    operands=("tensors",),
+    function=lambda tensors, indexing="ij": tuple(torch.meshgrid(*tensors, indexing=indexing)),
+    adapt=_listed,
+    refuses=_refuses_meshgrid,
+)
 def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> Any:
     """Return each line along a dimension of its own, repeated along the others."""
     places = list(range(len(tensors)))
@@ -101,26 +93,16 @@ def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> An
     return tuple(found)
 
 
-def _sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
-    return input.sum_to_size(sizes)
-
-
 def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    present, wanted = sizes_of(arguments["input"]), sizes_of(node)
+    present, wanted = shape_of(arguments["input"]), shape_of(node)
     return None if varying_sizes(wanted) == varying_sizes(present) <= 1 else "it sums over the batch, whose size is not fixed"
 
 
-def varying_sizes(sizes: tuple[Size, ...]) -> int:
-    """Return how many sizes depend on the batch."""
-    return len([size for size in sizes if not isinstance(size, int)])
-
-
 def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
-    wanted = named.get("size", sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes)
-    return {"input": input, "sizes": list(wanted)}
+    return {"input": input, "sizes": list(named.get("size", listed(sizes)))}
 
 
-@composite(function=_sum_to_size, adapt=_summed, refuses=_refuses_sum_to_size)
+@composite(function=lambda input, sizes: input.sum_to_size(sizes), adapt=_summed, refuses=_refuses_sum_to_size)
 def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
     """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
     present, wanted = build.fact(input).shape, build.fact(build.node).shape
@@ -135,10 +117,6 @@ def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    return torch.as_strided(input.contiguous(), size, stride, storage_offset)
-
-
 def _places(arguments: dict[str, Any]) -> Tensor:
     """Return the place of each element of the result."""
     places = torch.tensor(arguments["storage_offset"] or 0, device="cpu", dtype=torch.int64)
@@ -151,15 +129,20 @@ def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     input, steps = arguments["input"], [*arguments["size"], *arguments["stride"], arguments["storage_offset"] or 0]
     if input.op != "placeholder":
         return "it reads the memory of its operand, and only the strides of model inputs are known"
-    sizes = sizes_of(input)
-    if not sizes or not all(isinstance(step, int) for step in steps) or not all(isinstance(size, int) for size in sizes[1:]):
+    sizes = shape_of(input)
+    if not sizes or not are_fixed([*steps, *sizes[1:]]):
         return "its sizes, strides or offset are computed, or the shape of its input is not fixed"
     count = math.prod(size for size in sizes if isinstance(size, int))
     places = _places(arguments)
     return None if places.numel() and int(places.max()) < count else "it reads more than the first sample's memory"
 
 
-@composite(function=_as_strided, by_name=False, calls=dict.fromkeys((torch.as_strided, "as_strided")), refuses=_refuses_as_strided)
+@composite(
+    function=lambda input, size, stride, storage_offset=None: torch.as_strided(input.contiguous(), size, stride, storage_offset),
+    by_name=False,
+    calls=function_and_method(None, "as_strided"),
+    refuses=_refuses_as_strided,
+)
 def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
     places = _places({"size": size, "stride": stride, "storage_offset": storage_offset})
@@ -173,40 +156,27 @@ def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_o
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def _cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
-    return torch.linalg.cross(input, other, dim=dim)  # type: ignore[no-any-return]
-
-
-def _matrix_power(input: Tensor, n: int) -> Tensor:
-    return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
-
-
 def _refuses_kron(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    varying = [varying_sizes(sizes_of(arguments[name])) for name in ("input", "other")]
-    return None if varying[0] + varying[1] <= 1 else MANY_SIZES
+    return None if varying_sizes((*shape_of(arguments["input"]), *shape_of(arguments["other"]))) <= 1 else MANY_SIZES
 
 
 def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
     """torch.cross: along the first dimension of three where none is named, and the sizes are fixed."""
-    sizes = sizes_of(input)
-    if dim is None and not all(isinstance(size, int) for size in sizes):
+    sizes = shape_of(input)
+    if dim is None and not are_fixed(sizes):
         return "it takes the first dimension of size three, which may be the batch; pass dim=…"
     return {"input": input, "other": other, "dim": sizes.index(3) if dim is None else dim}
 
 
 def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    for name in ("input", "other"):
-        sizes = sizes_of(arguments[name])
-        if sizes[arguments["dim"]] != 3:
-            return "its vectors run along the batch, or have not three elements"
-    return None
+    vectors = {shape_of(arguments[name])[arguments["dim"]] for name in ("input", "other")}
+    return None if vectors == {3} else "its vectors run along the batch, or have not three elements"
 
 
 def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     n = arguments["n"]
-    if not isinstance(n, int) or not 1 <= n <= MOST_MATRICES:
-        return f"its exponent is {n}, and only 1 to {MOST_MATRICES} have an integer form"
-    return None if all(isinstance(size, int) for size in sizes_of(arguments["input"])[-2:]) else "its matrices are as large as the batch"
+    fits = isinstance(n, int) and 1 <= n <= MOST_MATRICES
+    return None if fits else f"its exponent is {n}, and only 1 to {MOST_MATRICES} have an integer form"
 
 
 @composite(refuses=_refuses_kron)
@@ -222,10 +192,10 @@ def kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 @composite(
-    function=_cross,
     adapt=_crossed,
     calls={torch.linalg.cross: lambda input, other, *, dim=-1: {"input": input, "other": other, "dim": dim}},
     refuses=_refuses_cross,
+    samples=(sample(input=(3, 6), other=(3, 6), dim=1), sample(input=(6, 3), other=(6, 3), dim=-1)),
 )
 def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
     """Return the vector products of vectors of three along a dimension."""
@@ -233,7 +203,7 @@ def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
     return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
 
 
-@composite(torch.linalg.matrix_power, function=_matrix_power, refuses=_refuses_matrix_power)
+@composite(torch.linalg.matrix_power, refuses=(_refuses_matrix_power, fixed_sizes("its matrices are as large as the batch", start=-2)))
 def matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
     """Return a square matrix times itself, n factors.
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import torch
-from torch import Tensor, fx
 
 from fxquant.ir.facts import BatchDim, Size
-from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Same
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes
+from fxquant.ops.movement.shape import one_varying, result_varying
 from fxquant.primitives import shape
-
-
-def _piece(input: Tensor, dim: int, count: int, number: int) -> Tensor:
-    return torch.unflatten(input, dim, (count, -1)).select(dim, number)
 
 
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
@@ -31,16 +24,12 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
     return (int(count), int(number)) if exact and number < count else None
 
 
-def _interleave(input: Tensor, dim: int, repeats: int) -> Tensor:
-    return input.repeat_interleave(repeats, dim)
-
-
-def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    several = sum(not isinstance(size, int) for size in shape_of(arguments["input"])) > 1
-    return MANY_SIZES if several or many_sizes(node) else None
-
-
-@lowered(function=_piece, moves=True, refuses=_refuses, demand=Same())
+@lowered(
+    function=lambda input, dim, count, number: torch.unflatten(input, dim, (count, -1)).select(dim, number),
+    moves=True,
+    refuses=(one_varying, result_varying),
+    demand=Same(),
+)
 def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
     """Return one of `count` pieces of equal size along a dimension."""
     before, behind = input.shape[:dim], input.shape[dim + 1 :]
@@ -49,7 +38,12 @@ def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: in
     return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
 
 
-@lowered(function=_interleave, moves=True, refuses=_refuses, demand=Same())
+@lowered(
+    function=lambda input, dim, repeats: input.repeat_interleave(repeats, dim),
+    moves=True,
+    refuses=(one_varying, result_varying),
+    demand=Same(),
+)
 def interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
     """Repeat each item along a dimension this many times, one after another."""
     before, behind = input.shape[:dim], input.shape[dim + 1 :]

@@ -13,25 +13,28 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Demand, Own
+from fxquant.ops.core.demands import Own
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.weighted import shape_of
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
 
-# ---- concatenation --------------------------------------------------------------------------------------------------
+DEMAND = Own(shared_where="share_concat")
 
 
-def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
-    """Return booleans or integers as they are."""
-    return [
-        tensor.value if isinstance(tensor, Quantized) else lowering.given(f"operand{index}", tensor, tensor.dtype)  # type: ignore[union-attr]
-        for index, tensor in enumerate(tensors)
-    ]
+def _concatenated(lowering: Lowering, tensors: list[Branch], dim: int, shaped: Callable[[Any], Any], function: Any) -> Any:
+    """Return the parts, each of them shaped, one after another: booleans or integers as they are, other parts on the output's scale."""
 
+    def placed(role: str, tensor: Any) -> Any:
+        if not lowering.plain:
+            return on_the_output(lowering, tensor, role)
+        return tensor.value if isinstance(tensor, Quantized) else lowering.given(role, tensor, tensor.dtype)
 
-def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
-    return Own(shared_where="share_concat")
+    def exact() -> Any:
+        parts = [placed(f"operand{index}", tensor) for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, list(map(shaped, parts)), dim)
+
+    return exact() if lowering.plain else lowering.result(exact, lambda: function([real(tensor) for tensor in tensors], dim))
 
 
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -60,10 +63,6 @@ def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
 
-def _onnx_cat(c: Call) -> str:
-    return c.do("Concat", *_joined(c), axis=c["dim"])
-
-
 def _joined(c: Call) -> list[str]:
     """Return the float values of what is concatenated; a parameter has none among the arguments."""
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
@@ -77,30 +76,19 @@ def _joined(c: Call) -> list[str]:
         **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
         torch.dstack: _along(2, 3),
     },
-    demand=_demands,
+    demand=DEMAND,
     moves=True,
     refuses=_refuses_cat,
     normalize=_without_nothing,
     idle=lambda arguments: len(arguments["tensors"]) == 1,
-    onnx=_onnx_cat,
+    onnx=lambda c: c.do("Concat", *_joined(c), axis=c["dim"]),
 )
 def cat(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along `dim`.
 
     Requantize each operand to the output's scale, round a parameter to it, and concatenate them.
     """
-    if lowering.plain:
-        return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
-
-    def join() -> Any:
-        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
-        return lowering.call(shape.concatenate, parts, dim)
-
-    return lowering.result(join, lambda: torch.cat([real(tensor) for tensor in tensors], dim))
-
-
-def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
+    return _concatenated(lowering, tensors, dim, lambda part: part, torch.cat)
 
 
 def _onnx_stack(c: Call) -> str:
@@ -109,7 +97,7 @@ def _onnx_stack(c: Call) -> str:
     return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 
-@lowered(operands=("tensors",), demand=_demands, moves=True, refuses=_refuses_stack, onnx=_onnx_stack)
+@lowered(operands=("tensors",), demand=DEMAND, moves=True, refuses=(_refuses_cat, result_varying), onnx=_onnx_stack)
 def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along a new dimension.
 
@@ -119,12 +107,4 @@ def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     position = dim % (len(first.shape) + 1)
     sizes = numbers(first.shape)
     sizes.insert(position, 1)
-    if lowering.plain:
-        parts = [lowering.call(shape.reshape, part, sizes) for part in _plain_parts(lowering, tensors)]
-        return lowering.call(shape.concatenate, parts, position)
-
-    def join() -> Any:
-        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
-        return lowering.call(shape.concatenate, [lowering.call(shape.reshape, part, sizes) for part in parts], position)
-
-    return lowering.result(join, lambda: torch.stack([real(tensor) for tensor in tensors], dim))
+    return _concatenated(lowering, tensors, position, lambda part: lowering.call(shape.reshape, part, sizes), torch.stack)

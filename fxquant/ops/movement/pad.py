@@ -8,24 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_size
 from fxquant.ops.core.record import operator_of
 from fxquant.primitives import shape
 
-# ---- padding --------------------------------------------------------------------------------------------------------
-
-
-def _pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    return F.pad(input, padding, mode, value if mode == "constant" else None)
-
+_MODES = {"Zero": "constant", "Constant": "constant", "Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
 
 # The element that stands at each position, which may lie outside, of a dimension of a size.
 OUTSIDE: dict[str, Callable[[int, int], int]] = {
@@ -68,15 +64,11 @@ def _padded(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]]
         result = lowering.call(shape.crop, result, list(cropped), starts, stops, [1] * len(cropped))
     begin, end = ([max(pair[part], 0) for pair in margins] for part in range(2))
     if any(begin) or any(end):
-        number = value if lowering.plain else _padding_integer(input, value)
+        grid, number = input.grid, value
+        if not lowering.plain:
+            number = (grid.high if value > 0 else grid.low) if math.isinf(value) else grid.bound(value, 0)
         result = lowering.call(shape.pad, result, begin, end, number)
     return result
-
-
-def _padding_integer(input: Quantized, value: float) -> int:
-    if math.isinf(value):
-        return input.grid.high if value > 0 else input.grid.low
-    return input.grid.bound(value, 0)
 
 
 def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
@@ -97,9 +89,8 @@ def _never_wins(reader: fx.Node, margins: list[tuple[int, int]]) -> bool:
     if operator is None or operator.window is None:
         return False
     extents = operator.window(operator.arguments(reader))
-    return all(max(pair) < extent for pair, extent in zip(margins[len(margins) - len(extents) :], extents, strict=True)) and not any(
-        max(pair) > 0 for pair in margins[: len(margins) - len(extents)]
-    )
+    extents = [1] * (len(margins) - len(extents)) + extents  # no window reaches along a dimension before these
+    return all(max(pair) < extent for pair, extent in zip(margins, extents, strict=True))
 
 
 def _pad_arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> dict[str, Any]:
@@ -114,10 +105,8 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return None if isinstance(value, int | float) and not math.isnan(value) else "its padding value is not a number"
     if mode not in OUTSIDE:
         return f"mode={mode!r} has no integer form"
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact):
-        return None
-    margins = zip(margins_of(padding, len(known.shape)), known.shape, strict=True)
+    sizes = shape_of(arguments["input"])
+    margins = zip(margins_of(padding, len(sizes)), sizes, strict=True)
     return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
 
 
@@ -141,28 +130,15 @@ def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
 def _onnx_pad(c: Call) -> str:
     if c["mode"] != "constant":
         return c.selected()
-    rank = len(fact(c.node).shape)
-    pairs = list(zip(c["padding"][::2], c["padding"][1::2], strict=True))
-    margins = [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
-    pads = [begin for begin, _ in margins] + [end for _, end in margins]
-    return c.do("Pad", c.input, c.integers(pads), c.number(c["value"]))
+    begins, ends = zip(*margins_of(c["padding"], len(fact(c.node).shape)), strict=True)
+    return c.do("Pad", c.input, c.integers([*begins, *ends]), c.number(c["value"]))
 
 
 @lowered(
-    function=_pad,
+    function=lambda input, padding, mode="constant", value=0.0: F.pad(input, padding, mode, value if mode == "constant" else None),
     adapt=_pad_arguments,
     calls={torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
-    modules={
-        getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
-        for kind, mode in (
-            ("Zero", "constant"),
-            ("Constant", "constant"),
-            ("Reflection", "reflect"),
-            ("Replication", "replicate"),
-            ("Circular", "circular"),
-        )
-        for rank in (1, 2, 3)
-    },
+    modules={getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode) for kind, mode in _MODES.items() for rank in (1, 2, 3)},
     carries=("input", "value"),
     idle=lambda arguments: not any(arguments["padding"]),
     refuses=_refuses_pad,
@@ -180,9 +156,6 @@ def pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str = "c
     result = input.value
     for dim, (begin, end) in enumerate(margins):
         if (begin, end) != (0, 0):
-            size = input.shape[dim]
-            assert isinstance(size, int)
-            indices = elements(mode, size, begin, end)
-            chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
-            result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
+            places = elements(mode, known_size(input.shape[dim]), begin, end)
+            result = selected(lowering, result, dim, places, f"indices{dim}")
     return input.with_value(result)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,20 +12,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Demand, Own, Same
+from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import fixed_sizes, known_size
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
+from fxquant.ops.core.samples import sample
 from fxquant.ops.core.weighted import sizes
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of
+from fxquant.ops.movement.shape import numbers, rank_of, result_varying
 from fxquant.ops.pooling.pool import needs_batch
 from fxquant.primitives import shape
 
 Window = tuple[int, int, int, int]  # taps, dilation, padding, stride
+WINDOW = {"kernel_size": inspect.Parameter.empty, "dilation": 1, "padding": 0, "stride": 1}
 
 
 def _taps(length: int, window: Window) -> list[list[int]]:
@@ -32,8 +38,10 @@ def _taps(length: int, window: Window) -> list[list[int]]:
     return [[tap * dilation + index * stride for index in range(count)] for tap in range(taps)]
 
 
-def _windows(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> list[Window]:
-    rows, columns = zip(*(sizes(value, 2) for value in (kernel_size, dilation, padding, stride)), strict=True)
+def _geometry(arguments: Mapping[str, Any]) -> list[Window]:
+    """Return the windows of rows and of columns."""
+    named = (sizes(arguments[name], 2) for name in WINDOW)
+    rows, columns = zip(*named, strict=True)
     return [rows, columns]
 
 
@@ -42,45 +50,52 @@ def _windows(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> list
 
 def _onnx_unfold(c: Call) -> str:
     """Write the unfold in ONNX on float values."""
-    windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
+    windows, parts = _geometry(c.arguments), []
     margins = [0, 0, windows[0][2], windows[1][2]]
     value = c.do("Pad", c.input, c.integers(margins * 2), c.number(0)) if any(margins) else c.input
     channels, *lengths = (size for size in c.operand_shape[1:] if isinstance(size, int))
     for axis, (length, window) in enumerate(zip(lengths, windows, strict=True)):
         places = _taps(length, window)
-        value = c.do("Gather", value, c.integers([place for row in places for place in row]), axis=2 + axis)
+        value = c.do("Gather", value, c.integers(list(itertools.chain(*places))), axis=2 + axis)
         parts += [len(places), len(places[0])]
     value = c.do("Transpose", c.do("Reshape", value, c.integers([0, channels, *parts])), perm=[0, 1, 2, 4, 3, 5])
     return c.do("Reshape", value, c.integers([0, channels * parts[0] * parts[2], parts[1] * parts[3]]))
 
 
 def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if isinstance(known, TensorFact) and len(known.shape) == 4 and not isinstance(known.shape[1], int):
-        return "the number of its channels depends on the batch size"
-    return needs_batch(2)(node, arguments)
+    shape = shape_of(arguments["input"])
+    return "the number of its channels depends on the batch size" if len(shape) == 4 and not isinstance(shape[1], int) else None
 
 
-@lowered(nn.Unfold, by_name=False, calls={F.unfold: None}, carries=("input",), refuses=_refuses_unfold, onnx=_onnx_unfold, demand=Same())
-def unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Quantized:
+@lowered(
+    nn.Unfold,
+    by_name=False,
+    calls={F.unfold: None},
+    settings=WINDOW,
+    carries=("input",),
+    refuses=(_refuses_unfold, needs_batch(2)),
+    onnx=_onnx_unfold,
+    demand=Same(),
+    samples=(
+        sample(input=(3, 6, 6), kernel_size=3, padding=1, stride=2),
+        sample(input=(3, 6, 6), kernel_size=(2, 3), dilation=2, padding=(0, 1)),
+    ),
+)
+def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
     """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
 
     Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
     """
-    windows = _windows(kernel_size, dilation, padding, stride)
+    windows = _geometry(settings)
     value, parts = input.value, []
     if any(window[2] for window in windows):
         margins = [0, 0, windows[0][2], windows[1][2]]
         value = lowering.call(shape.pad, value, margins, margins, 0)
     for axis, window in enumerate(windows):
-        length = input.shape[2 + axis]
-        assert isinstance(length, int)
-        places = _taps(length, window)
-        chosen = torch.tensor(places, dtype=torch.int64, device=input.scale.device)
-        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen.flatten(), torch.int64))
+        places = _taps(known_size(input.shape[2 + axis]), window)
+        value = selected(lowering, value, 2 + axis, itertools.chain(*places), f"indices{axis}")
         parts += [len(places), len(places[0])]
-    channels, taps = input.shape[1], parts[0] * parts[2]
-    assert isinstance(channels, int)
+    channels, taps = known_size(input.shape[1]), parts[0] * parts[2]
     value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
     return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
 
@@ -91,24 +106,19 @@ def unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilation: Any
 def _places(length: int, window: Window) -> list[list[int]]:
     """Return which of the elements, in the order of taps and windows, lie at each position of the image."""
     found: list[list[int]] = [[] for _ in range(length)]
-    for element, place in enumerate(place for row in _taps(length, window) for place in row):
+    for element, place in enumerate(itertools.chain(*_taps(length, window))):
         if 0 <= place - window[2] < length:
             found[place - window[2]].append(element)
     return found
 
 
 def _axes(arguments: dict[str, Any]) -> list[list[list[int]]]:
-    windows = _windows(*(arguments[name] for name in ("kernel_size", "dilation", "padding", "stride")))
-    return [_places(length, window) for length, window in zip(sizes(arguments["output_size"], 2), windows, strict=True)]
+    return [_places(*axis) for axis in zip(sizes(arguments["output_size"], 2), _geometry(arguments), strict=True)]
 
 
 def _moves_only(arguments: dict[str, Any]) -> bool:
     """Return whether every pixel is one element: nothing is added, and nothing is left empty."""
     return all(len(elements) == 1 for axis in _axes(arguments) for elements in axis)
-
-
-def _fold_demand(node: fx.Node, arguments: dict[str, Any]) -> Demand:
-    return Same() if _moves_only(arguments) else Own()
 
 
 def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
@@ -124,20 +134,14 @@ def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
 def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
     """Return the channels of the image; taps and windows of its rows, and of its columns."""
     parts = []
-    windows = _windows(*(arguments[name] for name in ("kernel_size", "dilation", "padding", "stride")))
-    for length, window in zip(sizes(arguments["output_size"], 2), windows, strict=True):
-        places = _taps(length, window)
+    for axis in zip(sizes(arguments["output_size"], 2), _geometry(arguments), strict=True):
+        places = _taps(*axis)
         parts += [len(places), len(places[0])]
     return shape[1] // (parts[0] * parts[2]), parts
 
 
 def _refuses_fold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact):
-        return None
-    if len(known.shape) != 3:
-        return "its input has no batch dimension"
-    return None if all(isinstance(size, int) for size in known.shape[1:]) else "its windows would run along the batch"
+    return None if len(shape_of(arguments["input"])) == 3 else "its input has no batch dimension"
 
 
 COL2IM_OPSET = 18  # the first that has it
@@ -145,8 +149,8 @@ COL2IM_OPSET = 18  # the first that has it
 
 def _onnx_fold(c: Call) -> str:
     if c.e.opset >= COL2IM_OPSET:
-        windows = {name: sizes(c[name], 2) for name in ("dilation", "padding", "stride")}
-        attributes = {"dilations": windows["dilation"], "pads": windows["padding"] * 2, "strides": windows["stride"]}
+        dilation, padding, stride = (sizes(c[name], 2) for name in ("dilation", "padding", "stride"))
+        attributes = {"dilations": dilation, "pads": padding * 2, "strides": stride}
         return c.do("Col2Im", c.input, c.integers(sizes(c["output_size"], 2)), c.integers(sizes(c["kernel_size"], 2)), **attributes)
     channels, (rows, down, columns, across) = _parts(c.operand_shape, c.arguments)
     lengths = [rows * down, columns * across]
@@ -156,15 +160,22 @@ def _onnx_fold(c: Call) -> str:
     return onnx_matrices(c, value, [-1, channels, *lengths], _matrices(_axes(c.arguments), lengths))
 
 
-@lowered(refuses=_refuses_fold, onnx=_onnx_fold, demand=_fold_demand)
-def fold(
-    lowering: Lowering, input: Quantized, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
-) -> Quantized:
+@lowered(
+    settings=WINDOW,
+    refuses=(_refuses_fold, fixed_sizes("its windows would run along the batch", start=1)),
+    onnx=_onnx_fold,
+    demand=lambda node, arguments: Same() if _moves_only(arguments) else Own(),
+    samples=(
+        sample(input=(27, 36), output_size=(6, 6), kernel_size=3, padding=1),
+        sample(input=(6, 12), output_size=(4, 6), kernel_size=(2, 1), stride=(2, 1), within=0.0),
+    ),
+)
+def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) -> Quantized:
     """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image.
 
     The columns as an image of all taps of all windows, of which each pixel takes those that lie on it.
     """
-    given = {"output_size": output_size, "kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+    given = {"output_size": output_size, **window}
     channels, (rows, down, columns, across) = _parts(input.shape, given)
     value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
     value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
@@ -175,16 +186,11 @@ def fold(
         image = replace(input, value=value, shape=(input.shape[0], channels, *lengths))
         return weighted_sums(lowering, image, _matrices(axes, lengths), Ratio((input.scale,)))
     for axis, elements in enumerate(axes):
-        chosen = torch.tensor([element for (element,) in elements], dtype=torch.int64, device=input.scale.device)
-        value = lowering.call(shape.select, value, 2 + axis, lowering.constant(f"indices{axis}", chosen, torch.int64))
+        value = selected(lowering, value, 2 + axis, [element for (element,) in elements], f"indices{axis}")
     return input.with_value(value)
 
 
 # ---- windows of one dimension ---------------------------------------------------------------------------------------
-
-
-def _unfold_dimension(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    return input.unfold(dimension, size, step)
 
 
 def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, Any] | str:
@@ -194,20 +200,21 @@ def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, A
 
 
 def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if isinstance(known, TensorFact) and not isinstance(known.shape[arguments["dimension"]], int):
-        return "its windows would run along the batch"
-    return MANY_SIZES if many_sizes(node) else None
+    size = shape_of(arguments["input"])[arguments["dimension"]]
+    return None if isinstance(size, int) else "its windows would run along the batch"
 
 
-@lowered(function=_unfold_dimension, calls={"unfold": _windows_of}, refuses=_refuses_unfold_dimension, demand=Same())
+@lowered(
+    function=lambda input, dimension, size, step: input.unfold(dimension, size, step),
+    calls={"unfold": _windows_of},
+    refuses=(_refuses_unfold_dimension, result_varying),
+    demand=Same(),
+    samples=(sample(input=(3, 6, 6), dimension=3, size=3, step=2), sample(input=(3, 6, 6), dimension=1, size=2, step=1)),
+)
 def unfold_dimension(lowering: Lowering, input: Quantized, dimension: int, size: int, step: int) -> Quantized:
     """Return every window of one dimension, in place of it, the elements of a window along a new last dimension: Tensor.unfold."""
-    rank, length = len(input.shape), input.shape[dimension]
-    assert isinstance(length, int)
-    starts = range(0, length - size + 1, step)
-    chosen = torch.tensor([start + tap for start in starts for tap in range(size)], dtype=torch.int64, device=input.scale.device)
-    value = lowering.call(shape.select, input.value, dimension, lowering.constant("indices", chosen, torch.int64))
+    rank, starts = len(input.shape), range(0, known_size(input.shape[dimension]) - size + 1, step)
+    value = selected(lowering, input.value, dimension, [start + tap for start in starts for tap in range(size)])
     split = numbers(input.shape)
     split[dimension : dimension + 1] = [len(starts), size]
     order = [dim for dim in range(rank + 1) if dim != dimension + 1]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import fx
-
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import Guard, lowered
 from fxquant.ops.core.demands import Same
+from fxquant.ops.core.guards import fixed_sizes, known_sizes
 from fxquant.ops.core.samples import sample
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
-
-# ---- channels and pixels --------------------------------------------------------------------------------------------
 
 
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
@@ -29,54 +21,35 @@ def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[
     return input.with_value(lowering.call(shape.reshape, value, [*numbers(input.shape[: len(input.shape) - trailing]), *joined]))
 
 
-def _last(input: Quantized, count: int) -> list[int]:
-    """Return the last `count` sizes, which do not depend on the batch."""
-    sizes = [size for size in input.shape[len(input.shape) - count :] if isinstance(size, int)]
-    assert len(sizes) == count
-    return sizes
+def _refuses(start: int) -> tuple[Guard, Guard]:
+    """Refuse an operator that rearranges a dimension, from the dimension `start` on, whose size depends on the batch."""
+    return fixed_sizes("it rearranges the batch", start=start), result_varying
 
 
-def _needs_sizes(count: int | None) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    """Refuses an operator that rearranges a dimension whose size depends on the batch: one of the last `count`, or of all but one."""
-
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        known = fact(arguments["input"])
-        if not isinstance(known, TensorFact):
-            return None
-        sizes = known.shape[1:] if count is None else known.shape[-count:]
-        if not all(isinstance(size, int) for size in sizes):
-            return "it rearranges the batch"
-        return MANY_SIZES if many_sizes(node) else None
-
-    return refuses
-
-
-@lowered(demand=Same(), carries=("input",), refuses=_needs_sizes(3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
+@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
 def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
     """Channels moved into blocks of `upscale_factor`² pixels."""
     factor = upscale_factor
-    channels, height, width = _last(input, 3)
+    channels, height, width = known_sizes(input.shape[-3:])
     channels //= factor * factor
     joined = [channels, height * factor, width * factor]
     return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
 
 
-@lowered(demand=Same(), carries=("input",), refuses=_needs_sizes(3), samples=(sample(input=(3, 6, 6), downscale_factor=3),))
+@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(3, 6, 6), downscale_factor=3),))
 def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
     """Blocks of `downscale_factor`² pixels moved into channels."""
     factor = downscale_factor
-    channels, height, width = _last(input, 3)
+    channels, height, width = known_sizes(input.shape[-3:])
     height, width = height // factor, width // factor
     joined = [channels * factor * factor, height, width]
     return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
 
 
-@lowered(
-    "native_channel_shuffle", demand=Same(), carries=("input",), refuses=_needs_sizes(None), samples=(sample(input=(6, 2, 2), groups=2),)
-)
+@lowered("native_channel_shuffle", demand=Same(), carries=("input",), refuses=_refuses(1), samples=(sample(input=(6, 2, 2), groups=2),))
 def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
     """Return the channels of `groups` groups in turn."""
-    channels, *spatial = _last(input, len(input.shape) - 1)
+    channels, *spatial = known_sizes(input.shape[1:])
     order = [1, 0, *range(2, 2 + len(spatial))]
     split = [groups, channels // groups, *spatial]
     return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])

@@ -15,20 +15,20 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import listed, lowered
 from fxquant.ops.core.demands import Demand, Own, Plain, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.traits import Trait
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, rank_of
+from fxquant.ops.movement.shape import numbers, one_varying, rank_of
 from fxquant.primitives import shape
 
 
-def _expand(input: Tensor, sizes: list[int]) -> Tensor:
-    return input.expand(sizes)
-
-
-def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
-    """Return a parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+def _of(lowering: Lowering, input: Quantized | Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Any:
+    """Return an activation repeated on its grid; a parameter, such as a class token, on a grid of its own, or without one."""
+    if isinstance(input, Quantized):
+        return input.with_value(repeated(input.value))
+    if input.dtype in PLAIN_TYPES.values():
+        return repeated(lowering.given("input", input, input.dtype))
     return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
 
 
@@ -38,34 +38,29 @@ def _repeats_of(c: Call, role: str) -> str:
     return c.do("Concat", *parts, axis=0)
 
 
-def _onnx_expand(c: Call) -> str:
-    return c.do("Expand", c.operand("input"), _repeats_of(c, "sizes"))
-
-
 def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
     """Return the demand of a repeated tensor: an activation keeps its grid, a parameter gets a new one, booleans and integers have none."""
     if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
         return Same()
-    known = fact(node)
-    plain = next((name for name, dtype in PLAIN_TYPES.items() if isinstance(known, TensorFact) and known.dtype == dtype), None)
+    plain = next((name for name, dtype in PLAIN_TYPES.items() if isinstance(fact(node), TensorFact) and fact(node).dtype == dtype), None)
     return Own() if plain is None else Plain(plain)
 
 
 def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
     input = arguments["input"]
-    known = fact(input) if isinstance(input, fx.Node) and is_parameter(input) else None
-    if isinstance(known, TensorFact) and known.dtype not in (torch.float32, *PLAIN_TYPES.values()):
-        return f"its operand %{input.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    dtype = fact(input).dtype if isinstance(input, fx.Node) and is_parameter(input) else torch.float32
+    if dtype not in (torch.float32, *PLAIN_TYPES.values()):
+        return f"its operand %{input.name} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
     return None
 
 
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """Return the wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
-    wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
-    if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
-        wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
-    wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
+    wanted = listed([keywords.get("size", keywords.get("other", listed(sizes)))])
+    if len(wanted) == 1 and isinstance(wanted[0], fx.Node) and isinstance(fact(wanted[0]), TensorFact):
+        (other,) = wanted
+        wanted = [size if isinstance(size, int) else _computed_size(other, dim) for dim, size in enumerate(shape_of(other))]
     present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
     plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
     return "it is repeated for each sample of the batch" if None in plain else {"input": input, "sizes": plain}
@@ -100,31 +95,24 @@ def _size_of(wanted: Any, present: Size) -> Any:
     "broadcast_to",
     "expand_as",
     operands=("input",),
-    function=_expand,
+    function=lambda input, sizes: input.expand(sizes),
     adapt=_expanded,
     calls={functional.copy: _copied},
     traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
     moves=True,
     reads=("sizes",),
     refuses=_refuses_parameter,
-    onnx=_onnx_expand,
+    onnx=lambda c: c.do("Expand", c.operand("input"), _repeats_of(c, "sizes")),
     idle=lambda arguments: True,
     demand=_demanded_by,
 )
 def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
-    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
-    if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
     kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
-    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
+    same = all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True))
+    if same and isinstance(input, Quantized):
         return input
-    return input.with_value(lowering.call(shape.expand, input.value, sizes))
-
-
-def _repeat(input: Tensor, repeats: list[int]) -> Tensor:
-    return input.repeat(repeats)
+    return _of(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
 
 
 def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
@@ -137,8 +125,7 @@ def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any])
 
 
 def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
-    counts = keywords.get("repeats", keywords.get("dims", repeats[0] if len(repeats) == 1 else repeats))
-    counts = list(counts) if isinstance(counts, list | tuple) else [counts]
+    counts = listed([keywords.get("repeats", keywords.get("dims", listed(repeats)))])
     return {"input": input, "repeats": [1] * (rank_of(input) - len(counts)) + counts}
 
 
@@ -149,48 +136,40 @@ def _onnx_repeat(c: Call) -> str:
     return c.do("Tile", value, _repeats_of(c, "repeats"))
 
 
-def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    repeats = arguments["repeats"]
-    if not all(isinstance(count, fx.Node) or count > 0 for count in repeats):
-        return "its result is empty"
-    if _refuses_parameter(node, arguments) is not None:
-        return _refuses_parameter(node, arguments)
-    known = fact(arguments["input"])
-    grows = isinstance(known, TensorFact) and len(repeats) > len(known.shape)
-    return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
+def _refuses_empty(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return None if all(isinstance(count, fx.Node) or count > 0 for count in arguments["repeats"]) else "its result is empty"
+
+
+def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return one_varying(node, arguments) if len(arguments["repeats"]) > rank_of(arguments["input"]) else None
 
 
 @lowered(
     "tile",
     operands=("input",),
-    function=_repeat,
+    function=lambda input, repeats: input.repeat(repeats),
     adapt=_repeated,
     moves=True,
     reads=("repeats",),
     idle=lambda arguments: True,
-    refuses=_refuses_repeat,
+    refuses=(_refuses_empty, _refuses_parameter, _refuses_new),
     onnx=_onnx_repeat,
     demand=_demanded_by,
 )
 def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
     """Return the whole tensor this many times along each dimension, new ones in front."""
     sizes = numbers(input.shape)
-    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
-        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
-    if isinstance(input, Tensor):
-        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
-    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+    return _of(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
 
 
-def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
+def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> Any:
     """Return a tensor repeated to these sizes; one that has them is itself."""
     present = build.fact(input).shape
     old = [*[1] * (len(sizes) - len(present)), *present]
     if old == list(sizes) and len(present) == len(sizes):
         return input
     wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
-    made: fx.Node = build(expand, input, wanted)
-    return made
+    return build(expand, input, wanted)
 
 
 def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import function_and_method, listed, lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.record import Instead
 from fxquant.ops.core.traits import Trait
@@ -40,21 +40,32 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
 def many_sizes(node: fx.Node) -> bool:
     """Return whether a reshape could not infer the sizes of the result."""
     result = fact(node)
-    return isinstance(result, TensorFact) and sum(not isinstance(size, int) for size in result.shape) > 1
+    return isinstance(result, TensorFact) and varying_sizes(result.shape) > 1
+
+
+def varying_sizes(sizes: Sequence[Size]) -> int:
+    """Return how many sizes depend on the batch."""
+    return len(sizes) - sum(isinstance(size, int) for size in sizes)
+
+
+def one_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Refuse an operand of which more than one size depends on the batch size."""
+    return MANY_SIZES if varying_sizes(shape_of(arguments["input"])) > 1 else None
+
+
+def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Refuse a result of which more than one size depends on the batch size."""
+    return MANY_SIZES if many_sizes(node) else None
 
 
 # ---- reshape --------------------------------------------------------------------------------------------------------
-
-
-def _reshape(input: Tensor, shape: Any) -> Tensor:
-    return input.reshape(shape)
 
 
 def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """x.view(2, -1), x.view((2, -1)), torch.flatten(x, 1), …: the shape is read off the result."""
     if any(isinstance(size, torch.dtype) for size in sizes):
         return "it reinterprets the bytes as another dtype"
-    return {"input": input, "shape": list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else list(sizes)}
+    return {"input": input, "shape": listed(sizes)}
 
 
 def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -63,17 +74,15 @@ def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
 
 
 _shape = shape
-_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+_RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 
 
 @lowered(
-    function=_reshape,
     calls={
         form: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
         for form in (
-            *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
+            *(*function_and_method(None, *_RESHAPES), "view", "view_as", "reshape_as"),
             *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
-            *_RESHAPES,
         )
     },
     modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
@@ -91,10 +100,7 @@ def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
 # ---- nothing at all -------------------------------------------------------------------------------------------------
 
 
-def _identity(input: Tensor) -> Tensor:
-    return input
-
-
+_PASSING = (*function_and_method(None, "clone", "detach", "positive"), operator.pos, "contiguous", "cpu")
 _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
@@ -111,9 +117,7 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
         source = source.args[0]
     if wanted == {torch.float32} and is_power(source):
-        given: list[Any] = [*source.args, *source.kwargs.values()]
-        base, exponent = given
-        power = raised(base, exponent)
+        power = raised(*source.args, *source.kwargs.values())
         return power if isinstance(power, Instead) else Instead(torch.pow, power)
     before = fact(source)
     if isinstance(before, TensorFact) and wanted <= {before.dtype}:
@@ -137,19 +141,11 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
 
 
 @lowered(
-    function=_identity,
+    function=lambda input: input,
     calls={
-        torch.clone: lambda input, **_: {"input": input},
-        torch.detach: None,
-        torch.positive: lambda input: {"input": input},
-        operator.pos: lambda input: {"input": input},
-        "contiguous": lambda input, **_: {"input": input},
-        "clone": lambda input, **_: {"input": input},
-        "detach": lambda input: {"input": input},
-        "positive": lambda input: {"input": input},
+        **{form: (lambda input, **_: {"input": input}) for form in _PASSING},  # one for each, as above
         **dict.fromkeys(("to", "type", "type_as"), _cast),
         **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
-        "cpu": lambda input, **_: {"input": input},
     },
     traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
     moves=True,
@@ -164,10 +160,6 @@ def identity(lowering: Lowering, input: Quantized) -> Quantized:
 # ---- permute --------------------------------------------------------------------------------------------------------
 
 
-def _permute(input: Tensor, dims: list[int]) -> Tensor:
-    return input.permute(dims)
-
-
 def rank_of(input: Any) -> int:
     """Return the number of dimensions of a node's tensor."""
     return len(shape_of(input))
@@ -175,22 +167,13 @@ def rank_of(input: Any) -> int:
 
 def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
     """Return the canonical arguments of a permutation: its dimensions as a list, counted from the front."""
-    order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
-    return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
+    return {"input": input, "dims": [dim % rank_of(input) for dim in keywords.get("dims", listed(dims))]}
 
 
 def _swapped(input: Any, one: int, other: int) -> dict[str, Any]:
     dims = list(range(rank_of(input)))
     dims[one], dims[other] = dims[other], dims[one]
     return {"input": input, "dims": dims}
-
-
-def _transposed(input: Any, dim0: int, dim1: int) -> dict[str, Any]:
-    return _swapped(input, dim0, dim1)
-
-
-def _swapped_axes(input: Any, axis0: int, axis1: int) -> dict[str, Any]:
-    return _swapped(input, axis0, axis1)
 
 
 def _reversed(input: Any) -> dict[str, Any]:
@@ -200,7 +183,7 @@ def _reversed(input: Any) -> dict[str, Any]:
 def _moved(input: Any, source: Any, destination: Any) -> dict[str, Any]:
     """torch.movedim: the dimensions `source` become the dimensions `destination`; the others keep their order."""
     rank = rank_of(input)
-    sources, destinations = ([d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])] for dims in (source, destination))
+    sources, destinations = ([d % rank for d in listed([dims])] for dims in (source, destination))
     rest = iter(dim for dim in range(rank) if dim not in sources)
     taken = dict(zip(destinations, sources, strict=True))
     return {"input": input, "dims": [taken[dim] if dim in taken else next(rest) for dim in range(rank)]}
@@ -213,21 +196,14 @@ def _property(input: Any, name: str) -> dict[str, Any] | str:
 
 
 @lowered(
-    function=_permute,
     calls={
-        torch.permute: with_dims,
-        torch.t: _reversed,
         builtins.getattr: _property,
-        **dict.fromkeys((torch.transpose, torch.swapdims), _transposed),
-        torch.swapaxes: _swapped_axes,
-        **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
-        torch.adjoint: lambda input: _swapped(input, -1, -2),
-        "permute": with_dims,
-        "t": _reversed,
-        **dict.fromkeys(("transpose", "swapdims"), _transposed),
-        "swapaxes": _swapped_axes,
-        **dict.fromkeys(("movedim", "moveaxis"), _moved),
-        "adjoint": lambda input: _swapped(input, -1, -2),
+        **function_and_method(with_dims, "permute"),
+        **function_and_method(_reversed, "t"),
+        **function_and_method(lambda input, dim0, dim1: _swapped(input, dim0, dim1), "transpose", "swapdims"),
+        **function_and_method(lambda input, axis0, axis1: _swapped(input, axis0, axis1), "swapaxes"),
+        **function_and_method(_moved, "movedim", "moveaxis"),
+        **function_and_method(lambda input: _swapped(input, -1, -2), "adjoint"),
     },
     traits=frozenset({Trait.REARRANGES}),
     moves=True,

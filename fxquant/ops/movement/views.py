@@ -14,21 +14,12 @@ from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.record import Operator, register
+from fxquant.ops.core.declare import composite, function_and_method
+from fxquant.ops.core.guards import are_fixed
+from fxquant.ops.core.places import tensors
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
-
-
-def _put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
-    index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
-    return functional.setitem(input, index, value)
-
-
-def write(input: Tensor, value: Tensor, way: Any) -> Tensor:
-    """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
-    return functional.write(input, value, way)
 
 
 def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
@@ -36,10 +27,10 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 
     They are in the shape of the view, which, of a batch, has a first dimension of 1.
     """
-    if all(isinstance(size, int) for size in shape):
+    if are_fixed(shape):
         return _view(shape, way)
-    rest = [size for size in shape[1:] if isinstance(size, int)]
-    if len(rest) < len(shape) - 1:
+    rest: tuple[Any, ...] = shape[1:]
+    if not are_fixed(rest):
         return None
     one, two = (_view((count, *rest), way) for count in (1, 2))
     if one is None or two is None or one.shape[:1] != (1,) or two.shape != (2, *one.shape[1:]):
@@ -52,8 +43,8 @@ def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]
-    behind = [size for size in shape[dim + 1 :] if isinstance(size, int)]
-    if places is None or not places.numel() or not isinstance(size, int) or len(behind) < len(shape) - dim - 1:
+    behind: tuple[Any, ...] = shape[dim + 1 :]
+    if places is None or not places.numel() or not isinstance(size, int) or not are_fixed(behind):
         return None
     along = places // math.prod(behind) % size
     return int(along.min()), int(along.max()) + 1
@@ -62,7 +53,7 @@ def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
-        found: Tensor = numbers[_index(way)] if isinstance(way, Lists) else functional.view_of(numbers, way)
+        found: Tensor = numbers[tensors(way)] if isinstance(way, Lists) else functional.view_of(numbers, way)
     except (RuntimeError, IndexError, TypeError):
         return None
     return found
@@ -70,10 +61,6 @@ def _view(shape: Any, way: Any) -> Tensor | None:
 
 class Lists(list[Any]):
     """The entries of an index, in place of a way: for every dimension a list of places, or None."""
-
-
-def _index(lists: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(slice(None) if entry is None else torch.tensor(entry, device="cpu") for entry in lists)
 
 
 def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -86,8 +73,7 @@ def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = shape_of(value)
     if is_parameter(value):
         return None
-    one = len(sizes) == places.dim() and all(isinstance(size, int) for size in sizes[1:])
-    fits = one and tuple(sizes[1:]) == tuple(places.shape[1:]) and (sizes[0] in (places.shape[0], shape[0]))
+    fits = len(sizes) == places.dim() and sizes[1:] == places.shape[1:] and sizes[0] in (places.shape[0], shape[0])
     return None if fits else "the assigned value and the indexed region differ in shape"
 
 
@@ -118,32 +104,33 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     places = _places(shape, arguments["way"])
     if places is None or places.numel() == 0:
         return "it writes to a part of the batch"
-    fixed = all(isinstance(size, int) for size in shape)
-    return None if tuple(known.shape[not fixed :]) == tuple(places.shape[not fixed :]) else "the value and the region differ in shape"
+    start = not are_fixed(shape)
+    return None if known.shape[start:] == places.shape[start:] else "the value and the region differ in shape"
 
 
 def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> dict[str, Any]:
     return {"input": input, "value": src, "way": [("diagonal", (offset, dim1, dim2), {})]}
 
 
-register(
-    Operator(
-        "write",
-        write,
-        ("input", "value"),
-        carries=("input", "value"),
-        expand=_expand,
-        functions={
-            functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
-            torch.diagonal_scatter: _scattered,
-        },
-        methods={"diagonal_scatter": _scattered},
-        refuses=_refuses,
-    )
+@composite(
+    function=lambda input, value, way: functional.write(input, value, way),
+    calls={
+        functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
+        **function_and_method(_scattered, "diagonal_scatter"),
+    },
+    carries=("input", "value"),
+    refuses=_refuses,
 )
+def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
+    """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
+    return _expand(build, input, value, way)
 
 
-@composite(function=_put_lists, carries=("input", "value"), refuses=_refuses_lists)
+@composite(
+    function=lambda input, value, lists: functional.setitem(input, tensors(lists, input.device), value),
+    carries=("input", "value"),
+    refuses=_refuses_lists,
+)
 def put_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
     """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
     places = _places(build.fact(input).shape, Lists(lists))

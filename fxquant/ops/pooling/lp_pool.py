@@ -15,6 +15,7 @@ from torch import fx
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
 from fxquant.ops.core.demands import WIDE
+from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
@@ -23,18 +24,19 @@ from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d, avg_pool3d, needs_b
 AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
 
 
-def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        p = arguments["norm_type"]
-        if not isinstance(p, int | float) or not 0 < p < math.inf:
-            return f"the {p}-norm has no integer form"
-        return needs_batch(rank)(node, arguments)
-
-    return refuses
+def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    p = arguments["norm_type"]
+    return None if isinstance(p, int | float) and 0 < p < math.inf else f"the {p}-norm has no integer form"
 
 
 def _lp_pool(rank: int) -> Callable[..., Any]:
-    @composite(name=f"lp_pool{rank}d", refuses=_refuses(rank))
+    samples = (
+        sample(input=IMAGES[rank], norm_type=2.0, kernel_size=3, stride=2),
+        sample(input=IMAGES[rank], norm_type=1.0, kernel_size=(2, 3, 2)[:rank] if rank > 1 else 2, ceil_mode=True, within=NORMED),
+        sample(over=POSITIVE, input=IMAGES[rank], norm_type=3.0, kernel_size=2),
+    )
+
+    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)), samples=samples)
     def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         """Return the p-norm of windows in one, two or three dimensions."""
         count = float(math.prod(sizes(kernel_size, rank)))

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import INT8
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import Guard, first_reason, lowered, module_of
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Instead, Operator, operator_named, register
+from fxquant.ops.core.record import Instead, operator_named
+from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform, sizes
 from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
 from fxquant.primitives import accumulate, elementwise, pool
 from fxquant.primitives.pool import POOLED_EXACT
 
-MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
-    """Return the sizes of the last `rank` dimensions, which do not depend on the batch."""
-    found = list(shape[-rank:])
-    assert all(isinstance(size, int) for size in found)
-    return found
+WINDOW = {"kernel_size": inspect.Parameter.empty, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}  # of a maximum
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
@@ -49,19 +47,21 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     return count, max((count - 1) * stride + extent - size - padding, 0)
 
 
-def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    """Refuses an operand without a batch dimension, or whose windows would run along it."""
+def needs_batch(rank: int) -> Guard:
+    """Refuse an operand without a batch dimension, or whose windows would run along it."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        operand = fact(arguments["input"])
-        if isinstance(operand, TensorFact):
-            if len(operand.shape) != rank + 2:
-                return "its input has no batch dimension"
-            if not all(isinstance(size, int) for size in operand.shape[-rank:]):
-                return "its windows would run along the batch"
-        return None
+        shape = shape_of(arguments["input"])
+        if len(shape) != rank + 2:
+            return "its input has no batch dimension"
+        return None if are_fixed(shape[-rank:]) else "its windows would run along the batch"
 
     return refuses
+
+
+def kernel_and_steps(kernel_size: Any, stride: Any, rank: int) -> tuple[list[int], list[int]]:
+    """Return kernel and stride of each dimension; windows without a stride do not overlap."""
+    return sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
 
 
 def window_padding(
@@ -69,7 +69,7 @@ def window_padding(
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
     """Return kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
     rank = len(lengths)
-    kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
+    kernel, steps = kernel_and_steps(kernel_size, stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)
     end = [_windows(*row, ceil_mode)[1] for row in zip(lengths, kernel, steps, begin, spread, strict=True)]
     return kernel, steps, begin, end, spread
@@ -78,24 +78,17 @@ def window_padding(
 # ---- maximum --------------------------------------------------------------------------------------------------------
 
 
-def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    """Refuses what `needs_batch` does, and windows that meet no element."""
+def refuses_max_pool(rank: int) -> Guard:
+    """Refuse what `needs_batch` does, and windows that meet no element."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        reason = needs_batch(rank)(node, arguments)
-        operand = fact(arguments["input"])
-        if reason is not None or not isinstance(operand, TensorFact):
-            return reason
-        kernel = sizes(arguments["kernel_size"], rank)
-        steps = sizes(arguments["kernel_size"] if arguments["stride"] in (None, []) else arguments["stride"], rank)
-        rows = zip(
-            spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
-        )
-        if any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows):
-            return "one of its windows covers padding only"
-        return None
+        lengths = known_sizes(shape_of(arguments["input"])[-rank:])
+        kernel, steps = kernel_and_steps(arguments["kernel_size"], arguments["stride"], rank)
+        rows = zip(lengths, kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True)
+        empty = any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows)
+        return "one of its windows covers padding only" if empty else None
 
-    return refuses
+    return first_reason(needs_batch(rank), refuses)
 
 
 def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> bool:
@@ -105,29 +98,22 @@ def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilati
     return dilation > 1 and any(not any(0 <= start + tap * dilation < size for tap in range(kernel)) for start in starts)
 
 
-def _max_pool_module(rank: int) -> Callable[[Any], dict[str, Any] | Instead]:
-    def module(m: Any) -> dict[str, Any] | Instead:
-        window = {n: getattr(m, n) for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
-        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, window) if m.return_indices else window
+def with_places_too(name: str) -> dict[str, Any]:
+    """Return how a maximum pooling is called; one that returns where its maxima are as well is an operator of its own."""
 
-    return module
+    def chosen(given: dict[str, Any], return_indices: bool) -> dict[str, Any] | Instead:
+        return Instead(operator_named(f"{name}_with_indices").function, given) if return_indices else given
 
+    def adapt(*args: Any, return_indices: bool = False, **kwargs: Any) -> dict[str, Any] | Instead:
+        pooling = operator_named(name)
+        count = len(pooling.parameter_names)
+        return chosen(pooling.bind(args[:count], kwargs), any(args[count:]) or return_indices)
 
-def _max_pool_function(rank: int) -> Callable[..., dict[str, Any] | Instead]:
-    def function(
-        input: Any,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> dict[str, Any] | Instead:
-        window = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
-        given = {"input": input, **window}
-        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, given) if return_indices else given
+    def taken(module: Any) -> dict[str, Any] | Instead:
+        settings = operator_named(name).parameter_names[1:]
+        return chosen({setting: getattr(module, setting) for setting in settings}, module.return_indices)
 
-    return function
+    return {"adapt": adapt, "modules": dict.fromkeys(module_of(name), taken)}
 
 
 def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
@@ -149,36 +135,26 @@ def _onnx_max_pool(c: Call) -> str:
 
 
 def _max_pool(rank: int) -> Callable[..., Tensor]:
-    def function(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Tensor:
-        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
-        return result
-
     @lowered(
         name=f"max_pool{rank}d",
-        function=function,
-        adapt=_max_pool_function(rank),
-        modules={getattr(nn, f"MaxPool{rank}d"): _max_pool_module(rank)},
+        settings=WINDOW,
+        **with_places_too(f"max_pool{rank}d"),
         demand=Same(),
         idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
         window=_window(rank),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         refuses=refuses_max_pool(rank),
         onnx=_onnx_max_pool,
+        samples=(
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1),
+            sample(input=IMAGES[rank], kernel_size=(3, 2, 2)[:rank], ceil_mode=True),
+            sample(input=IMAGES[rank], kernel_size=2, stride=1, dilation=2),
+        ),
     )
-    def max_pool(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Quantized:
+    def max_pool(lowering: Lowering, input: Quantized, **window: Any) -> Quantized:
         """Return the maximum over windows in one, two or three dimensions."""
-        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
-        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+        placed = window_padding(known_sizes(input.shape[-rank:]), **window)
+        return input.with_value(lowering.call(pool.max_pool, input.value, *placed))
 
     return max_pool
 
@@ -189,76 +165,19 @@ max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 # ---- average --------------------------------------------------------------------------------------------------------
 
 
-def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    def function(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        *,
-        clamp: Clamp | None = None,
-    ) -> Tensor:
-        extra = () if rank == 1 else (divisor_override,)
-        value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
-        return value if clamp is None else clamped(value, *clamp)
-
-    def lower(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any,
-        padding: Any,
-        ceil_mode: bool,
-        *,
-        clamp: Clamp | None = None,
-        **counted: Any,
-    ) -> Quantized:
-        kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
-        begin = sizes(padding, rank)
-        rows = list(zip(spatial(input.shape, rank), kernel, steps, begin, strict=True))
-        end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
-        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
-        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
-        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
-        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
-        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
-            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
-            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
-        largest = lowering.prove(
-            torch.tensor(float(math.prod(kernel) * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum"
-        )
-        lowering.prove(
-            torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"),
-            "the sum over 8 of the operand's bits",
-            POOLED_EXACT - 1,
-        )
-        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
-        if rank == 2 and counted["divisor_override"] is None and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
-            return lower_uneven(lowering, input, total, largest, divisor, clamp)
-        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
-
-    function.__name__ = function.__qualname__ = f"avg_pool{rank}d"
-    function.__doc__ = f"The mean over windows in {rank} dimensions."
-    return function, lower
-
-
 def too_many(window: list[int], limit: int) -> str | None:
     """Return why a window of this size cannot be summed below the limit; None if it can."""
     terms = math.prod(window)
     return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
 
 
-def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        divisor = arguments["divisor_override"]
-        if divisor is not None and divisor <= 0:
-            return f"divisor_override={divisor} is not positive"
-        return needs_batch(rank)(node, arguments) or too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
+def _refuses_divisor(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    divisor = arguments["divisor_override"]
+    return f"divisor_override={divisor} is not positive" if divisor is not None and divisor <= 0 else None
 
-    return refuses
+
+def _refuses_terms(rank: int) -> Guard:
+    return lambda node, arguments: too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
 
 
 def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
@@ -268,12 +187,9 @@ def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
         known = fact(arguments["input"])
         if not arguments["ceil_mode"] or not isinstance(known, TensorFact):
             return arguments
-        kernel, padding = sizes(arguments["kernel_size"], rank), sizes(arguments["padding"], rank)
-        steps = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], rank)
-        fitting = [
-            size if isinstance(size, int) and count == 1 and taps > size and not pad else taps
-            for size, count, taps, pad in zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, padding, strict=True)
-        ]
+        kernel, steps = kernel_and_steps(arguments["kernel_size"], arguments["stride"], rank)
+        rows = zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, sizes(arguments["padding"], rank), strict=True)
+        fitting = [size if isinstance(size, int) and count == 1 and taps > size and not pad else taps for size, count, taps, pad in rows]
         if fitting == kernel:
             return arguments
         steps = [fits if fits != taps else step for fits, taps, step in zip(fitting, kernel, steps, strict=True)]
@@ -292,18 +208,13 @@ def window_divisor(
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
     counts = torch.ones((), dtype=torch.float32, device="cpu")
-    for size, taps, step, padding, tail in zip(spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
+    for size, taps, step, padding, tail in zip(known_sizes(shape[-len(kernel) :]), kernel, stride, begin, end, strict=True):
         starts = range(0, size + padding + tail - taps + 1, step)
         low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
         sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
         along = torch.tensor(sizes, dtype=torch.float32, device="cpu")
         counts = counts.unsqueeze(-1) * along
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
-
-
-def _avg_pool_module(module: Any) -> dict[str, Any]:
-    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-    return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def onnx_layer(c: Call) -> str | None:
@@ -340,29 +251,58 @@ def onnx_average_pool(c: Call) -> str:
     return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
 
 
-def _average(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    """Register the average of this rank, and return its float function and its integer meaning."""
-    function, lower = _avg_pool(rank)
-    register(
-        Operator(
-            function.__name__,
-            function,
-            ("input",),
-            lower,
-            functions={AVG_POOLS[rank]: None},
-            modules={getattr(nn, f"AvgPool{rank}d"): _avg_pool_module},
-            normalize=_within(rank),
-            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
-            absorbs=frozenset({"clamp"}),
-            refuses=_refuses_avg_pool(rank),
-            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
-            onnx=onnx_average_pool,
-        )
+def _avg_pool(rank: int) -> Callable[..., Tensor]:
+    def averaged(input: Tensor, *window: Any, clamp: Clamp | None = None) -> Tensor:
+        value = AVG_POOLS[rank](input, *window[: 5 if rank == 1 else 6])  # in one dimension without divisor_override
+        return value if clamp is None else clamped(value, *clamp)
+
+    @lowered(
+        name=f"avg_pool{rank}d",
+        function=averaged,
+        normalize=_within(rank),
+        idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
+        absorbs=frozenset({"clamp"}),
+        refuses=(_refuses_divisor, needs_batch(rank), _refuses_terms(rank)),
+        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
+        onnx=onnx_average_pool,
+        samples=(
+            sample(input=IMAGES[rank], kernel_size=(2, 4, 3)[:rank], stride=(1, 3, 2)[:rank], ceil_mode=True),
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1),
+            sample(input=IMAGES[rank], kernel_size=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+            *([sample(input=IMAGES[rank], kernel_size=2, divisor_override=3)] if rank > 1 else []),
+        ),
     )
-    return function, lower
+    def avg_pool(
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Quantized:
+        """Return the mean over windows in one, two or three dimensions."""
+        kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
+        counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
+        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
+        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
+        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
+        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
+        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
+            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
+            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
+        terms = torch.tensor(float(math.prod(kernel)), dtype=torch.float64, device="cpu")
+        largest = lowering.prove(terms * input.grid.magnitude, "the sum")
+        lowering.prove(terms * 2.0**7, "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
+        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
+        if rank == 2 and divisor_override is None and layers:
+            return lower_uneven(lowering, input, total, largest, divisor, clamp)
+        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
+
+    return avg_pool
 
 
-avg_pool1d, _lower_avg_pool1d = _average(1)
-avg_pool2d, _lower_avg_pool2d = _average(2)
-avg_pool3d, _lower_avg_pool3d = _average(3)
-LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import shape_of
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import Guard, lowered
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import IMAGES, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, pool, shape
-
-
-def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    value = input.mean() if dim is None else input.mean(dim, keepdim)
-    return value if clamp is None else clamped(value, *clamp)
-
-
-def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    value = input.sum() if dim is None else input.sum(dim, keepdim)
-    return value if clamp is None else clamped(value, *clamp)
 
 
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
@@ -44,9 +33,8 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
     """Return the sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
     images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
-    images = images and all(isinstance(length, int) for length in input.shape[1:])
-    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
-        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
+    if lowering.arithmetic.rescales_by_layers and images and are_fixed(input.shape[1:]) and divisor == terms:
+        channels, *size = known_sizes(input.shape[1:])
         attributes = ([1, 1], [0, 0], [1, 1], channels)
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
         averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
@@ -57,26 +45,22 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
 
 
-def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def _refuses_reduction(verb: str) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        operand = fact(arguments["input"])
-        if not isinstance(operand, TensorFact):
-            return None
-        if not operand.shape:
-            return "its operand has no dimensions"
-        sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
-        reduced = [size for size in sizes if isinstance(size, int)]
-        if len(reduced) < len(sizes):
-            return f"it {verb} over the batch, whose size is not fixed"
-        return too_many(reduced, FLOAT32_EXACT)
+        shape = shape_of(arguments["input"])
+        if not shape:
+            return NO_DIMENSIONS
+        reduced = [shape[d] for d in _dims(shape, arguments["dim"])]
+        sizes = [size for size in reduced if isinstance(size, int)]
+        return too_many(sizes, FLOAT32_EXACT) if len(sizes) == len(reduced) else f"it {verb} over the batch, whose size is not fixed"
 
     return refuses
 
 
 def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
-    return (
-        "a dtype argument has no integer form" if dtype not in (None, torch.float32) else {"input": input, "dim": dim, "keepdim": keepdim}
-    )
+    if dtype not in (None, torch.float32):
+        return "a dtype argument has no integer form"
+    return {"input": input, "dim": dim, "keepdim": keepdim}
 
 
 def _onnx_reduction(c: Call) -> str:
@@ -84,8 +68,7 @@ def _onnx_reduction(c: Call) -> str:
     if layer is not None:
         kept = c.epilogue(layer)
         return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
-    dims = c["dim"]
-    axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
+    axes = None if c["dim"] is None else _dims((), c["dim"])
     return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
 
 
@@ -97,17 +80,18 @@ def _reduces(verb: str) -> dict[str, Any]:
         "refuses": _refuses_reduction(verb),
         "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
         "onnx": _onnx_reduction,
+        "samples": (sample(input=IMAGES[2], dim=(2, 3)), sample(input=IMAGES[2], dim=-1, keepdim=True), sample(input=IMAGES[2], dim=1)),
     }
 
 
-@lowered("nanmean", function=_mean, **_reduces("averages"))  # a quantized tensor has no NaN
+@lowered("nanmean", **_reduces("averages"))  # a quantized tensor has no NaN
 def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the mean over dimensions (all of them if `dim` is None)."""
     dims = _dims(input.shape, dim)
     return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
 
 
-@lowered("nansum", function=_sum, **_reduces("sums"))
+@lowered("nansum", **_reduces("sums"))
 def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the sum over dimensions (all of them if `dim` is None)."""
     return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import Size
+from fxquant.ir.graph import shape_of as sizes_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite
 from fxquant.ops.core.demands import INNER, WIDE
 from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.table import unary
-from fxquant.ops.movement.arranged import sizes_of
 from fxquant.ops.reduction.norms import norm
 
 SMALL = 1e-7  # what renorm adds to a norm before it divides

@@ -14,9 +14,11 @@ from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.constants import real
+from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import known_sizes
 from fxquant.ops.core.matrix import CUBIC, cubic_weight
-from fxquant.ops.core.record import Operator, register
 from fxquant.ops.sampling.grid import (
     GRID_SAMPLE_OPSET,
     LINEAR_OPSET,
@@ -43,8 +45,33 @@ def _weights(bits: int) -> tuple[tuple[int, ...], ...]:
     return tuple(rows)
 
 
-def _lower(lowering: Lowering, input: Quantized, grid: Quantized | Tensor, padding_mode: str, align_corners: bool) -> Quantized:
-    sizes = [size for size in input.shape[2:] if isinstance(size, int)]
+def _onnx(c: Call) -> str:
+    if c.e.opset < GRID_SAMPLE_OPSET:
+        return c.exported()
+    settings = {"mode": "cubic" if c.e.opset >= LINEAR_OPSET else "bicubic", "padding_mode": c["padding_mode"]}
+    return c.do("GridSample", c.operand("input"), c.operand("grid"), **settings, align_corners=int(c["align_corners"]))
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if len(shape_of(arguments["input"])) != 4:
+        return "bicubic interpolation needs an input of four dimensions"
+    return refuses_image(arguments["input"], "bilinear", arguments["padding_mode"])
+
+
+@lowered(
+    name="cubic_sample",
+    operands=("input", "grid"),
+    function=cubic_sample,
+    dtypes={"grid": "int16"},
+    keeps=lambda arguments, after: EVERYTHING,
+    refuses=_refuses,
+    onnx=_onnx,
+)
+def cubic(
+    lowering: Lowering, input: Quantized, grid: Quantized | Tensor, padding_mode: str = "zeros", align_corners: bool = False
+) -> Quantized:
+    """Sample the image at the positions of a grid by cubic interpolation."""
+    sizes = known_sizes(input.shape[2:])
     bits, device = bits_of_positions(sizes), input.scale.device
     weights = torch.tensor(_weights(bits), dtype=torch.float32, device=device)
     reach = float(weights.abs().sum(1).max()) ** 2
@@ -59,35 +86,4 @@ def _lower(lowering: Lowering, input: Quantized, grid: Quantized | Tensor, paddi
         value = lowering.arithmetic.requantize(lowering, total, steps, *to.grid.bounds, to.grid, "", 32 if largest <= INT32_MAX else 48)
         return lowering.holds(value, to.grid)
 
-    def real() -> Tensor:
-        return cubic_sample(input.real(), grid.real() if isinstance(grid, Quantized) else grid, padding_mode, align_corners)
-
-    return lowering.result(exact, real)
-
-
-def _onnx(c: Call) -> str:
-    if c.e.opset < GRID_SAMPLE_OPSET:
-        return c.exported()
-    settings = {"padding_mode": c["padding_mode"], "align_corners": int(c["align_corners"])}
-    mode = "cubic" if c.e.opset >= LINEAR_OPSET else "bicubic"
-    return c.do("GridSample", c.operand("input"), c.operand("grid"), mode=mode, **settings)
-
-
-def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if len(shape_of(arguments["input"])) != 4:
-        return "bicubic interpolation needs an input of four dimensions"
-    return refuses_image(arguments["input"], "bilinear", arguments["padding_mode"])
-
-
-register(
-    Operator(
-        "cubic_sample",
-        cubic_sample,
-        ("input", "grid"),
-        _lower,
-        dtypes={"grid": "int16"},
-        keeps=lambda arguments, after: EVERYTHING,
-        refuses=_refuses,
-        onnx=_onnx,
-    )
-)
+    return lowering.result(exact, lambda: cubic_sample(input.real(), real(grid), padding_mode, align_corners))

@@ -14,14 +14,15 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.numerics.rescaling import Ratio
+from fxquant.ops.core.constants import real
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
 from fxquant.ops.core.record import Instead
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
@@ -63,7 +64,7 @@ def bits_of_positions(spatial: Sequence[int]) -> int:
 
 def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions, mode: str, padding: str) -> Any:
     """Return the integers of the image at these positions, on its own grid."""
-    spatial = [size for size in input.shape[2:] if isinstance(size, int)]
+    spatial = known_sizes(input.shape[2:])
     bits, coordinates = bits_of_positions(spatial), coordinates_of(lowering, input, where, positions)
     largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
     return lowering.call(sample, input.value, coordinates, spatial, bits, mode, padding, positions.corners, 0, largest >= FLOAT32_EXACT)
@@ -71,7 +72,7 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
 
 def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions) -> Any:
     """Return the positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
-    bits = bits_of_positions([size for size in input.shape[2:] if isinstance(size, int)])
+    bits = bits_of_positions(known_sizes(input.shape[2:]))
     device = input.scale.device
     offset = torch.round(positions.offset.to(device) * 2.0**bits)
     if isinstance(where, Quantized):
@@ -80,45 +81,35 @@ def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tens
         moved = lowering.arithmetic.requantize(
             lowering, where.value, Ratio((where.scale, factor), (grid.scale,)), *grid.bounds, grid, "positions_"
         )
-        return lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, moved), _held(lowering, offset))
+        widened = lowering.call(elementwise.widen, moved)
+        return lowering.call(elementwise.add_constant, widened, lowering.constant("offset", offset.float(), torch.int32))
     exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
     return lowering.constant("coordinates", torch.round(exact).clamp(INT16.low, INT16.high) + offset, torch.int32)
 
 
-def _held(lowering: Lowering, offset: Tensor) -> Any:
-    return lowering.constant("offset", offset.float(), torch.int32)
-
-
 def spatial_of(c: Call) -> list[int]:
     """Return the size of the image that an operator reads."""
-    node = c.primitive(sample)
-    assert node is not None
-    found: Any = node.args[2]
-    return list(found)
+    node: Any = c.primitive(sample)
+    return list(node.args[2])
 
 
 def refuses_image(input: Any, mode: str, padding: str) -> str | None:
     """Return why an image cannot be read between its pixels."""
-    known = fact(input)
+    sizes: Any = shape_of(input)[2:]
     if mode not in MODES:
         return f"mode={mode!r} has no integer form"
     if padding not in PADDINGS:
         return f"padding_mode={padding!r} has no integer form"
-    if not isinstance(known, TensorFact):
-        return None
-    if len(known.shape) not in (4, 5) or any(not isinstance(size, int) or size == 0 for size in known.shape[2:]):
+    if len(sizes) not in (2, 3) or not are_fixed(sizes) or 0 in sizes:
         return "the size of its image is not known"
-    largest = max(size for size in known.shape[2:] if isinstance(size, int))
-    return None if largest <= LARGEST_IMAGE else f"its image is larger than {LARGEST_IMAGE}"
+    return None if max(sizes) <= LARGEST_IMAGE else f"its image is larger than {LARGEST_IMAGE}"
+
+
+def _refuses_image(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"])
 
 
 # ---- grid_sample ----------------------------------------------------------------------------------------------------
-
-
-def _grid_sample(
-    input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
-) -> Tensor:
-    return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
 def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False) -> Tensor:
@@ -150,11 +141,13 @@ def _onnx_grid_sample(c: Call) -> str:
 
 @lowered(
     operands=("input", "grid"),
-    function=_grid_sample,
+    function=lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=None: F.grid_sample(
+        input, grid, mode, padding_mode, bool(align_corners)
+    ),
     calls={F.grid_sample: _sampled, **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _by_number)},
     dtypes={"grid": "int16"},
     keeps=lambda arguments, after: EVERYTHING,  # what limits the image does not limit the positions
-    refuses=lambda node, arguments: refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"]),
+    refuses=_refuses_image,
     onnx=_onnx_grid_sample,
     demand=Same(("input",)),
 )
@@ -167,13 +160,11 @@ def grid_sample(
     align_corners: bool | None = None,
 ) -> Quantized:
     """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
-    spatial = [size for size in input.shape[2:] if isinstance(size, int)]
-    positions = normalized(spatial, bool(align_corners))
-
-    def real() -> Tensor:
-        return grid_sample(input.real(), grid.real() if isinstance(grid, Quantized) else grid, mode, padding_mode, align_corners)
-
-    return lowering.result(lambda: lower_sample(lowering, input, grid, positions, mode, padding_mode), real)
+    positions = normalized(known_sizes(input.shape[2:]), bool(align_corners))
+    return lowering.result(
+        lambda: lower_sample(lowering, input, grid, positions, mode, padding_mode),
+        lambda: grid_sample(input.real(), real(grid), mode, padding_mode, align_corners),
+    )
 
 
 # ---- warp -----------------------------------------------------------------------------------------------------------
@@ -200,18 +191,11 @@ def _onnx_warp(c: Call) -> str:
     if c.e.opset < GRID_SAMPLE_OPSET:
         return c.exported()
     height, width = spatial_of(c)
-    rows, columns = (size for size in fact(c.node).shape[2:])
+    rows, columns = fact(c.node).shape[2:]
     sizes = torch.tensor([width, height], dtype=torch.float64, device="cpu")
     start = (2 * _pixels(rows, columns) + 1) / sizes - 1
     grid = c.do("Add", c.do("Mul", c.operand("flow"), c.e.constant((2 / sizes).float())), c.e.constant(start.float()))
     return _onnx_read(c, grid, False)
-
-
-def _refuses_warp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    flow = fact(arguments["flow"])
-    if isinstance(flow, TensorFact) and not all(isinstance(size, int) for size in flow.shape[1:]):
-        return "the size of its flow is not known"
-    return refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"])
 
 
 @lowered(
@@ -219,28 +203,20 @@ def _refuses_warp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     function=_warp,
     dtypes={"flow": "int16"},
     keeps=lambda arguments, after: EVERYTHING,
-    refuses=_refuses_warp,
+    refuses=(fixed_sizes("the size of its flow is not known", "flow", 1), _refuses_image),
     onnx=_onnx_warp,
     demand=Same(("input",)),
 )
 def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Quantized:
     """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
-    height, width = flow.shape[1:3]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    positions = Positions([1.0, 1.0], _pixels(height, width), False)
-
-    def real() -> Tensor:
-        return warp(input.real(), flow.real() if isinstance(flow, Quantized) else flow, mode, padding_mode)
-
-    return lowering.result(lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode), real)
+    positions = Positions([1.0, 1.0], _pixels(*known_sizes(flow.shape[1:3])), False)
+    return lowering.result(
+        lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode),
+        lambda: warp(input.real(), real(flow), mode, padding_mode),
+    )
 
 
 # ---- affine_grid ----------------------------------------------------------------------------------------------------
-
-
-def _affine_grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    return F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners))
 
 
 def _base(size: Sequence[int], align_corners: bool) -> Tensor:
@@ -248,15 +224,14 @@ def _base(size: Sequence[int], align_corners: bool) -> Tensor:
     axes = []
     for count in size:
         places = torch.arange(count, dtype=torch.float64, device="cpu")
-        along = (2 * places / max(count - 1, 1) - (1 if count > 1 else 0)) if align_corners else (2 * places + 1) / count - 1
-        axes.append(along)
+        axes.append((2 * places / max(count - 1, 1) - int(count > 1)) if align_corners else (2 * places + 1) / count - 1)
     columns = [axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]
     return torch.round(torch.stack([*reversed(columns), torch.ones_like(columns[0])], 1) * 2.0**BASE_BITS)
 
 
 def _spatial_size(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     size = list(shape_of(node)[1:-1])
-    return {**arguments, "size": size} if all(isinstance(one, int) for one in size) else "its size depends on the batch size"
+    return {**arguments, "size": size} if are_fixed(size) else "its size depends on the batch size"
 
 
 def _onnx_affine_grid(c: Call) -> str:
@@ -267,7 +242,12 @@ def _onnx_affine_grid(c: Call) -> str:
     return c.do("Reshape", c.do("Transpose", grid, perm=[0, 2, 1]), c.integers([-1, *size, len(size)]))
 
 
-@lowered(function=_affine_grid, dtypes={"theta": "int16"}, normalize=_spatial_size, onnx=_onnx_affine_grid)
+@lowered(
+    function=lambda theta, size, align_corners=None: F.affine_grid(theta, [theta.shape[0], 1, *size], bool(align_corners)),
+    dtypes={"theta": "int16"},
+    normalize=_spatial_size,
+    onnx=_onnx_affine_grid,
+)
 def affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None = None) -> Quantized:
     """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank).
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.constants import selected
+from fxquant.ops.core.declare import bound, lowered, settings_of
 from fxquant.ops.core.demands import Own, Same
 from fxquant.ops.core.form import Call
+from fxquant.ops.core.guards import are_fixed, fixed_sizes, one_of
 from fxquant.ops.core.matrix import (
     CUBIC,
     Row,
@@ -36,9 +37,10 @@ from fxquant.ops.core.matrix import (
     real_matrix,
     weighted_sums,
 )
+from fxquant.ops.core.samples import IMAGES, NORMED, sample
 from fxquant.ops.core.traits import Trait
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
-from fxquant.primitives import resize, shape
+from fxquant.primitives import resize
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = ("linear", "bilinear")
@@ -47,6 +49,14 @@ FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
+
+
+Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
+
+
+def _count(length: int, size: int | None, factor: float | None) -> int:
+    """Return how many outputs there are along one dimension."""
+    return size if size is not None else math.floor(length * (factor or 1))
 
 
 # ---- nearest --------------------------------------------------------------------------------------------------------
@@ -63,13 +73,12 @@ def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> 
     return tuple(F.interpolate(positions, size, factor, mode).flatten().int().tolist())
 
 
-def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], mode: str) -> Quantized:
+def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str) -> Quantized:
     value = input.value
     for axis, (length, size, factor) in enumerate(axes):
         indices = _nearest(length, size, factor, mode)
         if indices != tuple(range(length)):
-            stored = lowering.constant(f"indices{axis}", torch.tensor(indices, device=input.scale.device, dtype=torch.int64), torch.int64)
-            value = lowering.call(shape.select, value, axis + 2, stored)
+            value = selected(lowering, value, axis + 2, indices, f"indices{axis}")
     return input.with_value(value)
 
 
@@ -83,25 +92,14 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
     its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
     """
-    count = math.floor(length * factor) if size is None and factor is not None else size
-    assert count is not None
-    if align_corners:
-        step = Fraction(length - 1, max(count - 1, 1))
-    else:
-        step = Fraction(length, count) if factor is None else 1 / Fraction(factor)
-    found = []
-    for output in range(count):
-        source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
-        first = min(math.floor(source), length - 1)
-        found.append((first, _second_weight(source - first, bits) if first + 1 < length else 0))
-    return tuple(found)
+    rows = linear_rows(length, _count(length, size, factor), factor, align_corners)
+    return tuple((row[0][0], _second_weight(row[1][1], bits) if len(row) > 1 else 0) for row in rows)
 
 
 @functools.lru_cache(maxsize=256)
 def _stepped_neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
     """`_neighbours` by positions in steps of 2^-bits, rounded down; the upper 8 bits of a position's fraction are its second weight."""
-    size = math.floor(length * factor) if size is None and factor is not None else size
-    assert size is not None
+    size = _count(length, size, factor)
     ratio = Fraction(length, size) if factor is None else 1 / Fraction(factor)
     step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else math.floor(ratio * 2**bits)
     start = 0 if align_corners else (step - (1 << bits)) >> 1
@@ -128,7 +126,7 @@ def _second_weight(share: Fraction, bits: int) -> int:
     return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
 
 
-def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], align_corners: bool) -> Quantized:
+def _lower_linear(lowering: Lowering, input: Quantized, axes: list[Axis], align_corners: bool) -> Quantized:
     stepped, floors = lowering.arithmetic.resize_positions, lowering.arithmetic.resize_floors
     places = lowering.arithmetic.resize_fraction_bits
     bits = STEPPED_BITS if stepped else places
@@ -160,17 +158,12 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
 # ---- everything else --------------------------------------------------------------------------------------------------
 
 
-Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
-
-
 def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
     """Return the weights of interpolation along one dimension."""
-    length, size, factor = axis
-    count = math.floor(length * factor) if size is None and factor is not None else size
-    assert count is not None
+    length, _, factor = axis
     if antialias:
-        return antialiased_rows(length, count, factor, align_corners, mode == "bicubic")
-    return (cubic_rows if mode == "bicubic" else linear_rows)(length, count, factor, align_corners)
+        return antialiased_rows(length, _count(*axis), factor, align_corners, mode == "bicubic")
+    return (cubic_rows if mode == "bicubic" else linear_rows)(length, _count(*axis), factor, align_corners)
 
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
@@ -197,37 +190,15 @@ def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float
     return list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
 
 
-def _sizes(axes: list[Axis]) -> list[int]:
-    return [size if size is not None else math.floor(length * (factor or 1)) for length, size, factor in axes]
-
-
-def _stays(arguments: dict[str, Any]) -> bool:
-    """Return whether the result is on its operand's grid."""
-    return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
-
-
-def _interpolate_arguments(
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> dict[str, Any]:
-    return {
-        "input": input,
-        "size": size,
-        "scale_factor": None if recompute_scale_factor else scale_factor,
-        "mode": mode,
-        "align_corners": align_corners,
-        "antialias": antialias,
-    }
+def _interpolate_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    given = bound(F.interpolate, *args, **kwargs)
+    recomputed = given.pop("recompute_scale_factor")
+    return {**given, "scale_factor": None} if recomputed else given
 
 
 def _interpolate_module(module: Any) -> dict[str, Any]:
-    given = _interpolate_arguments(None, module.size, module.scale_factor, module.mode, module.align_corners, module.recompute_scale_factor)
-    return {name: value for name, value in given.items() if name != "input"}
+    given: Any = settings_of(("size", "scale_factor", "mode", "align_corners"))(module)
+    return {**given, "scale_factor": None} if module.recompute_scale_factor else given
 
 
 def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -237,17 +208,7 @@ def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
         factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
         plain = all(isinstance(factor, int | float) for factor in factors)
         return {**arguments, "scale_factor": factors} if plain else "its scale factor is computed"
-    if not all(isinstance(size, int) for size in result):
-        return SYMBOLIC_SIZE
-    return {**arguments, "size": list(result)}
-
-
-def _refuses_interpolate(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if arguments["mode"] not in (*NEAREST, *LINEAR, *OWN_GRID):
-        return f"mode={arguments['mode']!r} has no integer form"
-    known = fact(arguments["input"])
-    static = isinstance(known, TensorFact) and all(isinstance(size, int) for size in known.shape[2:])
-    return None if static else SYMBOLIC_SIZE
+    return {**arguments, "size": list(result)} if are_fixed(result) else SYMBOLIC_SIZE
 
 
 def _onnx_interpolate(c: Call) -> str:
@@ -261,15 +222,14 @@ def _onnx_interpolate(c: Call) -> str:
         return _onnx_weighted(c, _axes(before, c["size"], c["scale_factor"]))
     factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
     align = "align_corners" if c["align_corners"] else "half_pixel"
-    value, one = c.input, [1.0, 1.0]
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
     if c["mode"] == "bicubic":
         attributes |= {"mode": "cubic", "cubic_coeff_a": float(CUBIC)}
     if nearest:
         attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32, device="cpu"))
+    scales = c.e.constant(torch.tensor([1.0, 1.0, *factors], dtype=torch.float32, device="cpu"))
     roi = c.e.constant(torch.zeros(0, dtype=torch.float32, device="cpu")) if c.e.opset < 13 else ""
-    return c.do("Resize", value, roi, scales, **attributes)
+    return c.do("Resize", c.input, roi, scales, **attributes)
 
 
 def _factor(old: Any, new: Any) -> float:
@@ -286,9 +246,20 @@ def _factor(old: Any, new: Any) -> float:
     keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
     traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
     normalize=_plain_sizes,
-    refuses=_refuses_interpolate,
+    refuses=(
+        one_of("mode", *NEAREST, *LINEAR, *OWN_GRID, because=lambda mode: f"mode={mode!r} has no integer form"),
+        fixed_sizes(SYMBOLIC_SIZE, start=2),
+    ),
     onnx=_onnx_interpolate,
-    demand=lambda node, arguments: Same() if _stays(arguments) else Own(),
+    demand=lambda node, arguments: Own() if arguments["mode"] in OWN_GRID or arguments["antialias"] else Same(),
+    samples=(
+        *(sample(input=IMAGES[2], size=size, within=0.0) for size in ([4, 9], [8, 8])),
+        *(sample(input=IMAGES[2], scale_factor=[factor, factor], within=0.0) for factor in (2.0, 1.5)),
+        sample(input=IMAGES[1], size=[7], mode="linear", align_corners=True, within=NORMED),
+        *(sample(input=IMAGES[2], size=[4, 9], mode=mode, within=NORMED) for mode in ("bilinear", "bicubic", "area")),
+        *(sample(input=IMAGES[2], scale_factor=[0.7, 1.7], mode=mode, antialias=True, within=NORMED) for mode in ("bilinear", "bicubic")),
+        sample(input=IMAGES[3], scale_factor=[1.0, 2.0, 1.5], mode="trilinear", within=NORMED),
+    ),
 )
 def interpolate(
     lowering: Lowering,
@@ -304,7 +275,7 @@ def interpolate(
     if mode in NEAREST:
         return _lower_nearest(lowering, input, axes, mode)
     if mode == "area":
-        return lower_means(lowering, input, _sizes(axes))
+        return lower_means(lowering, input, [_count(*axis) for axis in axes])
     if mode in OWN_GRID or antialias:
         return _lower_weighted(lowering, input, axes, mode, bool(align_corners), antialias)
     return _lower_linear(lowering, input, axes, bool(align_corners))
