@@ -14,6 +14,7 @@ from fxquant.numerics.grids import Interval
 # Intervals that samples are uniform in.
 POSITIVE, ABOVE_ONE, WITHIN_ONE, SHARES = (0.3, 3.0), (1.2, 3.0), (-0.9, 0.9), (0.1, 0.9)
 
+ALIGNED = 0.54  # steps, where operands are brought to a common scale first
 NORMED = 1.5  # steps, of a result that does not grow with the operand, so that the largest of it may be cut off
 JUMPS = 4.0  # steps, of a function that jumps from its largest value: it comes near it where no batch did
 
