@@ -236,6 +236,11 @@ def function_norm(m: Any, x: Tensor) -> Tensor:
     return torch.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, False, 0.1, norm.eps, True)
 
 
+def affine_instances(m: Any, x: Tensor) -> Tensor:
+    weight, bias = m.layer.value[0], m.layer.value[1]
+    return torch.instance_norm(x, weight, bias, None, None, True, 0.1, 1e-5, True)
+
+
 def both_results(m: Any, x: Tensor, y: Tensor) -> Tensor:
     result, weights = m.layer(x, y, y, average_attn_weights=False)
     return result + weights[:, 0]
@@ -416,9 +421,10 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.group_norm: unary("group_norm", NORMED, lambda m, x: torch.group_norm(x, 1)),
     nn.GroupNorm: layers("group_norm", NORMED, IMAGE, Normalized(nn.GroupNorm(1, 3)), nn.GroupNorm(3, 3, affine=False)),
     F.instance_norm: unary("instance_norm", NORMED, lambda m, x: F.instance_norm(x)),
-    torch.instance_norm: unary(
-        "instance_norm", NORMED, lambda m, x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, True)
-    ),
+    torch.instance_norm: [
+        *unary("instance_norm", NORMED, lambda m, x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, True)),
+        *held("instance_norm", NORMED, (2, 3), affine_instances),
+    ],
     nn.InstanceNorm1d: layers("instance_norm", NORMED, LINE, Normalized(nn.InstanceNorm1d(3, affine=True))),
     nn.InstanceNorm2d: layers("instance_norm", NORMED, IMAGE, nn.InstanceNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True)),
     nn.InstanceNorm3d: layers("instance_norm", NORMED, VOLUME, nn.InstanceNorm3d(3)),

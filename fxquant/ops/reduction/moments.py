@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact
-from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, sample, settings_of, shape_of
+from fxquant.ops.core.declare import settings_of, taking
+from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, sample, shape_of
 from fxquant.ops.core.operators import numbers as numeric
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
@@ -170,6 +171,7 @@ def _in_groups(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node 
 
 
 RUNNING = ("running_mean", "running_var")
+WEIGHTS_FIRST = "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"  # as torch.instance_norm takes them
 
 
 def _instance_norm_module(module: Any) -> dict[str, Any]:
@@ -199,7 +201,8 @@ def _float_instance_norm(
 
 @composite(
     function=_float_instance_norm,
-    takes="input running_mean running_var weight bias use_input_stats momentum eps cudnn_enabled",
+    takes="input running_mean running_var weight bias use_input_stats momentum eps",
+    calls={torch.instance_norm: taking(WEIGHTS_FIRST, ("input", *RUNNING, "weight", "bias", "use_input_stats", "eps"))},
     normalize=lambda node, arguments: {**arguments, **dict.fromkeys(RUNNING)} if arguments["use_input_stats"] else arguments,
     modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
     refuses=_refuses_instance_norm,
