@@ -371,7 +371,7 @@ def _chosen() -> Iterator[Spelling]:
 
 
 def _quotients() -> Iterator[Spelling]:
-    """Quotients, distances, and sums of products."""
+    """Quotients, and sums of products."""
     for name in NUMBERED[:3]:
         yield from _spell(name, f"torch.{name}({{0}}, {{number}})", f"{{0}}.{name}({{number}})", number=FACTORS)
     yield from _spell("power_of", "torch.pow({number}, {0})", "{number} ** {0}", number=(2, 0.5, 1.7))
@@ -381,17 +381,7 @@ def _quotients() -> Iterator[Spelling]:
     yield from _spell("einsum", "torch.einsum('b...i,b...i->b...', {0}, {1})", "torch.einsum('bi...,bj...->bij', {0}, {1})")
     yield from _spell("added_product", "torch.baddbmm({0}, {0}, {1})", "torch.baddbmm({0}, {0}, {1}, beta={number})", number=FACTORS)
     yield _module("bilinear", "nn.Bilinear({last}, {last}, {size})", call="{layer}({0}, {1})", size=(1, 3))
-    yield from _spell("addcmul", "torch.addcmul({0}, {0}, {1}, value={number})", number=FACTORS)
-    yield from _spell("addcdiv", "torch.addcdiv({0}, {0}, {1}.abs() + 0.5, value={number})", number=FACTORS)
     yield from _spell("lerp", "torch.lerp({0}, {1}, {number})", "torch.lerp({0}, {1}, {1})", number=(0.3, 1.5))
-    for name in ("hypot", "logaddexp", "atan2"):
-        yield from _spell(name, f"torch.{name}({{0}}, {{1}})")
-    yield from _spell("xlogy", "torch.xlogy({0}, {1}.abs() + 0.5)")
-    yield from _spell("pairwise_distance", "F.pairwise_distance({0}, {1})")
-    yield from _spell("cosine_similarity", "F.cosine_similarity({0}, {1}, {dim})", dim=(1, -1))
-    yield from _spell("cdist", "torch.cdist({0}, {1}, p={p})", p=(2.0, 1.0))
-    yield from _spell("local_response_norm", "F.local_response_norm({0}, {size})", size=(2, 3))
-    yield _module("local_response_norm", "nn.LocalResponseNorm(2, 0.3)")
 
 
 def _pairs() -> Iterator[Spelling]:
@@ -403,11 +393,8 @@ def _pairs() -> Iterator[Spelling]:
     yield from _spell("trunc_quotient", f"torch.div({{0}}, {positive}, rounding_mode='trunc')")
     yield from _spell("floor_remainder", f"{{0}} % {positive}", f"torch.remainder({{0}}, {positive})")
     yield from _spell("trunc_remainder", f"torch.fmod({{0}}, {positive})")
-    for name in ("copysign", "heaviside", "logaddexp2"):
-        yield from _spell(name, f"torch.{name}({{0}}, {{1}})", f"{{0}}.{name}({{1}})")
-    yield from _spell("copysign", "torch.copysign({0}, {number})", number=FACTORS)
+    yield from _spell("heaviside", "torch.heaviside({0}, {1})", "{0}.heaviside({1})")
     yield from _spell("ldexp", "torch.ldexp({0}, {1}.tanh())", "torch.ldexp({0}, torch.tensor(2))")
-    yield from _spell("xlog1py", f"torch.special.xlog1py({{0}}, {positive})")
     yield from _spell("signbit", "torch.where(torch.signbit({0}), {0}, {1})")
     for name in ("prod", "cumprod", "diff"):
         yield from _spell(name, f"torch.{name}({{0}}, dim={{dim}})", f"{{0}}.{name}(dim={{dim}})", dim=(1, -1))
@@ -420,17 +407,10 @@ def _pairs() -> Iterator[Spelling]:
     yield from _spell("kron", "torch.kron({0}, torch.tensor([0.5, -2.0]))")
     yield from _spell("cross", "torch.cross({0}[..., [0, -1, 0]], {1}[..., [-1, 0, 0]], dim=-1)")
     yield from _spell("matrix_power", "torch.matrix_power({0}.mT @ {0}, {n})", n=(1, 2, 3))
-    yield from _spell("renorm", "torch.renorm({0}, {p}, 0, {most})", p=(2, 1), most=(1.0, 5.0))
 
 
-def _losses() -> Iterator[Spelling]:
-    """Losses without a reduction, and pools by a power."""
-    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss"):
-        yield from _spell(name, f"F.{name}({{0}}, {{1}}, reduction='none')")
-    name = "binary_cross_entropy"
-    yield from _spell(f"{name}_with_logits", f"F.{name}_with_logits({{0}}, {{1}}.sigmoid(), reduction='none')")
-    yield from _spell(name, f"F.{name}({{0}}.sigmoid() * 0.8 + 0.1, {{1}}.sigmoid(), reduction='none')")
-    yield from _spell("kl_div", "F.kl_div({0}.log_softmax(1), {1}.sigmoid(), reduction='none')")
+def _windows() -> Iterator[Spelling]:
+    """Pools by a power, and images read between their pixels."""
     yield from _spell("lp_pool{rank}d", "F.lp_pool{rank}d({0}, {p}, {kernel})", p=(2, 1), kernel=(2, 3))
     yield _module("cross_map_norm", "nn.CrossMapLRN2d(3, 0.5)")
     grid = "{0}[:, [0, 0]].permute(0, 2, 3, 1).tanh()"
@@ -516,7 +496,7 @@ def _all() -> Iterator[Spelling]:
         _quotients,
         whole_numbers,
         _pairs,
-        _losses,
+        _windows,
         _floats,
     ):
         yield from family()

@@ -23,7 +23,7 @@ from fxquant.backends.onnx.independent_parts import split
 from fxquant.backends.onnx.regions import settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
-from tests.ops.test_operators import SAMPLES, inputs_of, model_of
+from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
 from tests.shared.contract import assert_train_is_validate, compiled, needs_vnni, same_bytes
 
 
@@ -189,8 +189,7 @@ WIDTHS = ("int4", "int8", "int16")
 def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> None:
     """Every second operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""
     torch.manual_seed(0)
-    by_operator = {sample.operator: sample for group in SAMPLES.values() for sample in group}
-    samples = list(by_operator.values())[2 * (target == "bayes-e") :: 4]
+    samples = list(BY_OPERATOR.values())[2 * (target == "bayes-e") :: 4]
     inputs = [inputs_of(sample, 2) for sample in samples for _ in range(2)]
     model = Many([model_of(sample) for sample in samples for _ in range(2)], [len(x) for x in inputs]).eval()
     config = fxq.QConfigMapping()

@@ -21,6 +21,7 @@ from fxquant.ir.integer import notes, qparams
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
 from fxquant.ops.core import products
 from fxquant.ops.elementwise import unary
+from fxquant.ops.elementwise.table import UNARY as TABLES
 from fxquant.ops.elementwise.table import for_positive
 from fxquant.primitives import accumulate, elementwise, product, requantize, transposed
 from fxquant.quantization.observers import MinMaxObserver
@@ -280,12 +281,12 @@ def test_an_operator_without_sums_has_no_32_bit_output() -> None:
 UNARY = {
     "sigmoid": (torch.sigmoid, unary._sigmoid), "tanh": (torch.tanh, math.tanh), "gelu": (F.gelu, unary._gelu),
     "gelu, tanh": (partial(F.gelu, approximate="tanh"), partial(unary._gelu, approximate="tanh")),
-    "hardswish": (F.hardswish, lambda x: x * unary._hardsigmoid(x)), "elu": (F.elu, unary._elu), "selu": (F.selu, unary._selu),
+    "hardswish": (F.hardswish, lambda x: x * unary._hardsigmoid(x)), "elu": (F.elu, unary._elu), "selu": (F.selu, TABLES["selu"][1]),
     "softplus": (F.softplus, unary._softplus), "mish": (F.mish, lambda x: x * math.tanh(unary._softplus(x))),
     "exp": (torch.exp, math.exp), "log": (torch.log, for_positive(math.log, -math.inf)),
     "rsqrt": (torch.rsqrt, for_positive(lambda x: 1 / math.sqrt(x), math.inf)), "square": (torch.square, lambda x: x * x),
     "power": (lambda x: torch.pow(x, 2.5), partial(unary._power, exponent=2.5)), "sin": (torch.sin, math.sin), "erf": (torch.erf, math.erf),
-    "leaky": (partial(F.leaky_relu, negative_slope=0.125), partial(unary._leaky_relu, negative_slope=0.125)),
+    "leaky": (partial(F.leaky_relu, negative_slope=0.125), partial(TABLES["leaky_relu"][1], negative_slope=0.125)),
 }  # fmt: skip
 
 

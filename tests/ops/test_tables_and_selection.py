@@ -106,10 +106,6 @@ CASES: dict[Any, Case] = {
     "where": both("where", lambda x, y: x.where(y < 0.7, 0.2)),
     "masked_fill": both("where", lambda x, y: x.masked_fill((y > 0.5)[:, :1], 0.3)),
     "masked_fill_": both("where", lambda x, y: (x * 1.2).masked_fill_(y > 0.5, 0.3)),
-    torch.fmax: both("maximum", torch.fmax),
-    torch.fmin: both("minimum", torch.fmin),
-    "fmax": both("maximum", lambda x, y: x.fmax(y)),
-    "fmin": both("minimum", lambda x, y: x.fmin(y)),
     torch.clamp: both("clamp_between", lambda x, y: torch.clamp(x, y - 1, y)),
     torch.clamp_: both("clamp", lambda x, y: torch.clamp_(x, -0.3, 0.6)),
     torch.clip_: both("clamp", lambda x, y: torch.clip_(x, -0.3, 0.6)),
@@ -120,8 +116,6 @@ CASES: dict[Any, Case] = {
     "nan_to_num": both("nan_to_num", lambda x, y: x.nan_to_num(0.5).relu()),
     "nan_to_num_": both("nan_to_num", lambda x, y: (x * 2).nan_to_num_().relu()),
     # ---- the extremes, their places, and order
-    torch.amin: both("amin", lambda x, y: torch.amin(x, (1, 2))),
-    "amin": both("amin", lambda x, y: x.amin(-1, keepdim=True)),
     torch.max: both("max_along", lambda x, y: torch.max(x, 1).values),
     "max": both("max_along", lambda x, y: x.max(-1, keepdim=True)[1], False),
     torch.min: both("min_along", lambda x, y: torch.min(x, dim=2)[0]),
@@ -159,11 +153,6 @@ CASES: dict[Any, Case] = {
     torch.index_fill: Case("setitem", lambda m, x, y: torch.index_fill(x, 1, m.places, 0.4)),
     "index_fill": Case("setitem", lambda m, x, y: x.index_fill(3, m.places, -0.4)),
     "index_fill_": Case("setitem", lambda m, x, y: (x * 2).index_fill_(3, m.places, -0.4)),
-    "multiply_": both("mul", lambda x, y: x.multiply_(y)),
-    # ---- running sums and triangles
-    torch.cumsum: both("cumsum", lambda x, y: torch.cumsum(x, 1)),
-    "cumsum": both("cumsum", lambda x, y: y.cumsum(-1)),
-    "cumsum_": both("cumsum", lambda x, y: (y * 2).cumsum_(2)),
     # ---- quotients
     torch.divide: both("true_divide", torch.divide),
     operator.truediv: both("quotient_of", lambda x, y: 2 / y),

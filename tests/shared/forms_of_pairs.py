@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fxquant.ops import MODULES
 
 Spelled = tuple[str, Callable[[Any, Tensor, Tensor], Any], bool]
 STEPS = ("floor_quotient", "trunc_quotient", "floor_remainder", "trunc_remainder", "heaviside", "copysign", "signbit", "kl_div")
@@ -22,24 +20,6 @@ STEPS = ("floor_quotient", "trunc_quotient", "floor_remainder", "trunc_remainder
 
 def _of(name: str, function: Callable[[Tensor, Tensor], Any]) -> Spelled:
     return name, lambda m, x, y: function(x * 1.0, y), name not in STEPS
-
-
-def _losses() -> Iterator[tuple[Any, Spelled]]:
-    """Each without a reduction, in the function and in the module; a loss of probabilities of such, or of their logarithms."""
-    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss", "kl_div"):
-        function = getattr(F, name)
-        yield function, _of(name, lambda x, y, f=function: f(x, y, reduction="none"))
-    yield F.binary_cross_entropy, _of("binary_cross_entropy", lambda x, y: F.binary_cross_entropy(y, x.sigmoid(), reduction="none"))
-    yield (
-        F.binary_cross_entropy_with_logits,
-        _of(
-            "binary_cross_entropy_with_logits",
-            lambda x, y: F.binary_cross_entropy_with_logits(x, y, weight=y, reduction="none", pos_weight=torch.tensor(2.0)),
-        ),
-    )
-    for kind, (record, _) in MODULES.items():
-        if kind.__name__.endswith("Loss") and kind in LAYERS:
-            yield kind, (record.name, lambda m, x, y, n=kind.__name__: m.layers[n](y if n == "BCELoss" else x, y), record.name not in STEPS)
 
 
 def _assigned_to_lists(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -53,37 +33,17 @@ def _places(x: Tensor) -> Tensor:
 
 
 LAYERS: dict[type, nn.Module] = {
-    nn.MSELoss: nn.MSELoss(reduction="none"), nn.L1Loss: nn.L1Loss(reduction="none"), nn.HuberLoss: nn.HuberLoss("none", 0.7),
-    nn.SmoothL1Loss: nn.SmoothL1Loss(reduction="none", beta=0.3), nn.SoftMarginLoss: nn.SoftMarginLoss(reduction="none"),
-    nn.BCELoss: nn.BCELoss(reduction="none"), nn.BCEWithLogitsLoss: nn.BCEWithLogitsLoss(reduction="none"),
-    nn.KLDivLoss: nn.KLDivLoss(reduction="none", log_target=True), nn.PoissonNLLLoss: nn.PoissonNLLLoss(reduction="none"),
 }  # fmt: skip
 
 SPELLINGS: dict[Any, Spelled] = {
     # ---- powers, rounded quotients, signs, logarithms
-    torch.copysign: _of("copysign", torch.copysign),
-    "copysign": _of("copysign", lambda x, y: y.copysign(x)),
-    "copysign_": _of("copysign", lambda x, y: x.copysign_(-0.5)),
     torch.heaviside: _of("heaviside", torch.heaviside),
     "heaviside": _of("heaviside", lambda x, y: x.heaviside(y)),
     "heaviside_": _of("heaviside", lambda x, y: x.heaviside_(y)),
     torch.signbit: _of("signbit", lambda x, y: torch.where(torch.signbit(x), x, y)),
     "signbit": _of("signbit", lambda x, y: x.signbit() & (y > 0.5)),
-    torch.ldexp: _of("ldexp", torch.ldexp),
-    torch.ldexp_: _of("ldexp", lambda x, y: torch.ldexp_(x, torch.tensor(2))),
-    "ldexp": _of("ldexp", lambda x, y: x.ldexp(y)),
-    "ldexp_": _of("ldexp", lambda x, y: x.ldexp_(y)),
-    torch.logaddexp2: _of("logaddexp2", torch.logaddexp2),
-    "logaddexp2": _of("logaddexp2", lambda x, y: x.logaddexp2(y)),
-    torch.special.xlog1py: _of("xlog1py", torch.special.xlog1py),
     "__rfloordiv__": _of("floor_quotient", lambda x, y: y.__rfloordiv__(2.0)),
     "__rmod__": _of("floor_remainder", lambda x, y: y.__rmod__(2.0)),
-    torch.neg_: _of("neg", lambda x, y: torch.neg_(x)),
-    torch.negative_: _of("neg", lambda x, y: torch.negative_(x)),
-    "negative": _of("neg", lambda x, y: x.negative()),
-    "negative_": _of("neg", lambda x, y: x.negative_()),
-    # ---- losses
-    **dict(_losses()),
     # ---- what is moved and multiplied whole
     torch.broadcast_tensors: _of("broadcast_tensors", lambda x, y: torch.broadcast_tensors(x, y[:, :1])[1]),
     torch.meshgrid: _of("meshgrid", lambda x, y: torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing="xy")[0]),
@@ -101,7 +61,6 @@ SPELLINGS: dict[Any, Spelled] = {
     torch.isclose: ("isclose", lambda m, x, y: torch.isclose(x, y, atol=0.2), False),
     "isclose": ("isclose", lambda m, x, y: x.isclose(y[:, :1], rtol=0, atol=0.3), False),
     # ---- windows, norms, images
-    torch.layer_norm: _of("layer_norm", lambda x, y: torch.layer_norm(x, (6,))),
     torch.grid_sampler: _of("cubic_sample", lambda x, y: torch.grid_sampler(x, x[:, :2].permute(0, 2, 3, 1), 2, 1, False)),
     torch.grid_sampler_2d: _of("grid_sample", lambda x, y: torch.grid_sampler_2d(x, x[:, :2].permute(0, 2, 3, 1), 0, 0, True)),
     torch.grid_sampler_3d: _of(
@@ -123,6 +82,13 @@ ALSO: dict[str, Spelled] = {
     "lists of places": ("put_lists", _assigned_to_lists, True),
     "a norm of sums": _of("sums_norm", lambda x, y: torch.linalg.matrix_norm(x, 1)),
     "a norm of the least": _of("norm", lambda x, y: torch.linalg.vector_norm(y, -math.inf, dim=1)),
+    "a loss of weights": _of(
+        "binary_cross_entropy_with_logits",
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y, weight=y, reduction="none", pos_weight=torch.tensor(2.0)),
+    ),
+    "a loss of few": _of("huber_loss", lambda x, y: F.huber_loss(x, y, "none", 0.7)),
+    "a smooth loss": _of("smooth_l1_loss", lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.3)),
+    "a divergence of logarithms": _of("kl_div", lambda x, y: F.kl_div(x, y, reduction="none", log_target=True)),
     "zeros": _of("clamp", lambda x, y: x * 0 + y),
     "a quotient by an exponential": _of("true_divide", lambda x, y: x / x.exp()),
 }

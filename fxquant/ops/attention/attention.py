@@ -20,10 +20,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE
-from fxquant.ops.core.record import Parameter, operator_of
+from fxquant.ops.core.operators import WIDE, Builder, Parameter, composite, operator_of, taking
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -106,7 +103,8 @@ class Mask:
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
     """Compute the attention of tensors whose last dimensions are positions and features, and the weights of every position."""
-    scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
+    rank = len(fact(key).shape)
+    scores = build(matmul, query, build(permute, key, [*range(rank - 2), rank - 1, rank - 2]), demand=WIDE)
     shape = numbers(fact(scores).shape)
     if mask.rows > 1:
         scores = build(reshape, scores, [-1, mask.rows, *shape[1:]])
@@ -121,50 +119,24 @@ def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: M
     return build(matmul, weights, value), weights
 
 
-def _transposed(node: fx.Node) -> list[int]:
-    rank = len(fact(node).shape)
-    return [*range(rank - 2), rank - 1, rank - 2]
-
-
 # ---- scaled dot product ---------------------------------------------------------------------------------------------
 
 
-def _scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
+def _repeated(build: Builder, operand: fx.Node, heads: int) -> Any:
     """Repeat each head as often as there are query heads for it."""
     shape = fact(operand).shape
     times = heads // shape[-3]
     index: list[Any] = [WHOLE] * len(shape)
     index[-3] = [head for head in range(shape[-3]) for _ in range(times)]
-    result: fx.Node = operand if times == 1 else build(getitem, operand, index)
-    return result
+    return operand if times == 1 else build(getitem, operand, index)
 
 
-def _attention_arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> dict[str, Any] | str:
-    if dropout_p != 0:
-        return "it drops elements at random in eval mode as well"
-    taken = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    return {**taken, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+_TAKES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+
+
+def _attention_arguments(*given: Any, **named: Any) -> dict[str, Any] | str:
+    found: Any = taking(_TAKES, _TAKES.split())(*given, **named)
+    return "it drops elements at random in eval mode as well" if found.pop("dropout_p", 0.0) != 0 else found
 
 
 def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -179,7 +151,7 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
 
 
-@composite(function=_scaled_dot_product_attention, adapt=_attention_arguments, reads=("attn_mask",), refuses=_refuses_attention)
+@composite(adapt=_attention_arguments, reads=("attn_mask",), refuses=_refuses_attention)
 def scaled_dot_product_attention(
     build: Builder,
     query: fx.Node,
@@ -361,22 +333,20 @@ def multi_head_attention(
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 
-    def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
+    def third(parameter: fx.Node | None, number: int) -> Any:
         if parameter is None:
             return None
         rows: Any = slice(number * width, (number + 1) * width)
-        part: fx.Node = build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
-        return part
+        return build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
 
-    def heads(operand: fx.Node, number: int) -> fx.Node:
+    def heads(operand: fx.Node, number: int) -> Any:
         """Project an operand, and return it as samples, heads, positions, features."""
         weight = separate[number] if joint is None else third(joint, number)
         projected = build(linear, operand, weight, third(bias, number))
         shape = numbers(fact(projected).shape)
         split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
         order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
-        turned: fx.Node = build(permute, split, order)
-        return turned
+        return build(permute, split, order)
 
     query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
     more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides

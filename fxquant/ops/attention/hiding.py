@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, parameter_value
+from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.record import Operator, operator_of, register
+from fxquant.ops.core.operators import Builder, Operator, Same, operator_of, register
+from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.whole import COMPARISONS
 from fxquant.ops.reduction.extremum import amax, amin
@@ -34,10 +33,9 @@ MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dt
 def far_below(value: Any) -> bool:
     """Return whether a number, or every element of a constant, is so far below the scores that it hides them."""
     number = _everywhere(value)
-    if number is None and isinstance(value, fx.Node) and is_parameter(value):
-        model = value.graph.owning_module
-        assert model is not None
-        return bool((torch.as_tensor(parameter_value(model, value)) <= HIDDEN).all())
+    constant = constant_value(value) if number is None else None
+    if constant is not None:
+        return bool((constant <= HIDDEN).all())
     return number is not None and number <= HIDDEN
 
 
@@ -135,9 +133,8 @@ class Hiding:
         return None
 
     def _of_zeros_and_ones(self, constant: fx.Node) -> fx.Node | None:
-        model = constant.graph.owning_module
-        value = None if model is None else parameter_value(model, constant)
-        plain = isinstance(value, torch.Tensor) and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        value = constant_value(constant)
+        plain = value is not None and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
         return self._build.host(torch.ne, constant, 0) if plain else None
 
     def _given(self, mask: fx.Node, dim: int | None, largest: bool) -> fx.Node | None:
@@ -183,9 +180,8 @@ class Hiding:
         )
 
     def _of_constant(self, mask: fx.Node) -> fx.Node | None:
-        model = mask.graph.owning_module
-        value = None if model is None else parameter_value(model, mask)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
+        value = constant_value(mask)
+        if value is None or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
             return None
         self._added |= set(value[value != 0].flatten().tolist())
         return self._build.host(torch.eq, mask, 0.0)
@@ -217,8 +213,9 @@ def _numbers(value: Any) -> set[float]:
     number = _everywhere(value)
     if number is not None:
         return {number}
-    model = value.graph.owning_module
-    return set(torch.as_tensor(parameter_value(model, value)).flatten().tolist())
+    constant = constant_value(value)
+    assert constant is not None
+    return set(constant.flatten().tolist())
 
 
 def level_of(constant: fx.Node) -> float | None:
@@ -250,10 +247,8 @@ def _everywhere(value: Any) -> float | None:
     if not isinstance(value, fx.Node):
         return None
     if is_parameter(value):
-        model = value.graph.owning_module
-        held = None if model is None else parameter_value(model, value)
-        one = isinstance(held, torch.Tensor) and held.numel() > 0 and bool((held == held.flatten()[0]).all())
-        return float(held.flatten()[0]) if one and isinstance(held, torch.Tensor) else None
+        held = constant_value(value)
+        return float(held.flatten()[0]) if held is not None and held.numel() and bool((held == held.flatten()[0]).all()) else None
     name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
     if name in ("zeros_like", "zeros", "new_zeros"):
         return 0.0

@@ -19,12 +19,8 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Operator, operator_of, register
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import WIDE, Builder, Operator, Same, Trait, composite, operator_of, register
+from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
@@ -58,9 +54,8 @@ def added(mask: Tensor, dim: int) -> Tensor:
 
 def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
     """Return whether an added mask hides elements, and whether it adds something to others: as it seems where it is not constant."""
-    model = mask.graph.owning_module
-    if is_parameter(mask) and model is not None:
-        value = parameter_value(model, mask)
+    value = constant_value(mask)
+    if value is not None:
         return not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any())
     return True, True
 
@@ -70,13 +65,13 @@ def may_hide(mask: fx.Node) -> bool:
 
     Nor does such a constant in another shape, or repeated for the batch.
     """
-    model, record = mask.graph.owning_module, operator_of(mask)
+    record = operator_of(mask)
     if not is_parameter(mask) and record is not None and record.name in MOVES:
         return may_hide(record.arguments(mask)["input"])
-    if not is_parameter(mask) or model is None:
+    if not is_parameter(mask):
         return True
-    value = parameter_value(model, mask)
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+    value = constant_value(mask)
+    if value is None or not value.is_floating_point() or value.numel() == 0:
         return False
     return not bool(value.max() - value.min() < -HIDDEN)
 
@@ -151,10 +146,6 @@ def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
     return torch.exp(input * factor)
 
 
-def _onnx_exponential(c: Call) -> str:
-    return c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"])))
-
-
 register(
     Operator(
         "exponential",
@@ -162,7 +153,7 @@ register(
         ("input",),
         lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
         keeps=lambda arguments, after: (SMALLEST / arguments["factor"], math.inf),
-        onnx=_onnx_exponential,
+        onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
     )
 )
 
@@ -171,12 +162,6 @@ register(
 
 
 def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
-    """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
-
-    `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
-    softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
-    what this keeps.
-    """
     missing = ~keep.expand_as(input).any(dim, keepdim=True)
     kept = keep if empty == "zeros" else keep | (missing if otherwise is None else missing & otherwise)
     scores = torch.where(keep, input, LOWEST) if empty == "equal" else input
@@ -191,7 +176,7 @@ def shares(
     factor: float = 1.0,
     empty: str = "zeros",
     otherwise: fx.Node | None = None,
-) -> fx.Node:
+) -> Any:
     """Return the softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
     counted = keep
     if keep is not None:
@@ -204,17 +189,14 @@ def shares(
     total = build(sum, values, [dim], True, demand=WIDE)
     if keep is not None:
         total = build(clamp, total, 1.0, None)
-    result: fx.Node = build(mul, values, build(torch.reciprocal, total, demand=WIDE))
-    return result
+    return build(mul, values, build(torch.reciprocal, total, demand=WIDE))
 
 
 def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
     """Return what is kept, and in rows of which nothing is kept everything, or what `otherwise` keeps; `dim` is counted from the end."""
-    model = keep.graph.owning_module
-    if is_parameter(keep) and model is not None:
-        value = parameter_value(model, keep)
-        if value.dim() >= -dim and bool(value.any(dim).all()):
-            return keep
+    value = constant_value(keep)
+    if value is not None and value.dim() >= -dim and bool(value.any(dim).all()):
+        return keep
     found = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
     missing = build.host(torch.logical_not, found)
     return build.host(torch.logical_or, keep, missing if otherwise is None else build.host(torch.logical_and, missing, otherwise))

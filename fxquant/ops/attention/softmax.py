@@ -10,29 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE, Fixed
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import WIDE, Builder, Fixed, Trait, composite, sample, taking
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax
-from fxquant.ops.reduction.moments import reduced, refuses_reduction
+from fxquant.ops.reduction.moments import over_dimensions, refuses_reduction
 
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
-
-
-def _softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    return F.softmax(input, dim, _stacklevel=5)
-
-
-def _log_softmax(input: Tensor, dim: int | None = None) -> Tensor:
-    return F.log_softmax(input, dim, _stacklevel=5)
 
 
 def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
@@ -43,32 +32,13 @@ def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.N
     return largest, difference, exponential, build(sum, exponential, dims, True, demand=WIDE)
 
 
-def _arguments(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> dict[str, Any] | str:
-    if dim is None:  # as PyTorch chooses it, with a warning
-        dim = 0 if rank_of(input) in (0, 1, 3) else 1
-    return {"input": input, "dim": dim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
+FUNCTIONAL = taking("input dim _stacklevel dtype", ("input", "dim"))
 
 
-def _method(input: Any, dim: Any, dtype: Any = None) -> dict[str, Any] | str:
-    return _arguments(input, dim, dtype=dtype)
-
-
-def _special(input: Any, dim: Any, *, dtype: Any = None) -> dict[str, Any] | str:
-    return _arguments(input, dim, dtype=dtype)
-
-
-def _module(module: Any) -> dict[str, Any]:
-    return {} if module.dim is None else {"dim": module.dim}
-
-
-def _chosen_dimension(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """A module need not say along which dimension it is."""
-    return arguments if arguments["dim"] is not None else _arguments(arguments["input"])
-
-
-def _over_dimensions(input: Any, dim: Any, keepdim: bool = False) -> dict[str, Any] | str:
-    dims = reduced(input, dim)
-    return dims if isinstance(dims, str) else {"input": input, "dim": dims, "keepdim": keepdim}
+def _chosen_dimension(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Without a dimension, PyTorch chooses it, with a warning."""
+    chosen = 0 if rank_of(arguments["input"]) in (0, 1, 3) else 1
+    return arguments if arguments["dim"] is not None else {**arguments, "dim": chosen}
 
 
 def _refuses_logsumexp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -77,12 +47,13 @@ def _refuses_logsumexp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(
-    function=_softmax,
-    adapt=_method,
-    calls={F.softmax: _arguments, torch.special.softmax: _special},
-    modules={nn.Softmax: _module, nn.Softmax2d: lambda m: {"dim": -3}},
+    function=lambda input, dim=None: F.softmax(input, dim, _stacklevel=5),
+    takes="input dim dtype",
+    calls={F.softmax: FUNCTIONAL},
+    modules={nn.Softmax2d: lambda m: {"dim": -3}},
     traits=frozenset({Trait.SOFTMAX}),
     normalize=_chosen_dimension,
+    samples=(sample(input=(3, 6, 6), dim=-3),),
 )
 def softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     """Compute exp(x) / Σ exp(x) along one dimension."""
@@ -91,12 +62,12 @@ def softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
 
 
 @composite(
-    function=_log_softmax,
-    adapt=_method,
-    calls={F.log_softmax: _arguments, torch.special.log_softmax: _special},
-    modules={nn.LogSoftmax: _module},
+    function=lambda input, dim=None: F.log_softmax(input, dim, _stacklevel=5),
+    takes="input dim dtype",
+    calls={F.log_softmax: FUNCTIONAL},
     traits=frozenset({Trait.SOFTMAX}),
     normalize=_chosen_dimension,
+    samples=(sample(input=(3, 6, 6), dim=-1),),
 )
 def log_softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     """Compute x - log Σ exp(x) along one dimension."""
@@ -104,13 +75,13 @@ def log_softmax(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     return build(sub, difference, build(torch.log, total, demand=WIDE))
 
 
-@composite(adapt=_arguments, modules={nn.Softmin: _module}, normalize=_chosen_dimension)
+@composite(takes="input dim _stacklevel dtype", normalize=_chosen_dimension, samples=(sample(input=(3, 6, 6), dim=1),))
 def softmin(build: Builder, input: fx.Node, dim: Any = None) -> Any:
     """Compute exp(-x) / Σ exp(-x) along one dimension."""
     return build(softmax, build(torch.neg, input), dim)
 
 
-@composite(adapt=_over_dimensions, refuses=_refuses_logsumexp)
+@composite(normalize=over_dimensions, refuses=_refuses_logsumexp, samples=(sample(input=(3, 6, 6), dim=[1, 3]),))
 def logsumexp(build: Builder, input: fx.Node, dim: list[int], keepdim: bool = False) -> Any:
     """Compute log Σ exp(x) over dimensions."""
     largest, _, _, total = _exponentials(build, input, dim)

@@ -17,7 +17,7 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Plain, Same
-from fxquant.ops.core.record import Instead, Operator, operator_of, register
+from fxquant.ops.core.record import OPERATORS, Instead, operator_of
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
 from fxquant.primitives.whole import DTYPES
@@ -30,37 +30,21 @@ CASTS: dict[str, torch.dtype] = {  # methods that only change the dtype
 REAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def in_dtype(input: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return float values in another float dtype."""
-    return input.to(dtype)
-
-
-def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantized:
-    return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
-
-
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if arguments["dtype"] != torch.bfloat16 or all(user.target in (in_dtype, "float", "to", "type") for user in node.users):
         return None
     return "bfloat16 is computed on the host: no ONNX runtime returns it"
 
 
-IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), carries=("input",), refuses=_refuses))
+@lowered(function=lambda input, dtype=torch.float32: input.to(dtype), demand=Same(), carries=("input",), refuses=_refuses)
+def in_dtype(lowering: Lowering, input: Quantized, dtype: torch.dtype = torch.float32) -> Quantized:
+    """Return float values in another float dtype."""
+    return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
+
+
+IN_DTYPE = OPERATORS[in_dtype]
 
 # ---- other dtypes ---------------------------------------------------------------------------------------------------
-
-
-def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return booleans or integers in an integer dtype."""
-    return input.to(dtype)
-
-
-def _truncated(input: Tensor, whole: bool = False) -> Tensor:
-    return input.to(torch.int64)
-
-
-def _to_real(input: Tensor) -> Tensor:
-    return input.to(torch.float32)
 
 
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -68,20 +52,13 @@ def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if dtype in primitives.DTYPES else f"it converts integers to {str(dtype).removeprefix('torch.')}"
 
 
-register(
-    Operator(
-        "to_integer",
-        to_integer,
-        (),
-        lambda lowering, input, dtype: lowering.call(primitives.converted, input, dtype),
-        WHOLE_NUMBERS,
-        reads=("input",),
-        refuses=_refuses_dtype,
-    )
-)
+@lowered(function=lambda input, dtype=torch.int64: input.to(dtype), demand=WHOLE_NUMBERS, reads=("input",), refuses=_refuses_dtype)
+def to_integer(lowering: Lowering, input: Any, dtype: torch.dtype = torch.int64) -> Any:
+    """Return booleans or integers in an integer dtype."""
+    return lowering.call(primitives.converted, input, dtype)
 
 
-@lowered(function=_truncated, demand=WHOLE_NUMBERS)
+@lowered(function=lambda input, whole=False: input.to(torch.int64), demand=WHOLE_NUMBERS)
 def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
     """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid.
 
@@ -92,7 +69,7 @@ def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
     return lowering.call(primitives.truncated, input.value, *constants)
 
 
-@lowered(function=_to_real, carries=("input",), reads=("input",))
+@lowered(function=lambda input: input.to(torch.float32), carries=("input",), reads=("input",))
 def to_real(lowering: Lowering, input: Any) -> Any:
     """Return booleans or integers as float values, on a grid.
 

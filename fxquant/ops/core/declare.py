@@ -13,7 +13,7 @@ float function, which other composites call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ def declare(
     function: Function | None = None,
     operands: Sequence[str] | None = None,
     adapt: Adapt | None = None,
+    takes: str = "",
     by_name: bool = True,
     calls: Mapping[Any, Adapt | None] | None = None,
     modules: Mapping[type, Function] | None = None,
@@ -63,6 +64,7 @@ def declare(
     function  its float meaning; PyTorch's function of that name, called with keywords, where it is not given
     operands  the parameters that take activations, where their annotations do not say it
     adapt     how the arguments of its call forms become canonical ones; None: by name
+    takes     the parameters of its call forms in order, where these have more than the canonical ones; see `taking`
     by_name   whether what PyTorch has of the operator's name calls it
     calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
     modules   classes whose modules hold their arguments under other names: module -> arguments
@@ -79,13 +81,15 @@ def declare(
         *(f for f in forms if callable(f) and not isinstance(f, type)),
         *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),
     ]
+    lists = [name for name, p in parameters.items() if p.annotation == "Sequence[int]"]
     classes = [*(form for form in forms if isinstance(form, type)), *module_of(name if by_name else "")]
     if function is None:
-        own = _float_function(next(form for form in (*spelled(name), *found) if callable(form)), name, meaning, canonical)
+        homes = (*spelled(name), *found) if by_name else (*found, *spelled(name))
+        own = _float_function(next(form for form in homes if callable(form)), name, meaning, canonical)
     else:
         own = _named(function, name, meaning)
     found = [form for form in found if form not in (calls or {})]
-    every = {**dict.fromkeys(found, adapt), **(calls or {})}
+    every = {**dict.fromkeys(found, taking(takes, canonical) if takes else adapt), **(calls or {})}
     register(
         Operator(
             name,
@@ -93,7 +97,7 @@ def declare(
             tuple(given),
             functions={form: how for form, how in every.items() if callable(form) and form is not own},
             methods={form: how for form, how in every.items() if isinstance(form, str)},
-            modules={**{kind: settings_of(p for p in canonical if p not in given) for kind in classes}, **(modules or {})},
+            modules={**{kind: settings_of((p for p in canonical if p not in given), lists) for kind in classes}, **(modules or {})},
             refuses=_where_known(given, first_reason(*([refuses] if callable(refuses) else refuses))),
             parameters=canonical,
             **fields,
@@ -134,15 +138,34 @@ def module_of(name: str) -> list[type]:
     return [kind for key, kind in vars(nn).items() if isinstance(kind, type) and key.lower() == name.replace("_", "")]
 
 
-def settings_of(names: Iterable[str]) -> Callable[[Any], dict[str, Any] | str | Instead]:
-    """Return what reads arguments of these names off a module; a tensor is the module's parameter or buffer."""
+def settings_of(names: Iterable[str], lists: Collection[str] = ()) -> Callable[[Any], dict[str, Any] | str | Instead]:
+    """Return what reads arguments of these names off a module; a tensor is the module's parameter or buffer, and `lists` are lists."""
     wanted = tuple(names)
 
     def read(module: Any) -> dict[str, Any]:
         held = {name: getattr(module, name) for name in wanted if hasattr(module, name)}
+        held |= {name: list(value) for name, value in held.items() if name in lists}
         return {name: Parameter(name) if isinstance(value, Tensor) else value for name, value in held.items()}
 
     return read
+
+
+def taking(takes: str, canonical: Collection[str]) -> Adapt:
+    """Return what makes arguments of the parameters `takes`, in order, canonical ones.
+
+    Of the others a dtype must be float32, if it is given; the rest, such as `inplace`, says nothing of the value.
+    """
+    names = takes.split()
+
+    def adapt(*given: Any, **named: Any) -> dict[str, Any] | str:
+        found = {**dict(zip(names, given, strict=False)), **named}
+        if len(given) > len(names) or not set(names).issuperset(found):
+            raise TypeError(f"the parameters are {takes}")
+        if "dtype" not in canonical and found.get("dtype") not in (None, torch.float32):
+            return f"it computes in {found['dtype']}"
+        return {name: value for name, value in found.items() if name in canonical}
+
+    return adapt
 
 
 def first_reason(*guards: Guard) -> Guard:
@@ -176,6 +199,10 @@ def _float_function(function: Function, name: str, meaning: Function, canonical:
         value = function(given.pop(names[0]), **given)
         return value if clamp is None else clamped(value, *clamp)
 
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = [inspect.Parameter(one, kind, default=canonical[one]) for one in names]
+    clamps = inspect.Parameter("clamp", inspect.Parameter.KEYWORD_ONLY, default=None)
+    called.__signature__ = inspect.Signature([*own, clamps])  # type: ignore[attr-defined]
     return _named(called, name, meaning)
 
 

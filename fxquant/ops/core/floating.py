@@ -45,44 +45,21 @@ _ORDER = "it sums elements by indices of the data, and any number of them may me
 _DOUBLE = "its result is float64; call .float() on it, and it is quantized like any other power"
 _MADE = "it creates a tensor that does not depend on an activation"
 _COMPLEX = "complex numbers have no integer form"
-REASONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc", "masked_scatter"), _DEPENDS
-    ),
-    **dict.fromkeys(
-        (
-            "FractionalMaxPool2d",
-            "FractionalMaxPool3d",
-            "fractional_max_pool2d",
-            "fractional_max_pool3d",
-            "bernoulli",
-            "multinomial",
-            "rand_like",
-            "randn_like",
-            "rand",
-            "randn",
-            "randint",
-            "randint_like",
-            "randperm",
-            "normal",
-            "poisson",
-            "gumbel_softmax",
-        ),
-        _DRAWS,
-    ),
-    **dict.fromkeys(("stft", "istft"), _SPECTRUM),
-    **dict.fromkeys(
-        ("inverse", "inv", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES
-    ),
-    "float_power": _DOUBLE,
-    "mode": "the most frequent value depends on rounding; torch.median has an integer form",
-    "logcumsumexp": "its running sums exceed the range of a grid; where they are small, write exp, cumsum and log",
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "eye", "arange", "linspace"), _MADE),
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
-    **dict.fromkeys(("grouped_mm", "_grouped_mm"), "which rows each matrix multiplies depends on the data"),
-    **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
-    **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
+_NAMES = {
+    _DEPENDS: "nonzero argwhere masked_select unique unique_consecutive bincount histc masked_scatter",
+    _DRAWS: "FractionalMaxPool2d FractionalMaxPool3d fractional_max_pool2d fractional_max_pool3d bernoulli multinomial rand_like randn_like"
+    " rand randn randint randint_like randperm normal poisson gumbel_softmax",
+    _SPECTRUM: "stft istft",
+    _SOLVES: "inverse inv svd qr cholesky solve det logdet slogdet pinverse lstsq eig eigh",
+    _DOUBLE: "float_power",
+    "the most frequent value depends on rounding; torch.median has an integer form": "mode",
+    "its running sums exceed the range of a grid; where they are small, write exp, cumsum and log": "logcumsumexp",
+    _MADE: "zeros ones full empty eye arange linspace zeros_like ones_like full_like new_zeros new_ones new_full",
+    "which rows each matrix multiplies depends on the data": "grouped_mm _grouped_mm",
+    _ORDER: "index_reduce index_reduce_ segment_reduce",
+    _COMPLEX: "view_as_complex view_as_real complex polar angle",
 }
+REASONS: Mapping[str, str] = {name: because for because, names in _NAMES.items() for name in names.split()}
 
 
 def reason_of(name: str) -> str | None:

@@ -22,6 +22,11 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
     return known.shape if isinstance(known, TensorFact) else None
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether an argument is a node with a tensor, an activation or a parameter."""
+    return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
+
+
 def nodes(*names: str, because: str = "one of its operands is a number") -> Guard:
     """Refuse a number in place of a tensor."""
     return lambda node, arguments: None if all(isinstance(arguments[name], fx.Node) for name in names) else because
@@ -29,20 +34,16 @@ def nodes(*names: str, because: str = "one of its operands is a number") -> Guar
 
 def tensors(*names: str, because: str = "one of its operands is a number") -> Guard:
     """Refuse what is neither a tensor of known shape nor a parameter."""
-
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        given = [arguments[name] for name in names]
-        fits = all(isinstance(one, fx.Node) and (isinstance(fact(one), TensorFact) or is_parameter(one)) for one in given)
-        return None if fits else because
-
-    return refuses
+    return lambda node, arguments: None if all(is_tensor(arguments[name]) for name in names) else because
 
 
-def numbers(*names: str, because: str = COMPUTED, finite: bool = False) -> Guard:
-    """Refuse settings that are computed, not numbers."""
+def numbers(*names: str, because: str = COMPUTED, finite: bool = False, none: bool = False) -> Guard:
+    """Refuse settings that are computed: neither numbers, nor lists of such, nor None, where that is allowed."""
 
     def fits(value: Any) -> bool:
-        return isinstance(value, int | float) and (not finite or math.isfinite(value))
+        if isinstance(value, list | tuple):
+            return all(map(fits, value))
+        return (none and value is None) or (isinstance(value, int | float) and (not finite or math.isfinite(value)))
 
     return lambda node, arguments: None if all(fits(arguments[name]) for name in names) else because
 
@@ -64,7 +65,8 @@ def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs a
         sizes = shape_of(arguments[name])
         if not sizes:
             return NO_DIMENSIONS
-        return None if isinstance(sizes[arguments[dim] if isinstance(dim, str) else dim], int) else because
+        at = arguments[dim] if isinstance(dim, str) else dim
+        return None if isinstance(at, int) and isinstance(sizes[at], int) else because
 
     return refuses
 

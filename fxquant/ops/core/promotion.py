@@ -192,7 +192,8 @@ def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build:
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
     name = operator.name
     if name in ("max_along", "min_along"):
-        return _along(name, arguments, build)
+        function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
+        return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
     if name in RELATIONS:
         return _compared(name, arguments, build)
     if name.startswith("logical_") and fact(node).dtype != torch.bool:  # of bits
@@ -216,12 +217,6 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
     operand = fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
     call = meaning({each: wide(value, build) for each, value in arguments.items()}, operand)
     return call if isinstance(call, str | None) else _narrow(node, *call, build)
-
-
-def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
-    """Return the extreme ones along a dimension, and their places."""
-    function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
-    return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
 
 
 def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
@@ -259,35 +254,21 @@ def _dims(function: Callable[..., Any]) -> Meaning:
     return meaning
 
 
+ALIKE = ("add", "sub", "mul", "floor_divide", "trunc_divide", "remainder", "fmod", "maximum", "minimum", "abs", "sign", "pow")
 MEANINGS: dict[str, Meaning] = {
-    "add": _with(whole.whole_add),
-    "sub": _with(whole.whole_sub),
-    "mul": _with(whole.whole_mul),
-    "floor_divide": _with(whole.whole_floor_divide),
-    "trunc_divide": _with(whole.whole_trunc_divide),
+    **{name: _with(getattr(whole, f"whole_{name}")) for name in ALIKE},
     "floor_quotient": _with(whole.whole_floor_divide),
     "trunc_quotient": _with(whole.whole_trunc_divide),
     "floor_remainder": _with(whole.whole_remainder),
     "trunc_remainder": _with(whole.whole_fmod),
-    "remainder": _with(whole.whole_remainder),
-    "fmod": _with(whole.whole_fmod),
-    "maximum": _with(whole.whole_maximum),
-    "minimum": _with(whole.whole_minimum),
     "neg": lambda arguments, operand: (whole.whole_sub, {"input": 0, "other": arguments["input"], "alpha": 1}),
-    "abs": _with(whole.whole_abs),
-    "sign": _with(whole.whole_sign),
     "square": lambda arguments, operand: (whole.whole_mul, {"input": arguments["input"], "other": arguments["input"]}),
-    "pow": _with(whole.whole_pow),
     "clamp": lambda arguments, operand: (whole.whole_clamp, {
         name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in arguments.items()
     }),
     "clamp_between": _with(whole.whole_clamp),
-    "sum": _dims(whole_along.whole_sum),
-    "amax": _dims(whole_along.whole_amax),
-    "amin": _dims(whole_along.whole_amin),
-    "cumsum": _with(whole_along.whole_cumsum),
-    "argmax": _with(whole_along.whole_argmax),
-    "argmin": _with(whole_along.whole_argmin),
+    **{name: _dims(getattr(whole_along, f"whole_{name}")) for name in ("sum", "amax", "amin")},
+    **{name: _with(getattr(whole_along, f"whole_{name}")) for name in ("cumsum", "argmax", "argmin")},
     **{name: lambda arguments, operand: (identity, arguments) for name in ("ceil", "floor", "trunc")},
     "round": lambda arguments, operand: (identity, {"input": arguments["input"]}),
 }  # fmt: skip

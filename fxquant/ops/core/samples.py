@@ -15,7 +15,7 @@ from fxquant.numerics.grids import Interval
 POSITIVE, ABOVE_ONE, WITHIN_ONE, SHARES = (0.3, 3.0), (1.2, 3.0), (-0.9, 0.9), (0.1, 0.9)
 
 IMAGES = {1: (3, 9), 2: (3, 6, 6), 3: (3, 4, 5, 6)}  # shapes, by the number of spatial dimensions
-
+ALIGNED = 0.54  # steps, where operands are brought to a common scale first
 NORMED = 1.5  # steps, of a result that does not grow with the operand, so that the largest of it may be cut off
 JUMPS = 4.0  # steps, of a function that jumps from its largest value: it comes near it where no batch did
 

@@ -55,10 +55,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     total: Any = None
     for role, (operand, factor) in tensors.items():
         aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
-        if total is None:
-            total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
-        else:
-            total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+        total = _added(lowering, total, aligned, factor)
         bound = bound + math.ceil(2.0**bits * operand.grid.magnitude)
     for role, (constant, factor) in constants.items():
         if magnitude:
@@ -68,6 +65,13 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+def _added(lowering: Lowering, total: Any, term: Any, factor: float) -> Any:
+    """Add a term to what there is of the sum, or subtract it, by the sign of its factor."""
+    if total is None:
+        return term if factor > 0 else lowering.call(elementwise.negate, term)
+    return lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, term)
 
 
 LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that rounds up to 2^15 is one less
@@ -100,17 +104,13 @@ def _lower_shifted_sum(
     wide = lowering.prove(bound, "the sum") >= FLOAT32_EXACT
     total: Any = None
     for role, (operand, factor) in terms.items():
-        sign = 1 if factor > 0 else -1
         if isinstance(operand, Quantized):
             zero = torch.zeros((), dtype=torch.int32, device=device)
             held = lowering.constant(f"{role}_multiplier", factors[role], torch.int32)
             shift = lowering.constant(f"{role}_right_shift", zero, torch.int32)
             exact = steps[role].over(*x.numerators).times(power_of_two(exponent))
             term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, held, shift, wide)
-            if total is None:
-                total = term if sign > 0 else lowering.call(elementwise.negate, term)
-            else:
-                total = lowering.call(elementwise.add if sign > 0 else elementwise.subtract, total, term)
+            total = _added(lowering, total, term, factor)
     for role, (operand, factor) in terms.items():
         if not isinstance(operand, Quantized):
             whole = factors[role] * int(math.copysign(WEIGHT_INT8.high, operand * factor))
@@ -152,10 +152,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
             held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
             step = ratios[role].times(_factor(2.0**bits, ratios[role]))
             aligned = lowering.multiplied(elementwise.align_real, operand.value, step, held, False)
-            if total is None:
-                total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
-            else:
-                total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+            total = _added(lowering, total, aligned, factor)
         return total, _factor(2.0**-bits, next(iter(ratios.values())))
 
     def real() -> Tensor:

@@ -75,14 +75,7 @@ def _rank(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
 
 
 def _operator(node: fx.Node, modules: Mapping[str, nn.Module]) -> Operator | None:
-    table: Any
-    if node.op == "call_module":
-        table, key = MODULES, type(modules[str(node.target)])
-    elif node.op == "call_function":
-        table, key = FUNCTIONS, node.target  # type: ignore[assignment]
-    elif node.op == "call_method":
-        table, key = METHODS, node.target  # type: ignore[assignment]
-    else:
-        return None
-    found: tuple[Operator, Any] | None = table.get(key)
+    tables: dict[str, Any] = {"call_module": MODULES, "call_function": FUNCTIONS, "call_method": METHODS}
+    key = type(modules[str(node.target)]) if node.op == "call_module" else node.target
+    found: tuple[Operator, Any] | None = tables[node.op].get(key) if node.op in tables else None
     return None if found is None else found[0]

@@ -9,41 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import Interval
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.demands import Own, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead, Operator, register
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Call, Instead, Own, Same, Trait, lowered, spelled
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.primitives import elementwise
-
-
-def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
-    """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
-    return clamped(input, min, max)
-
-
-def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
-    """The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale; requantized where the limits lie beyond what that covers."""
-    if not lowering.shares and lowering.arithmetic.float32_tables and input.dtype.bits <= 8:
-        return by_table(lowering, input, "limited", min=min, max=max)
-    if not lowering.shares:
-        return lowering.requantize(lowering.call(elementwise.widen, input.value), Ratio((input.scale,)), (min, max))
-    low, high = lowering.bounds((min, max), lowering.output)
-    return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
 
 
 def _limited_number(x: float, min: float | None = None, max: float | None = None) -> float:
     low, high = interval(min, max)
     return builtins.min(builtins.max(x, low), high)
-
-
-UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -73,10 +51,6 @@ def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
     return low > 0 or high < 0
 
 
-def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
-    return interval(*both((arguments["min"], arguments["max"]), after))
-
-
 def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
     """Return the values, limited to bounds of which one or both are tensors."""
     return torch.clamp(input, min, max)  # type: ignore[arg-type]
@@ -89,67 +63,48 @@ def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | I
     return {"input": input, "min": max if min is not None and max is not None and min > max else min, "max": max}
 
 
-def _at_least(input: Any, min: Any) -> dict[str, Any] | Instead:
-    return _limited(input, min)
-
-
-def _at_most(input: Any, max: Any) -> dict[str, Any] | Instead:
-    return _limited(input, None, max)
-
-
-def _relu(input: Any, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "min": 0.0, "max": None}
-
-
-def _relu6(input: Any, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "min": 0.0, "max": 6.0}
-
-
-def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> dict[str, Any] | Instead:
-    return _limited(input, float(min_val), float(max_val))
-
-
 def _onnx_clamp(c: Call) -> str:
     result = c.clamped(c.input, c.arguments.get("min"), c.arguments.get("max"))
     return result if result != c.input else c.do("Identity", result)
 
 
-register(
-    Operator(
-        "clamp",
-        clamp,
-        ("input",),
-        lower_clamp,
-        lambda node, arguments: Own() if _moves(node, arguments) else Same(),
-        keeps=_kept,
-        idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
-        traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW}),
-        functions={
-            **dict.fromkeys((torch.clamp, torch.clamp_, torch.clip, torch.clip_), _limited),
-            torch.clamp_min_: _at_least,
-            torch.clamp_max_: _at_most,
-            torch.clamp_min: _at_least,
-            torch.clamp_max: _at_most,
-            torch.relu: _relu,
-            torch.relu_: _relu,
-            F.relu: _relu,
-            F.relu_: _relu,
-            F.relu6: _relu6,
-            F.hardtanh: _hardtanh,
-            F.hardtanh_: _hardtanh,
-        },
-        methods={
-            **dict.fromkeys(("relu", "relu_"), _relu),
-            **dict.fromkeys(("clamp", "clamp_", "clip", "clip_"), _limited),
-            **dict.fromkeys(("clamp_min", "clamp_min_"), _at_least),
-            **dict.fromkeys(("clamp_max", "clamp_max_"), _at_most),
-        },
-        modules={
-            nn.ReLU: lambda m: {"min": 0.0, "max": None},
-            nn.ReLU6: lambda m: {"min": 0.0, "max": 6.0},
-            nn.Hardtanh: lambda m: {"min": float(m.min_val), "max": float(m.max_val)},
-        },
-        refuses=_refuses_clamp,
-        onnx=_onnx_clamp,
-    )
+_ADAPTED: dict[str, Any] = {
+    "clamp_min": lambda input, min: _limited(input, min),
+    "clamp_max": lambda input, max: _limited(input, None, max),
+    "relu": lambda input, inplace=False: {"input": input, "min": 0.0, "max": None},
+    "relu6": lambda input, inplace=False: {"input": input, "min": 0.0, "max": 6.0},
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: _limited(input, float(min_val), float(max_val)),
+}
+
+
+@lowered(
+    "clip",
+    function=lambda input, min=None, max=None: clamped(input, min, max),
+    adapt=_limited,
+    calls={form: adapt for name, adapt in _ADAPTED.items() for form in spelled(name)},
+    modules={
+        nn.ReLU: lambda m: {"min": 0.0, "max": None},
+        nn.ReLU6: lambda m: {"min": 0.0, "max": 6.0},
+        nn.Hardtanh: lambda m: {"min": float(m.min_val), "max": float(m.max_val)},
+    },
+    demand=lambda node, arguments: Own() if _moves(node, arguments) else Same(),
+    keeps=lambda arguments, after: interval(*both((arguments["min"], arguments["max"]), after)),
+    idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
+    traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW}),
+    refuses=_refuses_clamp,
+    onnx=_onnx_clamp,
 )
+def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
+    """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6).
+
+    The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale; requantized where the limits lie beyond what that covers.
+    """
+    if not lowering.shares and lowering.arithmetic.float32_tables and input.dtype.bits <= 8:
+        return by_table(lowering, input, "limited", min=min, max=max)
+    if not lowering.shares:
+        return lowering.requantize(lowering.call(elementwise.widen, input.value), Ratio((input.scale,)), (min, max))
+    low, high = lowering.bounds((min, max), lowering.output)
+    return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
+
+
+UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table

@@ -7,7 +7,6 @@ constant tensor is quantized like a weight, a number is an exact factor.
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from typing import Any
@@ -22,11 +21,9 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import ALIGNED, Call, Instead, Trait, lowered, sample
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Instead, Operator, register
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.selection import where
@@ -36,7 +33,8 @@ from fxquant.primitives.arithmetic import PRODUCT
 SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
 
 
-def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
+def limited(value: Tensor, clamp: Clamp | None) -> Tensor:
+    """Apply a fused clamp."""
     return value if clamp is None else clamped(value, *clamp)
 
 
@@ -59,26 +57,12 @@ def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantiz
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    """input + alpha · other, and a fused clamp."""
-    return _clamped(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
+def _add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    return limited(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
 
 
-def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input - alpha · other, and a fused clamp."""
-    return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
-
-
-def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    tensor, number = (input, other) if isinstance(input, Quantized) else (other, input)
-    if lowering.arithmetic.rescales_by_layers and isinstance(tensor, Quantized) and isinstance(number, int | float):
-        factor, bias = (1.0, number * alpha) if tensor is input else (alpha, number)
-        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(factor), clamp, float(bias))
-    if _is_layer(lowering, input, other, alpha):
-        assert isinstance(input, Quantized)
-        assert isinstance(other, Quantized)
-        return lower_uniform(lowering, SCALED, other, (1, 1), float(alpha), clamp, residual=input)
-    return lower_add(lowering, input, other, alpha, clamp=clamp)
+def _sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    return limited(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
 
 
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
@@ -92,29 +76,8 @@ def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) 
     )
 
 
-def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
-        return _lower_add(lowering, input, other, -alpha, clamp=clamp)
-    if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
-        return lower_sub(lowering, input, other, alpha, clamp=clamp)
-    return _lower_add(lowering, input, other, -alpha, clamp=clamp)
-
-
-def _adds_zero(arguments: dict[str, Any]) -> bool:
-    return _is(arguments["input"], 0) or _is(arguments["other"], 0)
-
-
-def _subtracts_zero(arguments: dict[str, Any]) -> bool:
-    return _is(arguments["other"], 0)
-
-
 def _is(value: Any, number: int) -> bool:
     return isinstance(value, int | float) and value == number
-
-
-def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
-    """torch.rsub: other - alpha · input."""
-    return {"input": other, "other": input, "alpha": alpha}
 
 
 def _scaled(c: Call, role: str) -> str:
@@ -159,45 +122,60 @@ SUMS: dict[str, Any] = {
     "adds": True,
     "traits": frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
     "refuses": needs_activation,
+    "samples": (sample(within=ALIGNED, input=(3, 6), other=(3, 6)),),
 }
-register(
-    Operator(
-        "add",
-        add,
-        ("input", "other"),
-        _lower_add,
-        functions=dict.fromkeys((torch.add, operator.add, operator.iadd)),
-        methods=dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__")),
-        idle=_adds_zero,
-        onnx=_onnx_add,
-        **SUMS,
-    )
+
+
+def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    """input + alpha · other, and a fused clamp."""
+    tensor, number = (input, other) if isinstance(input, Quantized) else (other, input)
+    if lowering.arithmetic.rescales_by_layers and isinstance(tensor, Quantized) and isinstance(number, int | float):
+        factor, bias = (1.0, number * alpha) if tensor is input else (alpha, number)
+        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(factor), clamp, float(bias))
+    if _is_layer(lowering, input, other, alpha):
+        assert isinstance(input, Quantized)
+        assert isinstance(other, Quantized)
+        return lower_uniform(lowering, SCALED, other, (1, 1), float(alpha), clamp, residual=input)
+    return lower_add(lowering, input, other, alpha, clamp=clamp)
+
+
+add = lowered(
+    *(operator.add, operator.iadd, "__add__", "__radd__", "__iadd__"),
+    name="add",
+    function=_add,
+    operands=("input", "other"),
+    idle=lambda arguments: _is(arguments["input"], 0) or _is(arguments["other"], 0),
+    onnx=_onnx_add,
+    **SUMS,
+)(_lower_add)
+
+
+@lowered(
+    *("subtract", operator.sub, operator.isub, "__sub__", "__isub__"),
+    calls={torch.rsub: lambda input, other, alpha=1: {"input": other, "other": input, "alpha": alpha}},
+    function=_sub,
+    operands=("input", "other"),
+    idle=lambda arguments: _is(arguments["other"], 0),
+    onnx=_onnx_sub,
+    **SUMS,
 )
-register(
-    Operator(
-        "sub",
-        sub,
-        ("input", "other"),
-        _lower_sub,
-        functions={**dict.fromkeys((torch.sub, torch.subtract, operator.sub, operator.isub)), torch.rsub: _reversed_sub},
-        methods=dict.fromkeys(("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__")),
-        idle=_subtracts_zero,
-        onnx=_onnx_sub,
-        **SUMS,
-    )
-)
+def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    """Compute input - alpha · other, and a fused clamp."""
+    if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
+        return _lower_add(lowering, input, other, -alpha, clamp=clamp)
+    if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
+        return lower_sub(lowering, input, other, alpha, clamp=clamp)
+    return _lower_add(lowering, input, other, -alpha, clamp=clamp)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
 
 
-def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    """Compute input · other, and a fused clamp."""
-    return _clamped(input * other, clamp)
-
-
 def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the product of the integers; a number only changes the step and, if negative, the sign."""
+    """Compute input · other, and a fused clamp.
+
+    Return the product of the integers; a number only changes the step and, if negative, the sign.
+    """
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
         largest = lowering.prove(
@@ -215,10 +193,6 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
 
 
-def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else needs_activation(node, arguments)
-
-
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
     """Turn a product with booleans into a choice: the tensor where they are true, else 0. A product with 0 is a clamp to 0."""
     for mask, tensor in ((input, other), (other, input)):
@@ -231,35 +205,28 @@ def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
     return {"input": input, "other": other}
 
 
-def _onnx_mul(c: Call) -> str:
-    return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
+mul = lowered(
+    *("multiply", operator.mul, operator.imul, "__mul__", "__rmul__", "__imul__"),
+    name="mul",
+    function=lambda input, other, *, clamp=None: limited(input * other, clamp),
+    adapt=_multiplied,
+    operands=("input", "other"),
+    idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
+    absorbs=frozenset({"clamp"}),
+    refuses=(lambda node, arguments: "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else None, needs_activation),
+    traits=frozenset({Trait.AFFINE}),
+    samples=(sample(input=(3, 6), other=(3, 6)), sample(input=(3, 6), other=-0.3)),
+    onnx=lambda c: c.epilogue(c.do("Mul", c.operand("input"), c.operand("other"))),
+)(_lower_mul)
 
 
-register(
-    Operator(
-        "mul",
-        mul,
-        ("input", "other"),
-        _lower_mul,
-        functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul), _multiplied),
-        methods=dict.fromkeys(("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"), _multiplied),
-        idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_mul,
-        traits=frozenset({Trait.AFFINE}),
-        onnx=_onnx_mul,
-    )
+@lowered(
+    *("negative", operator.neg, "__neg__"),
+    function=torch.neg,
+    traits=frozenset({Trait.HOMOGENEOUS}),
+    onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
+    samples=(sample(input=(3, 6)),),
 )
-register(
-    Operator(
-        "neg",
-        torch.neg,
-        ("input",),
-        lambda lowering, input: _lower_mul(lowering, input, -1.0),
-        functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
-        methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
-        traits=frozenset({Trait.HOMOGENEOUS}),
-        parameters={"input": inspect.Parameter.empty},
-        onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
-    )
-)
+def neg(lowering: Lowering, input: Quantized) -> Quantized:
+    """Return the elements with the other sign."""
+    return _lower_mul(lowering, input, -1.0)

@@ -20,10 +20,7 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import declare, lowered
-from fxquant.ops.core.demands import Plain, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Plain, Same, Trait, lowered
 from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
@@ -81,29 +78,17 @@ def _refuses_comparison(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _onnx_comparison(relation: str) -> Callable[[Call], str]:
-    name = {"eq": "Equal", "ne": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}[relation]
-
-    def write(c: Call) -> str:
-        result = c.do(name, c.operand("input"), c.operand("other"))
-        return c.do("Not", result) if relation == "ne" else result
-
-    return write
-
-
 def _compares(name: str, *long: str) -> None:
     """Register one of PyTorch's comparisons; in place, `lt_` and the like, they make numbers, and are not among its call forms."""
-    declare(
-        _lower_comparison(name),
+    lowered(
         name=name,
         by_name=False,
         calls=dict.fromkeys((getattr(operator, name), *(getattr(torch, each) for each in long), name, f"__{name}__", *long)),
-        lower=_lower_comparison(name),
         function=getattr(torch, name),
         operands=("input", "other"),
         demand=Plain("bool"),
         refuses=_refuses_comparison,
-    )
+    )(_lower_comparison(name))
 
 
 _compares("eq")
@@ -123,14 +108,6 @@ def signbit(lowering: Lowering, input: Quantized) -> Any:
 # ---- of booleans -----------------------------------------------------------------------------------------------------
 
 
-def _lower_logic(operation: str) -> Callable[..., Any]:
-    def lower(lowering: Lowering, input: Any, other: Any) -> Any:
-        names = [lowering.given(role, value, torch.bool) for role, value in (("input", input), ("other", other))]
-        return lowering.call(comparison.logic, *names, operation)
-
-    return lower
-
-
 def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
         known = fact(value) if isinstance(value, fx.Node) else None
@@ -141,19 +118,22 @@ def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
     """Register one of PyTorch's functions of two booleans."""
-    declare(
-        _lower_logic(operation),
+
+    def lower(lowering: Lowering, input: Any, other: Any) -> Any:
+        names = [lowering.given(role, value, torch.bool) for role, value in (("input", input), ("other", other))]
+        return lowering.call(comparison.logic, *names, operation)
+
+    lowered(
         f"bitwise_{operation}",
         f"__{operation}__",
         bitwise,
         name=f"logical_{operation}",
-        lower=_lower_logic(operation),
         function=getattr(torch, f"logical_{operation}"),
         operands=(),
         demand=Plain("bool"),
         reads=("input", "other"),
         refuses=_refuses_logic,
-    )
+    )(lower)
 
 
 _combines("and", operator.and_)
@@ -172,25 +152,18 @@ def logical_not(lowering: Lowering, input: Any) -> Any:
 # ---- what no integer is ----------------------------------------------------------------------------------------------
 
 
-def _lower_constant(relation: str) -> Callable[..., Any]:
+def _of_finite_numbers(name: str, relation: str) -> None:
+    """Register a test that all elements of a quantized tensor pass, or none."""
+
     def lower(lowering: Lowering, input: Quantized) -> Any:
         """Integers stand for finite numbers alone: what is said of each of them is said of it and itself."""
         return lowering.call(comparison.compare, input.value, input.value, relation)
 
-    return lower
+    lowered(name=name, function=getattr(torch, name), demand=Plain("bool"))(lower)
 
 
-def _of_finite_numbers(name: str, relation: str) -> None:
-    """Register a test that all elements of a quantized tensor pass, or none."""
-    declare(_lower_constant(relation), name=name, lower=_lower_constant(relation), function=getattr(torch, name), demand=Plain("bool"))
-
-
-_of_finite_numbers("isnan", "ne")
-_of_finite_numbers("isinf", "ne")
-_of_finite_numbers("isposinf", "ne")
-_of_finite_numbers("isneginf", "ne")
-_of_finite_numbers("isfinite", "eq")
-_of_finite_numbers("isreal", "eq")
+for _name in ("isnan", "isinf", "isposinf", "isneginf", "isfinite", "isreal"):
+    _of_finite_numbers(_name, "eq" if _name in ("isfinite", "isreal") else "ne")
 
 # ---- of all along dimensions -----------------------------------------------------------------------------------------
 
@@ -210,23 +183,13 @@ def _truth(lowering: Lowering, input: Any, dim: Any, keepdim: bool, every: bool)
     return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
 
 
-@lowered(
-    function=lambda input, dim=None, keepdim=False: torch.any(input, dim, keepdim),
-    demand=Plain("bool"),
-    reads=("input",),
-    refuses=_refuses_truth,
-)
+@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
 def any(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether any of the booleans along dimensions is true."""
     return _truth(lowering, input, dim, keepdim, False)
 
 
-@lowered(
-    function=lambda input, dim=None, keepdim=False: torch.all(input, dim, keepdim),
-    demand=Plain("bool"),
-    reads=("input",),
-    refuses=_refuses_truth,
-)
+@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
 def all(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether all booleans along dimensions are true."""
     return _truth(lowering, input, dim, keepdim, True)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, register
 from fxquant.ops.elementwise.table import SINGULAR, UNARY, by_table
 
@@ -64,10 +63,6 @@ def _on_number(x: float, steps: Steps) -> float:
         return float(curve(torch.tensor(x, dtype=torch.float64, device="cpu"), steps))
 
 
-def _lower(lowering: Lowering, input: Quantized, steps: Steps) -> Quantized:
-    return by_table(lowering, input, curve.__name__, steps=written(steps))
-
-
-UNARY[curve.__name__] = curve, _on_number
-SINGULAR.add(curve.__name__)  # some have poles, or slopes without a bound
-CURVE = register(Operator(curve.__name__, curve, ("input",), _lower))
+UNARY["curve"] = curve, _on_number
+SINGULAR.add("curve")  # some have poles, or slopes without a bound
+register(Operator("curve", curve, ("input",), lambda lowering, input, steps: by_table(lowering, input, "curve", steps=written(steps))))

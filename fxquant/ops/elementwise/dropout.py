@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Same, Trait, lowered
 
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",
@@ -25,10 +23,6 @@ DROPOUTS: dict[type, str] = {
 
 
 SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
-
-
-def _dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
-    return input
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:
@@ -47,7 +41,7 @@ def _drops(kind: str) -> Callable[..., dict[str, Any]]:
 
 
 @lowered(
-    function=_dropout,
+    function=lambda input, p=0.5, kind="dropout": input,
     by_name=False,
     calls={
         **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},

@@ -11,15 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.ops.core.declare import spelled
-from fxquant.ops.core.record import Instead
-from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample
-from fxquant.ops.elementwise.table import unary
+from fxquant.ops.core.operators import ABOVE_ONE, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, Instead, is_tensor, sample, spelled
+from fxquant.ops.elementwise.table import tabled, unary
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
@@ -57,14 +53,11 @@ unary("rad2deg", torch.rad2deg, math.degrees)
 # ---- rounding to integers --------------------------------------------------------------------------------------------
 
 
-def _round(x: float, decimals: int = 0) -> float:
-    return float(round(x * 10**decimals) / 10**decimals)  # half to even, as PyTorch's
-
-
-def _onnx_round(c: Any) -> str:
-    return str(c.do("Round", c.input)) if c["decimals"] == 0 else str(c.exported())
-
-
+@tabled(
+    lambda x, decimals=0: float(round(x * 10**decimals) / 10**decimals),  # half to even, as PyTorch's
+    name="round",
+    onnx=lambda c: c.do("Round", c.input) if c["decimals"] == 0 else c.exported(),
+)
 def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
     """PyTorch's round, whose setting is a keyword."""
     return torch.round(input, decimals=decimals)
@@ -73,7 +66,6 @@ def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
 unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil")
 unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor")
 unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix")
-unary("round", _rounded, _round, decimals=0, onnx=_onnx_round)
 unary("frac", torch.frac, lambda x: x - math.trunc(x))
 unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign")
 
@@ -84,14 +76,15 @@ def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: function(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-def _logit(input: Tensor, eps: float | None = None) -> Tensor:
-    """PyTorch's logit."""
-    return torch.logit(input, eps)
-
-
 def _logit_number(x: float, eps: float | None = None) -> float:
     x = x if eps is None else min(max(x, eps), 1 - eps)
     return math.log(x / (1 - x)) if 0 < x < 1 else -math.inf if x == 0 else math.inf if x == 1 else math.nan
+
+
+@tabled(_logit_number, name="logit", over=SHARES)
+def _logit(input: Tensor, eps: float | None = None) -> Tensor:
+    """PyTorch's logit."""
+    return torch.logit(input, eps)
 
 
 unary("log2", torch.log2, _logarithm(math.log2), over=POSITIVE)
@@ -99,7 +92,6 @@ unary("log10", torch.log10, _logarithm(math.log10), over=POSITIVE)
 unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf), over=POSITIVE)
 unary("expm1", torch.expm1, math.expm1)
 unary("exp2", torch.exp2, lambda x: 2.0**x)
-unary("logit", _logit, _logit_number, eps=None, over=SHARES)
 
 # ---- the error function and its kin -----------------------------------------------------------------------------------
 
@@ -125,26 +117,11 @@ def _threshold(input: Tensor, threshold: float, value: float) -> Tensor:
     return F.threshold(input, threshold, value)
 
 
-def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
-    """rrelu as it is where the slope is not drawn: their mean."""
-    return F.leaky_relu(input, (lower + upper) / 2)
-
-
 def _drawn(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> dict[str, Any] | str:
     return "it draws its slopes" if training else {"input": input, "lower": lower, "upper": upper}
 
 
-def _onnx_rrelu(c: Any) -> str:
-    return str(c.do("LeakyRelu", c.input, alpha=float((c["lower"] + c["upper"]) / 2)))
-
-
-unary(
-    "celu",
-    F.celu,
-    lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha),
-    alpha=1.0,
-    samples=(sample(input=(3, 6, 6), alpha=0.7), sample(input=(3, 6, 6))),
-)
+unary("celu", F.celu, lambda x, alpha=1.0: x if x > 0 else alpha * math.expm1(x / alpha), alpha=1.0, tried={"alpha": 0.7})
 unary(
     "threshold",
     _threshold,
@@ -155,48 +132,22 @@ unary(
 )
 unary("hardshrink", F.hardshrink, lambda x, lambd=0.5: 0.0 if -lambd <= x <= lambd else x, lambd=0.5)
 unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) - lambd, 0.0), x), lambd=0.5)
-unary(
-    "rrelu",
-    _rrelu,
+
+
+@tabled(
     lambda x, lower=1 / 8, upper=1 / 3: x if x >= 0 else x * (lower + upper) / 2,
-    onnx=_onnx_rrelu,
-    lower=1 / 8,
-    upper=1 / 3,
+    name="rrelu",
+    onnx=lambda c: c.do("LeakyRelu", c.input, alpha=float((c["lower"] + c["upper"]) / 2)),
     samples=(sample(input=(3, 6, 6), lower=0.1, upper=0.3),),
     adapted={F.rrelu: _drawn, torch.rrelu: _drawn},
     module=(nn.RReLU, lambda m: "it draws its slopes" if m.training else {"lower": m.lower, "upper": m.upper}),
 )
+def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
+    """rrelu as it is where the slope is not drawn: their mean."""
+    return F.leaky_relu(input, (lower + upper) / 2)
+
 
 # ---- of a number and a tensor ----------------------------------------------------------------------------------------
-
-
-def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
-    """Compute numerator / input."""
-    return numerator / input
-
-
-def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
-    """Compute ⌊input / other⌋."""
-    return torch.div(input, other, rounding_mode="floor")
-
-
-def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
-    """Compute input / other, rounded towards 0."""
-    return torch.div(input, other, rounding_mode="trunc")
-
-
-def remainder(input: Tensor, other: float = 1.0) -> Tensor:
-    """Compute input - other · ⌊input / other⌋."""
-    return torch.remainder(input, other)
-
-
-def fmod(input: Tensor, other: float = 1.0) -> Tensor:
-    """Compute the remainder of input divided by other, with the sign of input."""
-    return torch.fmod(input, other)
-
-
-def _quotient(x: float, numerator: float = 1.0) -> float:
-    return numerator / x if x else math.copysign(math.inf, numerator)
 
 
 def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
@@ -223,11 +174,6 @@ def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
     return torch.fmod(input, other)
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether an argument is a node with a tensor, an activation or a parameter."""
-    return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
-
-
 def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[..., dict[str, Any] | Instead]:
     """Adapt a quotient or remainder: by a number it is a table, by a tensor a composite."""
 
@@ -239,36 +185,49 @@ def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[
     return adapt
 
 
-unary("quotient_of", quotient_of, _quotient, numerator=1.0)
-unary(
-    "floor_divide",
-    floor_divided,
+@tabled(lambda x, numerator=1.0: numerator / x if x else math.copysign(math.inf, numerator))
+def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
+    """Compute numerator / input."""
+    return numerator / input
+
+
+_FLOOR = (*spelled("floor_divide"), operator.floordiv, operator.ifloordiv)
+_REMAINDER = (*spelled("remainder"), operator.mod, operator.imod, "__mod__", "__imod__")
+_OF_A_REMAINDER = (sample(within=JUMPS, input=(3, 6, 6), other=0.4),)
+
+
+@tabled(
     lambda x, other=1.0: float(x // other),
-    other=1.0,
+    name="floor_divide",
     samples=(sample(input=(3, 6, 6), other=0.4),),
     adapted={
-        **dict.fromkeys((*spelled("floor_divide"), operator.floordiv, operator.ifloordiv), _by(floor_quotient)),
+        **dict.fromkeys(_FLOOR, _by(floor_quotient)),
         **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
         "__rfloordiv__": _by(floor_quotient, reverse=True),
     },
 )
-unary("trunc_divide", trunc_divided, lambda x, other=1.0: float(math.trunc(x / other)), other=1.0)
-unary(
-    "remainder",
-    remainder,
+def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
+    """Compute ⌊input / other⌋."""
+    return torch.div(input, other, rounding_mode="floor")
+
+
+@tabled(lambda x, other=1.0: float(math.trunc(x / other)), name="trunc_divide")
+def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
+    """Compute input / other, rounded towards 0."""
+    return torch.div(input, other, rounding_mode="trunc")
+
+
+@tabled(
     lambda x, other=1.0: x % other,
-    other=1.0,
-    samples=(sample(within=JUMPS, input=(3, 6, 6), other=0.4),),
-    adapted={
-        **dict.fromkeys((*spelled("remainder"), operator.mod, operator.imod, "__mod__", "__imod__"), _by(floor_remainder)),
-        "__rmod__": _by(floor_remainder, reverse=True),
-    },
+    samples=_OF_A_REMAINDER,
+    adapted={**dict.fromkeys(_REMAINDER, _by(floor_remainder)), "__rmod__": _by(floor_remainder, reverse=True)},
 )
-unary(
-    "fmod",
-    fmod,
-    lambda x, other=1.0: math.fmod(x, other),
-    other=1.0,
-    samples=(sample(within=JUMPS, input=(3, 6, 6), other=0.4),),
-    adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)),
-)
+def remainder(input: Tensor, other: float = 1.0) -> Tensor:
+    """Compute input - other · ⌊input / other⌋."""
+    return torch.remainder(input, other)
+
+
+@tabled(lambda x, other=1.0: math.fmod(x, other), samples=_OF_A_REMAINDER, adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)))
+def fmod(input: Tensor, other: float = 1.0) -> Tensor:
+    """Compute the remainder of input divided by other, with the sign of input."""
+    return torch.fmod(input, other)

@@ -16,20 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, parameter_value
+from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import INNER, WIDE
-from fxquant.ops.core.record import Operator, register
-from fxquant.ops.core.samples import POSITIVE, WITHIN_ONE, sample
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import INNER, POSITIVE, WIDE, WITHIN_ONE, Builder, Operator, Trait, composite, register, sample, tensors
+from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.table import unary
+from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
 from fxquant.ops.reduction.extremum import maximum
@@ -50,29 +45,22 @@ def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 
 def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
     """Return the values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
-    model = exponent.graph.owning_module
-    if exponent.op != "get_attr" or model is None:
-        return None
-    constant = parameter_value(model, exponent)
-    if isinstance(constant, nn.Parameter) and constant.requires_grad:
+    constant = constant_value(exponent) if exponent.op == "get_attr" else None
+    if constant is None or (isinstance(constant, nn.Parameter) and constant.requires_grad):
         return None
     values = sorted({float(value) for value in constant.detach().float().flatten().tolist()})
     return (values, constant.detach().float()) if 0 < len(values) <= FEW and all(map(math.isfinite, values)) else None
 
 
 def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    base, model = arguments["input"], node.graph.owning_module
-    if isinstance(base, fx.Node) and is_parameter(base) and model is not None and not bool((parameter_value(model, base) > 0).all()):
-        return "its base, a constant, is not positive"
-    return None
+    base = constant_value(arguments["input"])
+    return None if base is None or bool((base > 0).all()) else "its base, a constant, is not positive"
 
 
+@tabled(lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
 def log_of_base(input: Tensor) -> Tensor:
     """Compute log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
     return torch.log(torch.where(input == 0, SMALLEST, input))
-
-
-unary("log_of_base", log_of_base, lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
 
 
 def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
@@ -92,16 +80,7 @@ def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 register(Operator("power", power, ("input", "exponent"), expand=_expand_power, refuses=_refuses_power))
 
 
-def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    whole = [value for value in arguments.values() if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact)]
-    return "one of its operands is a number" if [value for value in whole if not _is_parameter(value)] else None
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, fx.Node) and is_parameter(value)
-
-
-@composite(refuses=_two_tensors, samples=(sample(over=WITHIN_ONE, input=(3, 6), other=(3, 6)),))
+@composite(refuses=tensors("input", "other"), samples=(sample(over=WITHIN_ONE, input=(3, 6), other=(3, 6)),))
 def ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute input · 2 ** other."""
     return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
@@ -110,19 +89,14 @@ def ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 # ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
 
 
-def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> fx.Node:
-    if isinstance(input, fx.Node):
-        quotient = build(true_divide, input, other, demand=WIDE)
-    else:
-        quotient = build(quotient_of, other, float(input), demand=WIDE)
-    made: fx.Node = build(rounding, quotient, **demand)
-    return made
+def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> Any:
+    quotient = (true_divide, input, other) if isinstance(input, fx.Node) else (quotient_of, other, float(input))
+    return build(rounding, build(*quotient, demand=WIDE), **demand)
 
 
-def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor]) -> fx.Node:
+def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor]) -> Any:
     whole = _rounded_quotient(build, input, other, rounding, demand=WIDE)
-    made: fx.Node = build(sub, input, build(mul, whole, other, demand=WIDE))
-    return made
+    return build(sub, input, build(mul, whole, other, demand=WIDE))
 
 
 def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor]) -> None:
@@ -158,7 +132,7 @@ def copysign(build: Builder, input: fx.Node, other: Any) -> Any:
     return build(where, below, build(torch.neg, magnitude), magnitude)
 
 
-@composite(dtypes={"input": "int16"}, refuses=_two_tensors)
+@composite(dtypes={"input": "int16"}, refuses=tensors("input", "values"))
 def heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
     """Compute 0 of what is negative, 1 of what is positive, and `values` of 0.
 
@@ -171,21 +145,19 @@ def heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
 # ---- logarithms --------------------------------------------------------------------------------------------------------
 
 
-@composite(refuses=_two_tensors, samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
+@composite(refuses=tensors("input", "other"), samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
 def xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute input · log(1 + other)."""
     return build(mul, input, build(torch.log1p, other, demand=WIDE))
 
 
+@tabled(lambda x: math.log2(1 + 2.0 ** -abs(x)))
 def log2_of_one_and_power(input: Tensor) -> Tensor:
     """Compute log2(1 + 2 ** -|input|)."""
     return torch.log2(1 + torch.exp2(-input.abs()))
 
 
-unary("log2_of_one_and_power", log2_of_one_and_power, lambda x: math.log2(1 + 2.0 ** -abs(x)))
-
-
-@composite(refuses=_two_tensors, samples=HALVES)
+@composite(refuses=tensors("input", "other"), samples=HALVES)
 def logaddexp2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute log2(2 ** input + 2 ** other)."""
     more = build(log2_of_one_and_power, build(sub, input, other, demand=INNER), demand=INNER)

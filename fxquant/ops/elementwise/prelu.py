@@ -6,34 +6,30 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import is_parameter
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Own
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Parameter
+from fxquant.ops.core.operators import Call, Own, Trait, lowered
 from fxquant.ops.core.slope import by_whole_slope
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import shape_of
+from fxquant.ops.elementwise.arithmetic import limited
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
 
 
-def _prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
-    value = F.prelu(input, weight)
-    return value if clamp is None else clamped(value, *clamp)
+def _shaped(slopes: Tensor, input: Quantized) -> Tensor:
+    """Return one slope, or one per channel, in a shape that broadcasts to the operand."""
+    return slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if slopes.numel() > 1 else slopes.reshape(())
 
 
 def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
-    slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
+    slopes = _shaped(weight.detach(), input)
     return lowering.result(
         lambda: by_whole_slope(lowering, input, slopes, clamp, added=True), lambda: prelu(input.real(), weight, clamp=clamp)
     )
@@ -44,7 +40,7 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
 
     A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767.
     """
-    slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
+    slopes = _shaped(weight.detach(), input)
     scale = (slopes.abs().max().float() / WEIGHT_INT16.high).clamp_min(SMALLEST_SCALE)
     whole = torch.round(slopes.double() / scale.double()).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
     lowering.describe("slope", scale)
@@ -79,8 +75,7 @@ def _onnx_prelu(c: Call) -> str:
 
 
 @lowered(
-    function=_prelu,
-    modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},
+    function=lambda input, weight, *, clamp=None: limited(F.prelu(input, weight), clamp),
     traits=frozenset({Trait.HOMOGENEOUS}),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses_prelu,
@@ -112,8 +107,7 @@ def prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp 
     slopes = straight_through(real, exact) if real.requires_grad else exact
     reach = exact.double().abs().clamp_min(2.0**bits)
     lowering.prove(reach * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
-    shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
     lowering.describe("slope", 1 / unit)
-    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
+    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", _shaped(slopes, input), torch.int32), wide)
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)

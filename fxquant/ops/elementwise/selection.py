@@ -12,9 +12,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Trait, lowered
 from fxquant.primitives import comparison
 
 
@@ -37,15 +35,6 @@ def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _filled(input: Any, mask: Any, value: Any) -> dict[str, Any]:
-    """masked_fill: the value where the mask holds."""
-    return {"condition": mask, "input": value, "other": input}
-
-
-def _method(input: Any, condition: Any, other: Any) -> dict[str, Any]:
-    return {"condition": condition, "input": input, "other": other}
-
-
 def _function(condition: Any, input: Any = None, other: Any = None, **named: Any) -> dict[str, Any] | str:
     input = named.get("self", input)
     if input is None or other is None:
@@ -53,21 +42,17 @@ def _function(condition: Any, input: Any = None, other: Any = None, **named: Any
     return {"condition": condition, "input": input, "other": other}
 
 
-def _onnx_where(c: Call) -> str:
-    return c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other"))
-
-
 @lowered(
     "masked_fill",
     operands=("input", "other"),
     function=_where,
-    adapt=_filled,
-    calls={torch.where: _function, "where": _method},
+    adapt=lambda input, mask, value: {"condition": mask, "input": value, "other": input},
+    calls={torch.where: _function, "where": lambda input, condition, other: {"condition": condition, "input": input, "other": other}},
     carries=("input", "other"),
     reads=("condition",),
     refuses=_refuses_where,
     traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
-    onnx=_onnx_where,
+    onnx=lambda c: c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other")),
 )
 def where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
     """Return `input` where the condition holds, else `other`; each is a tensor or a number.

@@ -17,11 +17,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.demands import Own
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, operator_of, register
-from fxquant.ops.core.samples import Sample, sample
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Sample, Trait, operator_of, register, sample
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
@@ -80,12 +76,6 @@ def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
 Settings = tuple[tuple[str, Any], ...]
 
 
-@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales do not change, the same ones are requested at every step
-def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool) -> Tensor:
-    """Return the table of a unary function of factor · x + offset from a cache; callers must not write into it."""
-    return _made(name, factor, offset, settings, input, output, in_float32)
-
-
 def _made(
     name: str,
     factor: float,
@@ -114,6 +104,10 @@ def _made(
     return table(on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
 
 
+# Callers must not write into what is held: 64 MiB of int16 tables. While scales do not change, the same ones are requested at every step.
+_entries = lru_cache(maxsize=256)(_made)
+
+
 def _moved(x: Any, factor: float, offset: float) -> Any:
     """factor · x + offset; x itself, -0.0 included, where these say nothing."""
     scaled = x if factor == 1 else x * factor
@@ -139,6 +133,7 @@ def unary(
     exact: Callable[..., float],
     *forms: Any,
     over: Interval | None = None,
+    tried: Mapping[str, Any] | None = None,
     samples: tuple[Sample, ...] = (),
     varies: Interval = EVERYTHING,
     onnx: str | Callable[[Call], str] | None = None,
@@ -158,7 +153,7 @@ def unary(
     holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it
     in several; see `Operator.onnx`. `demand` is of its result's grid. `lowered` is its integer meaning where that is not always a table.
     `traits` are those it has besides that of every such function. Its sample is a tensor of normal elements, or of elements `over` an
-    interval, with the defaults of its settings, unless it has `samples`.
+    interval, with the defaults of its settings, unless it has `samples`; `tried` are settings of another such sample.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -197,9 +192,22 @@ def unary(
             adapt=others.get(function, arguments),
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
             traits=traits | {Trait.ELEMENTWISE},
-            samples=samples or (sample(over, input=(3, 6, 6)),),
+            samples=samples or tuple(sample(over, input=(3, 6, 6), **given) for given in ([tried, {}] if tried else [{}])),
         )
     )
+
+
+def tabled(
+    exact: Callable[..., float], *forms: Any, name: str | None = None, **fields: Any
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Declare the decorated function as a unary one, under its name; its settings are its parameters behind the first. See `unary`."""
+
+    def declared(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        settings = {p.name: p.default for p in list(inspect.signature(function).parameters.values())[1:]}
+        unary(name or function.__name__, function, exact, *forms, **fields, **settings)
+        return function
+
+    return declared
 
 
 def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.demands import Own
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead
-from fxquant.ops.core.samples import POSITIVE, sample
+from fxquant.ops.core.operators import POSITIVE, Call, Instead, Own, Trait, is_tensor, sample, spelled
 from fxquant.ops.core.slope import by_whole_slope
-from fxquant.ops.core.traits import Trait
-from fxquant.ops.elementwise.table import by_table, for_positive, of_inverse, unary
+from fxquant.ops.elementwise.table import by_table, for_positive, of_inverse, tabled, unary
 
 # ---- the exact functions, on one Python float ------------------------------------------------------------------------
 
@@ -38,6 +32,7 @@ def _gelu(x: float, approximate: str = "none") -> float:
     return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
 
 
+@tabled(_gelu, tried={"approximate": "tanh"}, onnx=lambda c: _onnx_gelu(c))
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """PyTorch's gelu, whose setting is a keyword."""
     return F.gelu(input, approximate=approximate)
@@ -45,14 +40,6 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 def _elu(x: float, alpha: float = 1.0) -> float:
     return x if x > 0 else alpha * math.expm1(x)
-
-
-def _selu(x: float) -> float:
-    return 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717)
-
-
-def _leaky_relu(x: float, negative_slope: float = 0.01) -> float:
-    return x if x > 0 else x * negative_slope
 
 
 def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: float) -> Quantized:
@@ -86,26 +73,6 @@ def _onnx_hardswish(c: Call) -> str:
     return c.do("HardSwish", c.input) if c.whole else c.do("Mul", c.input, _onnx_hardsigmoid(c))
 
 
-def _onnx_mish(c: Call) -> str:
-    return c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input)))
-
-
-def _onnx_leaky_relu(c: Call) -> str:
-    return c.do("LeakyRelu", c.input, alpha=float(c["negative_slope"]))
-
-
-def _onnx_pow(c: Call) -> str:
-    return c.do("Pow", c.input, c.number(c["exponent"]))
-
-
-def _onnx_rsqrt(c: Call) -> str:
-    return c.do("Reciprocal", c.do("Sqrt", c.input))
-
-
-def _onnx_logsigmoid(c: Call) -> str:
-    return c.do("Neg", c.do("Softplus", c.do("Neg", c.input)))
-
-
 def _onnx_softplus(c: Call) -> str:
     """Compute log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
     x, beta, threshold = c.input, c["beta"], c["threshold"]
@@ -137,22 +104,33 @@ unary("tanh", torch.tanh, math.tanh, onnx="Tanh")
 unary("silu", F.silu, lambda x: x * _sigmoid(x), onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
 unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), varies=(-3.0, math.inf), onnx=_onnx_hardswish)
 unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, varies=(-3.0, 3.0), onnx=_onnx_hardsigmoid)
-unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), onnx=_onnx_mish)
-unary("selu", F.selu, _selu, onnx="Selu")
+unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))))
+unary("selu", F.selu, lambda x: 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717), onnx="Selu")
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), onnx="Softsign")
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
-unary("logsigmoid", F.logsigmoid, lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0), onnx=_onnx_logsigmoid)
+unary(
+    "logsigmoid",
+    F.logsigmoid,
+    lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0),
+    onnx=lambda c: c.do("Neg", c.do("Softplus", c.do("Neg", c.input))),
+)
 unary("exp", torch.exp, math.exp, onnx="Exp")
 unary("log", torch.log, for_positive(math.log, -math.inf), over=POSITIVE, onnx="Log")
 unary("sqrt", torch.sqrt, for_positive(math.sqrt, 0.0), over=POSITIVE, onnx="Sqrt")
-unary("rsqrt", torch.rsqrt, for_positive(lambda x: 1 / math.sqrt(x), math.inf), over=POSITIVE, onnx=_onnx_rsqrt)
+unary(
+    "rsqrt",
+    torch.rsqrt,
+    for_positive(lambda x: 1 / math.sqrt(x), math.inf),
+    over=POSITIVE,
+    onnx=lambda c: c.do("Reciprocal", c.do("Sqrt", c.input)),
+)
 unary(
     "reciprocal",
     torch.reciprocal,
     lambda x: 1 / x if x else math.inf,
     over=POSITIVE,
     onnx="Reciprocal",
-    adapted=dict.fromkeys((torch.reciprocal, torch.reciprocal_, "reciprocal", "reciprocal_"), lambda input: of_inverse(input)),
+    adapted=dict.fromkeys(spelled("reciprocal"), lambda input: of_inverse(input)),
 )
 unary("erf", torch.erf, math.erf, onnx="Erf")
 unary("abs", torch.abs, abs, operator.abs, "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS}))
@@ -162,43 +140,26 @@ unary("cos", torch.cos, math.cos, onnx="Cos")
 unary(
     "leaky_relu",
     F.leaky_relu,
-    _leaky_relu,
+    lambda x, negative_slope=0.01: x if x > 0 else x * negative_slope,
     negative_slope=0.01,
-    samples=(sample(input=(3, 6, 6), negative_slope=0.3), sample(input=(3, 6, 6))),
-    onnx=_onnx_leaky_relu,
+    tried={"negative_slope": 0.3},
+    onnx=lambda c: c.do("LeakyRelu", c.input, alpha=float(c["negative_slope"])),
     lowered=_lower_leaky_relu,
     demand=Own(shared_where="slope_bits"),
     traits=frozenset({Trait.HOMOGENEOUS}),
 )
-unary(
-    "elu",
-    F.elu,
-    _elu,
-    alpha=1.0,
-    samples=(sample(input=(3, 6, 6), alpha=0.7), sample(input=(3, 6, 6))),
-    onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])),
-)
-unary(
-    "softplus",
-    F.softplus,
-    _softplus,
-    beta=1.0,
-    threshold=20.0,
-    samples=(sample(input=(3, 6, 6), beta=2.0, threshold=3.0), sample(input=(3, 6, 6))),
-    onnx=_onnx_softplus,
-)
-unary(
-    "gelu", gelu, _gelu, approximate="none", samples=(sample(input=(3, 6, 6), approximate="tanh"), sample(input=(3, 6, 6))), onnx=_onnx_gelu
-)
+unary("elu", F.elu, _elu, alpha=1.0, tried={"alpha": 0.7}, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
+unary("softplus", F.softplus, _softplus, beta=1.0, threshold=20.0, tried={"beta": 2.0, "threshold": 3.0}, onnx=_onnx_softplus)
 
 
+@tabled(
+    lambda x, base=math.e: math.inf if base == 0 and x < 0 else math.nan if base < 0 and x != int(x) else base**x,
+    "__rpow__",
+    samples=(sample(input=(3, 6, 6), base=1.5),),
+)
 def power_of(input: Tensor, base: float = math.e) -> Tensor:
     """Compute base ** input."""
     return torch.pow(base, input)
-
-
-def _power_of(x: float, base: float = math.e) -> float:
-    return math.inf if base == 0 and x < 0 else math.nan if base < 0 and x != int(x) else base**x
 
 
 def power(input: Tensor, exponent: Tensor) -> Tensor:
@@ -210,11 +171,10 @@ def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
     """A number to the power of a tensor is a function of the tensor, and a tensor to the power of another a composite."""
     if not isinstance(input, fx.Node):
         return Instead(power_of, {"input": exponent, "base": input})
-    to_a_tensor = isinstance(exponent, fx.Node) and (isinstance(fact(exponent), TensorFact) or is_parameter(exponent))
-    return Instead(power, {"input": input, "exponent": exponent}) if to_a_tensor else {"input": input, "exponent": exponent}
+    given = {"input": input, "exponent": exponent}
+    return Instead(power, given) if is_tensor(exponent) else given
 
 
-_POWERS = dict.fromkeys((torch.pow, operator.pow, operator.ipow, "pow", "pow_", "__pow__", "__ipow__"), raised)
 unary(
     "pow",
     torch.pow,
@@ -225,7 +185,6 @@ unary(
         sample(over=POSITIVE, input=(3, 6, 6), exponent=0.4),
         sample(over=POSITIVE, input=(3, 6, 6), exponent=-1.5),
     ),
-    onnx=_onnx_pow,
-    adapted=_POWERS,
+    onnx=lambda c: c.do("Pow", c.input, c.number(c["exponent"])),
+    adapted=dict.fromkeys((*spelled("pow"), operator.pow, operator.ipow, "__pow__", "__ipow__"), raised),
 )
-unary("power_of", power_of, _power_of, "__rpow__", base=math.e, samples=(sample(input=(3, 6, 6), base=1.5),))

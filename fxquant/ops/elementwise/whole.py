@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering
-from fxquant.ops.core.demands import Plain
-from fxquant.ops.core.record import Operator, register
+from fxquant.ops.core.operators import Operator, Plain, register
 from fxquant.primitives import comparison
 from fxquant.primitives import whole as primitives
 
@@ -86,94 +86,39 @@ def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None
     return refuses
 
 
-def _register(
+def _whole(
+    name: str,
+    doc: str,
     function: Callable[..., Any],
     steps: Callable[..., Any],
     reads: tuple[str, ...] = ("input", "other"),
     demand: Plain = WHOLE_NUMBERS,
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] | None = None,
-    functions: dict[Any, Any] | None = None,
-    methods: dict[str, Any] | None = None,
-) -> None:
+    **forms: Any,
+) -> Callable[..., Tensor]:
+    """Register an operator on integers with this float meaning, and return it under its name; `steps` writes its primitives."""
+
     def lower(lowering: Lowering, **arguments: Any) -> Any:
         return steps(Steps(lowering), **arguments)
 
-    register(
-        Operator(
-            function.__name__,
-            function,
-            (),
-            lower,
-            demand,
-            reads=reads,
-            refuses=refuses or needs_numbers(*reads),
-            functions=functions or {},
-            methods=methods or {},
-        )
-    )
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    register(Operator(name, function, (), lower, demand, reads=reads, refuses=refuses or needs_numbers(*reads), **forms))
+    return function
+
+
+def _pairs(
+    name: str, doc: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], **fields: Any
+) -> Callable[..., Tensor]:
+    """Register an operator on two integers: PyTorch's function, and an operation of `primitives.joined`, or the steps that write it."""
+
+    def join(steps: Steps, input: Value, other: Value) -> Any:
+        return steps(operation, input, other) if isinstance(operation, str) else operation(steps, input, other)
+
+    return _whole(name, doc, lambda input, other: as_whole(combined(as_whole(input), as_whole(other))), join, **fields)
 
 
 # ---- two numbers ----------------------------------------------------------------------------------------------------
-
-
-def whole_add(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
-    """input + alpha · other."""
-    return as_whole(input + alpha * other)
-
-
-def whole_sub(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
-    """Compute input - alpha · other."""
-    return as_whole(input - alpha * other)
-
-
-def whole_mul(input: Tensor, other: Tensor) -> Tensor:
-    """Compute input · other."""
-    return as_whole(input * other)
-
-
-def whole_floor_divide(input: Tensor, other: Tensor) -> Tensor:
-    """Compute ⌊input / other⌋."""
-    return torch.div(as_whole(input), as_whole(other), rounding_mode="floor")
-
-
-def whole_trunc_divide(input: Tensor, other: Tensor) -> Tensor:
-    """Compute input / other, rounded towards 0."""
-    return torch.div(as_whole(input), as_whole(other), rounding_mode="trunc")
-
-
-def whole_remainder(input: Tensor, other: Tensor) -> Tensor:
-    """Compute input - other · ⌊input / other⌋."""
-    return torch.remainder(as_whole(input), as_whole(other))
-
-
-def whole_fmod(input: Tensor, other: Tensor) -> Tensor:
-    """Compute the remainder of input divided by other, with the sign of input."""
-    return torch.fmod(as_whole(input), as_whole(other))
-
-
-def whole_maximum(input: Tensor, other: Tensor) -> Tensor:
-    """Return the larger of two integers."""
-    return torch.maximum(as_whole(input), as_whole(other))
-
-
-def whole_minimum(input: Tensor, other: Tensor) -> Tensor:
-    """Return the smaller of two integers."""
-    return torch.minimum(as_whole(input), as_whole(other))
-
-
-def whole_and(input: Tensor, other: Tensor) -> Tensor:
-    """Return the bits that both have, in two's complement."""
-    return torch.bitwise_and(as_whole(input), as_whole(other))
-
-
-def whole_or(input: Tensor, other: Tensor) -> Tensor:
-    """Return the bits that one has or the other, in two's complement."""
-    return torch.bitwise_or(as_whole(input), as_whole(other))
-
-
-def whole_xor(input: Tensor, other: Tensor) -> Tensor:
-    """Return the bits that only one of the two has, in two's complement."""
-    return torch.bitwise_xor(as_whole(input), as_whole(other))
 
 
 def _scaled(steps: Steps, other: Value, alpha: int) -> Value:
@@ -198,45 +143,42 @@ def _refuses_division(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "it divides by 0" if arguments["other"] == 0 else needs_numbers("input", "other")(node, arguments)
 
 
-def _join(operation: str) -> Callable[..., Any]:
-    return lambda steps, input, other: steps(operation, input, other)
-
-
-_register(whole_add, lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)))
-_register(whole_sub, lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)))
-_register(whole_mul, _join("multiply"))
-_register(whole_floor_divide, _join("quotient"), refuses=_refuses_division)
-_register(whole_trunc_divide, lambda steps, input, other: steps.truncated_quotient(input, other), refuses=_refuses_division)
-_register(whole_remainder, _join("remainder"), refuses=_refuses_division)
-_register(whole_fmod, _fmod, refuses=_refuses_division)
-_register(whole_maximum, _join("larger"))
-_register(whole_minimum, _join("smaller"))
-_register(whole_and, _join("and"))
-_register(whole_or, _or)
-_register(whole_xor, _xor)
+_DIVIDES: dict[str, Any] = {"refuses": _refuses_division}
+whole_add = _whole(
+    "whole_add",
+    "input + alpha · other.",
+    lambda input, other, alpha=1: as_whole(input + alpha * other),
+    lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
+)
+whole_sub = _whole(
+    "whole_sub",
+    "Compute input - alpha · other.",
+    lambda input, other, alpha=1: as_whole(input - alpha * other),
+    lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)),
+)
+whole_mul = _pairs("whole_mul", "Compute input · other.", torch.mul, "multiply")
+whole_floor_divide = _pairs("whole_floor_divide", "Compute ⌊input / other⌋.", torch.floor_divide, "quotient", **_DIVIDES)
+whole_trunc_divide = _pairs(
+    "whole_trunc_divide",
+    "Compute input / other, rounded towards 0.",
+    partial(torch.div, rounding_mode="trunc"),
+    Steps.truncated_quotient,
+    **_DIVIDES,
+)
+whole_remainder = _pairs("whole_remainder", "Compute input - other · ⌊input / other⌋.", torch.remainder, "remainder", **_DIVIDES)
+whole_fmod = _pairs("whole_fmod", "Compute the remainder of input divided by other, with the sign of input.", torch.fmod, _fmod)
+whole_maximum = _pairs("whole_maximum", "Return the larger of two integers.", torch.maximum, "larger")
+whole_minimum = _pairs("whole_minimum", "Return the smaller of two integers.", torch.minimum, "smaller")
+whole_and = _pairs("whole_and", "Return the bits that both have, in two's complement.", torch.bitwise_and, "and")
+whole_or = _pairs("whole_or", "Return the bits that one has or the other, in two's complement.", torch.bitwise_or, _or)
+whole_xor = _pairs("whole_xor", "Return the bits that only one of the two has, in two's complement.", torch.bitwise_xor, _xor)
 
 # ---- one number -----------------------------------------------------------------------------------------------------
 
 
-def whole_abs(input: Tensor) -> Tensor:
-    """Without the sign."""
-    return torch.abs(input)
-
-
-def whole_sign(input: Tensor) -> Tensor:
-    """Return -1, 0 or 1."""
-    return torch.sign(input)
-
-
-def whole_clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """Limit to [min, max], which are numbers or tensors; None means no limit."""
+def _clamp_number(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     limited = input if min is None else torch.maximum(input, as_whole(min).to(input.device))
     return limited if max is None else torch.minimum(limited, as_whole(max).to(input.device))
-
-
-def whole_pow(input: Tensor, exponent: int) -> Tensor:
-    """Compute input · input · …, as many factors as the exponent says."""
-    return torch.pow(input, exponent)
 
 
 def _clamp(steps: Steps, input: Value, min: Value, max: Value) -> Any:
@@ -261,22 +203,28 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(exponent, int) and 1 < exponent <= 64 else f"its exponent is {exponent!r}"
 
 
-_register(whole_abs, lambda steps, input: steps.magnitude(input), ("input",))
-_register(whole_sign, lambda steps, input: steps.sign(input), ("input",))
-_register(whole_clamp, _clamp, ("input", "min", "max"), refuses=_refuses_clamp)
-_register(whole_pow, _power, ("input",), refuses=_refuses_power)
+whole_abs = _whole(
+    "whole_abs", "Without the sign.", lambda input: torch.abs(input), lambda steps, input: steps.magnitude(input), ("input",)
+)
+whole_sign = _whole("whole_sign", "Return -1, 0 or 1.", lambda input: torch.sign(input), lambda steps, input: steps.sign(input), ("input",))
+whole_clamp = _whole(
+    "whole_clamp",
+    "Limit to [min, max], which are numbers or tensors; None means no limit.",
+    _clamp_number,
+    _clamp,
+    ("input", "min", "max"),
+    refuses=_refuses_clamp,
+)
+whole_pow = _whole(
+    "whole_pow",
+    "Compute input · input · …, as many factors as the exponent says.",
+    lambda input, exponent: torch.pow(input, exponent),
+    _power,
+    ("input",),
+    refuses=_refuses_power,
+)
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
-
-
-def whole_lshift(input: Tensor, other: int) -> Tensor:
-    """Compute input · 2^other."""
-    return as_whole(torch.bitwise_left_shift(input, other))
-
-
-def whole_rshift(input: Tensor, other: int) -> Tensor:
-    """Compute ⌊input / 2^other⌋."""
-    return as_whole(torch.bitwise_right_shift(input, other))
 
 
 def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -284,34 +232,34 @@ def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
 
 
-def _shifts(function: Callable[..., Any], step: str, side: str) -> None:
-    long = f"bitwise_{_SIDES[side]}_shift"
-    _register(
-        function,
+def _shifts(name: str, doc: str, function: Callable[..., Tensor], step: str) -> Callable[..., Tensor]:
+    short = name.removeprefix("whole_")
+    return _whole(
+        name,
+        doc,
+        lambda input, other: as_whole(function(input, other)),
         lambda steps, input, other: steps(step, input, 2**other),
         ("input",),
         refuses=_refuses_shift,
-        functions=dict.fromkeys((getattr(operator, f"{side}shift"), getattr(operator, f"i{side}shift"), getattr(torch, long))),
-        methods=dict.fromkeys((f"__{side}shift__", f"__i{side}shift__", long, f"{long}_")),
+        functions=dict.fromkeys((getattr(operator, short), getattr(operator, f"i{short}"), function)),
+        methods=dict.fromkeys((f"__{short}__", f"__i{short}__", function.__name__, f"{function.__name__}_")),
     )
 
 
-_SIDES = {"l": "left", "r": "right"}
-_shifts(whole_lshift, "multiply", "l")
-_shifts(whole_rshift, "quotient", "r")
+whole_lshift = _shifts("whole_lshift", "Compute input · 2^other.", torch.bitwise_left_shift, "multiply")
+whole_rshift = _shifts("whole_rshift", "Compute ⌊input / 2^other⌋.", torch.bitwise_right_shift, "quotient")
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
 def _comparison(relation: str) -> Callable[..., Any]:
-    def compared(input: Tensor, other: Tensor) -> Tensor:
-        result: Tensor = getattr(torch, relation)(as_whole(input), as_whole(other))
-        return result
-
-    compared.__name__ = compared.__qualname__ = f"whole_{relation}"
-    compared.__doc__ = f"torch.{relation} of integers."
-    _register(compared, lambda steps, input, other: steps.compare(input, other, relation), demand=TRUTH_VALUES)
-    return compared
+    return _whole(
+        f"whole_{relation}",
+        f"torch.{relation} of integers.",
+        lambda input, other: getattr(torch, relation)(as_whole(input), as_whole(other)),
+        lambda steps, input, other: steps.compare(input, other, relation),
+        demand=TRUTH_VALUES,
+    )
 
 
 COMPARISONS = {relation: _comparison(relation) for relation in comparison.RELATIONS}

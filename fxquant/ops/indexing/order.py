@@ -124,7 +124,7 @@ def quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: bool = F
     length, dim = length_of(input, dim), dim % rank_of(input)
     in_order = build(gather, input, dim, build(ranked, input, dim, length, False))
 
-    def at(place: int) -> fx.Node:
+    def at(place: int) -> Any:
         return along(build, in_order, dim, slice(place, place + 1) if keepdim else place)
 
     def of(quantity: float) -> Any:

@@ -12,13 +12,13 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import Call, Parameter, lowered
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
+
+NO_STATISTICS = "it has no running statistics"
 
 
 def _batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def _functional(
     eps: float = 1e-5,
 ) -> dict[str, Any] | str:
     if training or running_mean is None or running_var is None:
-        return "it has no running statistics"
+        return NO_STATISTICS
     return {"input": input, "batch_norm": BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)}
 
 
@@ -48,20 +48,12 @@ def _by_function(
     return _functional(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def _module(module: Any) -> dict[str, Any] | str:
-    return "it has no running statistics" if module.running_mean is None else {"batch_norm": Parameter("")}
-
-
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand, taken = fact(arguments["input"]), arguments["batch_norm"]
     if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
         return "its input has no channels of a fixed number"
     computed = [value.name for value in taken if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(taken, tuple) else []
     return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
-
-
-def _rescaled_batch_norm(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
-    return {"batch_norm": multiplied(arguments["batch_norm"], outputs)}  # what it reads is never multiplied: its statistics are of that
 
 
 def _onnx_batch_norm(c: Call) -> str:
@@ -74,11 +66,15 @@ def _onnx_batch_norm(c: Call) -> str:
     function=_batch_norm,
     adapt=_functional,
     calls={torch.batch_norm: _by_function},
-    modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
+    modules=dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        lambda m: NO_STATISTICS if m.running_mean is None else {"batch_norm": Parameter("")},
+    ),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses,
     channels=lambda arguments: 1,
-    rescaled=_rescaled_batch_norm,
+    # What it reads is never multiplied: its statistics are of that.
+    rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
     onnx=_onnx_batch_norm,
 )
 def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -27,11 +28,9 @@ from torch import Tensor, fx
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.demands import WIDE, Own
-from fxquant.ops.core.record import Operator, register
+from fxquant.ops.core.operators import WIDE, Builder, Own, lowered
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
-from fxquant.ops.elementwise.table import shifted, unary
+from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.primitives import elementwise
@@ -42,32 +41,10 @@ NOT_ZERO = 1e-12  # in place of √ε where ε is 0
 CENTRED = Own("int16", headroom=1.5)  # an operand ends where its grid does, so its differences from the mean exceed those seen by little
 
 
+@tabled(lambda x, exponent=1.0: math.pow(max(x, 1.0), -exponent))
 def bounded_inverse(input: Tensor, exponent: float = 1.0) -> Tensor:
     """Return x^-exponent, at most 1, without a gradient."""
     return input.detach().clamp_min(1.0) ** -exponent
-
-
-def _bounded_inverse(x: float, exponent: float = 1.0) -> float:
-    return math.pow(max(x, 1.0), -exponent)
-
-
-unary("bounded_inverse", bounded_inverse, _bounded_inverse, exponent=1.0)
-
-
-def of_one_magnitude(input: Tensor, extent: Tensor, least: float) -> Tensor:
-    """Return the elements over the extents of their items, or over `least` where these are smaller; without a gradient of the extents."""
-    return input / extent.detach().clamp_min(least)
-
-
-def _lower_of_one_magnitude(lowering: Lowering, input: Quantized, extent: Quantized, least: float) -> Quantized:
-    """Multiply by a table of the extent on int16, with as many steps as it has left at the largest extent."""
-    largest = min(1 / least, 1 / (COARSE * float(extent.scale)))
-    grid = Grid(INT16, torch.tensor(largest / INT16.high, dtype=torch.float32, device=extent.scale.device))
-    entries = _factors(float(extent.scale), least, float(grid.scale), extent.grid.bounds).to(extent.scale.device)
-    factor = lowering.holds(lowering.call(elementwise.lookup, extent.value, lowering.constant("table", entries, torch.int16)), grid)
-    bound = torch.tensor(float(input.grid.magnitude * grid.magnitude), dtype=torch.float64, device="cpu")
-    product = lowering.call(elementwise.multiply, input.value, factor, lowering.prove(bound, "the product") >= FLOAT32_EXACT)
-    return lowering.requantize(product, Ratio(lowering.arithmetic.step(input.scale, grid.scale)), kind=PRODUCT)
 
 
 @lru_cache(maxsize=64)
@@ -78,20 +55,30 @@ def _factors(scale: float, least: float, step: float, bounds: tuple[int, int]) -
     return torch.where(extents > 0, steps, 0.0).to(torch.int16)
 
 
-register(Operator("of_one_magnitude", of_one_magnitude, ("input", "extent"), _lower_of_one_magnitude))
+@lowered(function=lambda input, extent, least: input / extent.detach().clamp_min(least))
+def of_one_magnitude(lowering: Lowering, input: Quantized, extent: Quantized, least: float) -> Quantized:
+    """Return the elements over the extents of their items, or over `least` where these are smaller; without a gradient of the extents.
+
+    Multiply by a table of the extent on int16, with as many steps as it has left at the largest extent.
+    """
+    largest = min(1 / least, 1 / (COARSE * float(extent.scale)))
+    grid = Grid(INT16, torch.tensor(largest / INT16.high, dtype=torch.float32, device=extent.scale.device))
+    entries = _factors(float(extent.scale), least, float(grid.scale), extent.grid.bounds).to(extent.scale.device)
+    factor = lowering.holds(lowering.call(elementwise.lookup, extent.value, lowering.constant("table", entries, torch.int16)), grid)
+    bound = torch.tensor(float(input.grid.magnitude * grid.magnitude), dtype=torch.float64, device="cpu")
+    product = lowering.call(elementwise.multiply, input.value, factor, lowering.prove(bound, "the product") >= FLOAT32_EXACT)
+    return lowering.requantize(product, Ratio(lowering.arithmetic.step(input.scale, grid.scale)), kind=PRODUCT)
 
 
-def extent_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
+def extent_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Return the distance between the smallest and the largest element of each item, which bounds its centred elements."""
     largest, smallest = build(amax, input, list(dims), True), build(amin, input, list(dims), True)
-    made: fx.Node = build(sub, largest, smallest, demand=WIDE)
-    return made
+    return build(sub, largest, smallest, demand=WIDE)
 
 
-def magnitude_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
+def magnitude_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Return the largest magnitude of each item."""
-    made: fx.Node = build(amax, build(torch.abs, input, demand=WIDE), list(dims), True)
-    return made
+    return build(amax, build(torch.abs, input, demand=WIDE), list(dims), True)
 
 
 def unit_and_inverse(
@@ -109,6 +96,5 @@ def unit_and_inverse(
     return unit, build(torch.rsqrt, power, demand=WIDE)
 
 
-def _power(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
-    made: fx.Node = build(mean, build(mul, input, input, demand=WIDE), list(dims), True, demand=WIDE)
-    return made
+def _power(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
+    return build(mean, build(mul, input, input, demand=WIDE), list(dims), True, demand=WIDE)

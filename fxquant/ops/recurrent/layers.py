@@ -20,9 +20,8 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import Adapt, Operator, Parameter, register
-from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers
+from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, register, settings_of
+from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
 # ---- the float functions --------------------------------------------------------------------------------------------
 
@@ -42,12 +41,8 @@ def lstm(
 
     The last two are a tuple if `nested`, as they are of nn.LSTM; those of torch.lstm are not.
     """
-    sequence, state, rank = _batched(input, hx, batch_first)
-    if state is None:
-        state = _zeros(sequence, parameters, num_layers, bidirectional, batch_first, 2)
     with _without_onednn():
-        result = torch.lstm(sequence, list(state), list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
-    output, hidden, cell = _as_given(result, rank, batch_first)
+        output, hidden, cell = _layer(torch.lstm, input, hx, parameters, biases, num_layers, bidirectional, batch_first)
     return (output, (hidden, cell)) if nested else (output, hidden, cell)
 
 
@@ -73,7 +68,7 @@ def gru(
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's GRU: the states of the last layer at all steps, and the last ones of every layer and direction."""
-    return _simple(torch.gru, input, hx, parameters, biases, num_layers, bidirectional, batch_first)
+    return _layer(torch.gru, input, hx, parameters, biases, num_layers, bidirectional, batch_first)  # type: ignore[return-value]
 
 
 def rnn(
@@ -89,48 +84,31 @@ def rnn(
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's RNN: the states of the last layer at all steps, and the last ones of every layer and direction."""
     function = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
-    return _simple(function, input, hx, parameters, biases, num_layers, bidirectional, batch_first)
+    return _layer(function, input, hx, parameters, biases, num_layers, bidirectional, batch_first)  # type: ignore[return-value]
 
 
-def _simple(
+def _layer(
     function: Callable[..., Any],
     input: Tensor,
-    hx: Tensor | None,
+    hx: Any,
     parameters: Sequence[Tensor],
     biases: bool,
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
-) -> tuple[Tensor, Tensor]:
-    sequence, state, rank = _batched(input, None if hx is None else [hx], batch_first)
-    if state is None:
-        state = _zeros(sequence, parameters, num_layers, bidirectional, batch_first, 1)
-    result = function(sequence, state[0], list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
-    return _as_given(result, rank, batch_first)  # type: ignore[return-value]
-
-
-def _batched(input: Tensor, hx: Sequence[Tensor] | None, batch_first: bool) -> tuple[Tensor, list[Tensor] | None, int]:
-    """Return the sequence and its states with a batch, and the rank of what was given."""
-    if input.dim() == 3:
-        return input, None if hx is None else list(hx), 3
-    return input.unsqueeze(0 if batch_first else 1), None if hx is None else [state.unsqueeze(1) for state in hx], 2
-
-
-def _as_given(result: Sequence[Tensor], rank: int, batch_first: bool) -> tuple[Tensor, ...]:
-    """The results without the batch, where none was given."""
-    if rank == 3:
-        return tuple(result)
-    return result[0].squeeze(0 if batch_first else 1), *(state.squeeze(1) for state in result[1:])
-
-
-def _zeros(
-    input: Tensor, parameters: Sequence[Tensor], num_layers: int, bidirectional: bool, batch_first: bool, count: int
-) -> list[Tensor]:
-    batch = input.shape[0 if batch_first else 1]
-    layers = num_layers * (2 if bidirectional else 1)
-    hidden = parameters[1].shape[1]  # of U; smaller than that of the cells where states are projected
-    cells = parameters[0].shape[0] // 4
-    return [input.new_zeros(layers, batch, size) for size in (hidden, cells)[:count]]
+) -> tuple[Tensor, ...]:
+    """Call PyTorch's function with a batch, which `input` and the states may lack, and with states of zeros where none are given."""
+    axis = 0 if batch_first else 1
+    lacks = input.dim() != 3
+    sequence = input.unsqueeze(axis) if lacks else input
+    if hx is None:  # the states are smaller than the cells where they are projected
+        sizes, layers = (parameters[1].shape[1], parameters[0].shape[0] // 4), num_layers * (2 if bidirectional else 1)
+        state = [sequence.new_zeros(layers, sequence.shape[axis], size) for size in sizes[: 2 if function is torch.lstm else 1]]
+    else:
+        state = [each.unsqueeze(1) if lacks else each for each in listed(hx)]
+    given = state if function is torch.lstm else state[0]
+    result = function(sequence, given, list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
+    return (result[0].squeeze(axis), *(each.squeeze(1) for each in result[1:])) if lacks else tuple(result)
 
 
 def lstm_cell(
@@ -142,18 +120,15 @@ def lstm_cell(
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute one step of an LSTM: the state and the cell."""
-    rows, state = _row(input, hx)
-    if state is None:
-        state = [rows.new_zeros(rows.shape[0], weight_hh.shape[1])] * 2
-    hidden, cell = torch.lstm_cell(rows, state, weight_ih, weight_hh, bias_ih, bias_hh)
-    return (hidden, cell) if input.dim() == 2 else (hidden.squeeze(0), cell.squeeze(0))
+    hidden, cell = _cell(torch.lstm_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    return hidden, cell
 
 
 def gru_cell(
     input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Any = None, bias_hh: Any = None
 ) -> Tensor:
     """Compute one step of a GRU: the state."""
-    return _simple_cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    return _cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)[0]
 
 
 def rnn_cell(
@@ -167,51 +142,22 @@ def rnn_cell(
 ) -> Tensor:
     """Compute one step of an RNN: the state."""
     function = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
-    return _simple_cell(function, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    return _cell(function, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)[0]
 
 
-def _simple_cell(function: Callable[..., Tensor], input: Tensor, hx: Tensor | None, *parameters: Any) -> Tensor:
-    rows, state = _row(input, None if hx is None else [hx])
-    hidden = function(rows, rows.new_zeros(rows.shape[0], parameters[1].shape[1]) if state is None else state[0], *parameters)
-    return hidden if input.dim() == 2 else hidden.squeeze(0)
-
-
-def _row(input: Tensor, hx: Sequence[Tensor] | None) -> tuple[Tensor, list[Tensor] | None]:
-    if input.dim() == 2:
-        return input, None if hx is None else list(hx)
-    return input.unsqueeze(0), None if hx is None else [state.unsqueeze(0) for state in hx]
-
-
-# ---- the calls that they are made of -----------------------------------------------------------------------------------
-
-
-def _expand_lstm(build: Builder, input: fx.Node, hx: Any, nested: bool, **settings: Any) -> Any:
-    output, hidden, cell = expand_layers(build, "lstm", input, hx, Layers(**settings))
-    return (output, (hidden, cell)) if nested else (output, hidden, cell)
-
-
-def _expand_gru(build: Builder, input: fx.Node, hx: Any, **settings: Any) -> Any:
-    return tuple(expand_layers(build, "gru", input, None if hx is None else [hx], Layers(**settings)))
-
-
-def _expand_rnn(build: Builder, input: fx.Node, hx: Any, nonlinearity: str, **settings: Any) -> Any:
-    return tuple(expand_layers(build, nonlinearity, input, None if hx is None else [hx], Layers(**settings)))
-
-
-def _expand_lstm_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:
-    return tuple(expand_cell(build, "lstm", input, hx, list(weights.values())))
-
-
-def _expand_gru_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:
-    return expand_cell(build, "gru", input, None if hx is None else [hx], list(weights.values()))[0]
-
-
-def _expand_rnn_cell(build: Builder, input: fx.Node, hx: Any, nonlinearity: str, **weights: Any) -> Any:
-    return expand_cell(build, nonlinearity, input, None if hx is None else [hx], list(weights.values()))[0]
+def _cell(function: Callable[..., Any], input: Tensor, hx: Any, *parameters: Any) -> tuple[Tensor, ...]:
+    """Call PyTorch's function with rows, and with a state of zeros where none is given."""
+    one = input.dim() != 2
+    rows = input.unsqueeze(0) if one else input
+    zeros = [] if hx is not None else [rows.new_zeros(rows.shape[0], parameters[1].shape[1])] * 2
+    state = zeros or [each.unsqueeze(0) if one else each for each in listed(hx)]
+    results = listed(function(rows, state if function is torch.lstm_cell else state[0], *parameters))
+    return tuple(each.squeeze(0) if one else each for each in results)
 
 
 # ---- spellings ------------------------------------------------------------------------------------------------------
 
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a cell
 PACKED = "its input is a packed sequence, whose number of steps is known at run time only: pad it and mask the padded steps"
 
 
@@ -227,51 +173,37 @@ def _layer_of(module: Any) -> dict[str, Any]:
     return {"parameters": _weights(module), "biases": module.bias, **settings}
 
 
-def _cell_of(module: Any) -> dict[str, Any]:
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    return {name: None if getattr(module, name) is None else Parameter(name) for name in names}
-
-
-def _called(input: Any, hx: Any, *rest: Any, **named: Any) -> dict[str, Any] | str:
+def _called(**more: Any) -> Callable[..., dict[str, Any] | str]:
     """torch.gru(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)"""
     names = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
-    given = {**dict(zip(names, rest, strict=False)), **named}
-    if not isinstance(given.get("params"), list | tuple) or len(given) != len(names):
-        return PACKED
-    settings = {name: given[name] for name in ("num_layers", "bidirectional", "batch_first")}
-    return {"input": input, "hx": hx, "parameters": given["params"], "biases": given["has_biases"], **settings, "dropout": 0.0}
 
-
-def _called_with(**more: Any) -> Callable[..., dict[str, Any] | str]:
-    def adapt(*args: Any, **named: Any) -> dict[str, Any] | str:
-        found = _called(*args, **named)
-        return found if isinstance(found, str) else {**found, **more}
+    def adapt(input: Any, hx: Any, *rest: Any, **named: Any) -> dict[str, Any] | str:
+        given = {**dict(zip(names, rest, strict=False)), **named}
+        if not isinstance(given.get("params"), list | tuple) or len(given) != len(names):
+            return PACKED
+        settings = {name: given[name] for name in ("num_layers", "bidirectional", "batch_first")}
+        return {"input": input, "hx": hx, "parameters": given["params"], "biases": given["has_biases"], **settings, "dropout": 0.0, **more}
 
     return adapt
 
 
-def _cell_with(**more: Any) -> Callable[..., dict[str, Any]]:
-    names = ("input", "hx", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
-
+def _cell_called(**more: Any) -> Callable[..., dict[str, Any]]:
     def adapt(*args: Any, **named: Any) -> dict[str, Any]:
-        given = {
-            **dict(zip(names, args, strict=False)),
-            **{{"w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh"}.get(k, k): v for k, v in named.items()},
-        }
-        return {**given, **more}
+        given = {{"w_": "weight_", "b_": "bias_"}.get(name[:2], name[:2]) + name[2:]: value for name, value in named.items()}
+        return {**dict(zip(("input", "hx", *WEIGHTS), args, strict=False)), **given, **more}
 
     return adapt
 
 
 def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Return the arguments, or why a layer or a cell cannot be unrolled."""
-    operands = [arguments["input"], *_listed(arguments["hx"])]
+    operands = [arguments["input"], *listed(arguments["hx"])]
     known = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
     if not all(isinstance(entry, TensorFact) for entry in known):
         return PACKED if len(operands) == 1 else "its state is not a tensor"
     if any(is_parameter(operand) for operand in operands[1:]):
         return "its initial state is a parameter or a constant"
-    weights = arguments.get("parameters") or [arguments.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    weights = arguments.get("parameters") or [arguments.get(name) for name in WEIGHTS]
     computed = [weight for weight in weights if isinstance(weight, fx.Node) and not is_parameter(weight)]
     if computed:
         return f"one of its weights is computed by %{computed[0].name} from more than parameters"
@@ -290,34 +222,49 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if steps else "it has no steps"
 
 
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _declare(
     function: Callable[..., Any],
     expand: Callable[..., Any],
-    modules: Mapping[type, Callable[[Any], dict[str, Any] | str]],
+    modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]],
     functions: Mapping[Callable[..., Any], Adapt],
 ) -> None:
-    operands = ("input", "hx")
     settings: dict[str, Any] = {"modules": modules, "functions": functions, "normalize": _plain, "refuses": _refuses}
-    register(Operator(function.__name__, function, operands, expand=expand, **settings))
+    register(Operator(function.__name__, function, ("input", "hx"), expand=expand, **settings))
 
 
-_declare(lstm, _expand_lstm, {nn.LSTM: _layer_of}, {torch.lstm: _called_with(nested=False)})
-_declare(gru, _expand_gru, {nn.GRU: _layer_of}, {torch.gru: _called})
+def _expand_lstm(build: Builder, input: fx.Node, hx: Any, nested: bool, **settings: Any) -> Any:
+    output, hidden, cell = expand_layers(build, "lstm", input, hx, Layers(**settings))
+    return (output, (hidden, cell)) if nested else (output, hidden, cell)
+
+
+def _expand_rnn(build: Builder, input: fx.Node, hx: Any, **settings: Any) -> Any:
+    kind = settings.pop("nonlinearity", "gru")
+    return tuple(expand_layers(build, kind, input, hx, Layers(**settings)))
+
+
+def _expand_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:
+    kind = weights.pop("nonlinearity", "gru")
+    return expand_cell(build, kind, input, hx, list(weights.values()))[0]
+
+
+_declare(lstm, _expand_lstm, {nn.LSTM: _layer_of}, {torch.lstm: _called(nested=False)})
+_declare(gru, _expand_rnn, {nn.GRU: _layer_of}, {torch.gru: _called()})
 _declare(
     rnn,
     _expand_rnn,
     {nn.RNN: lambda m: {**_layer_of(m), "nonlinearity": m.nonlinearity}},
-    {torch.rnn_tanh: _called_with(nonlinearity="tanh"), torch.rnn_relu: _called_with(nonlinearity="relu")},
+    {torch.rnn_tanh: _called(nonlinearity="tanh"), torch.rnn_relu: _called(nonlinearity="relu")},
 )
-_declare(lstm_cell, _expand_lstm_cell, {nn.LSTMCell: _cell_of}, {torch.lstm_cell: _cell_with()})
-_declare(gru_cell, _expand_gru_cell, {nn.GRUCell: _cell_of}, {torch.gru_cell: _cell_with()})
+_declare(
+    lstm_cell,
+    lambda build, input, hx, **weights: tuple(expand_cell(build, "lstm", input, hx, list(weights.values()))),
+    {nn.LSTMCell: settings_of(WEIGHTS)},
+    {torch.lstm_cell: _cell_called()},
+)
+_declare(gru_cell, _expand_cell, {nn.GRUCell: settings_of(WEIGHTS)}, {torch.gru_cell: _cell_called()})
 _declare(
     rnn_cell,
-    _expand_rnn_cell,
-    {nn.RNNCell: lambda m: {**_cell_of(m), "nonlinearity": m.nonlinearity}},
-    {torch.rnn_tanh_cell: _cell_with(nonlinearity="tanh"), torch.rnn_relu_cell: _cell_with(nonlinearity="relu")},
+    _expand_cell,
+    {nn.RNNCell: settings_of((*WEIGHTS, "nonlinearity"))},
+    {torch.rnn_tanh_cell: _cell_called(nonlinearity="tanh"), torch.rnn_relu_cell: _cell_called(nonlinearity="relu")},
 )

@@ -11,9 +11,7 @@ from torch import fx
 
 from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.demands import INNER, Demand, Fixed, Own, Same
-from fxquant.ops.core.record import operator_of
+from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout
@@ -174,8 +172,8 @@ class _Sequence:
         after: tuple[fx.Node, ...] = ()
         for number, position in enumerate(reversed(steps) if backwards else steps):
             build.step = number
-            state = after = step(layer, build(getitem, given, _along(self.axis, position)), state)
-            shown[position] = build(reshape, after[0], _with(_numbers(build, after[0]), self.axis))
+            state = after = step(layer, build(getitem, given, [position if dim == self.axis else WHOLE for dim in range(3)]), state)
+            shown[position] = _with(build, after[0], self.axis)
         build.step = None
         for nodes in layer.tied.values():
             build.tie(*nodes)
@@ -191,7 +189,8 @@ class _Sequence:
             for backwards in (False, True)[:directions]:
                 begin = len(last)
                 weights = parameters[begin * count : (begin + 1) * count]
-                shown, after = self.direction(input, weights, layers.biases, self._first(state, begin), backwards)
+                first = [build(getitem, held, [begin, WHOLE, WHOLE]) for held in state] if state else [None]
+                shown, after = self.direction(input, weights, layers.biases, _filled(first, self.kind), backwards)
                 last.append(after)
                 found.append(shown)
             input = found[0] if directions == 1 else build(cat, found, 2)
@@ -199,20 +198,10 @@ class _Sequence:
                 input = build(dropout, input, layers.dropout, "dropout")
         return input, last
 
-    def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
-        """Return the state before the first step of one direction of one layer."""
-        return _filled([self.build(getitem, held, [number, WHOLE, WHOLE]) for held in state] if state else [None], self.kind)
-
 
 def _filled(state: Sequence[fx.Node | None], kind: str) -> State:
     """As many tensors as the step takes: what is remembered of a GRU is what was given."""
     return tuple(state) if len(state) == STEPS[kind][2] else (state[0],) * STEPS[kind][2]
-
-
-def _along(axis: int, position: int) -> list[Any]:
-    index: list[Any] = [WHOLE] * 3
-    index[axis] = position
-    return index
 
 
 def _whole(size: Any) -> int:
@@ -220,35 +209,39 @@ def _whole(size: Any) -> int:
     return size
 
 
-def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, layers: Layers) -> list[fx.Node]:
+def listed(value: Any) -> list[Any]:
+    """Return the states that are given: one, several, or none."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: Layers) -> list[fx.Node]:
     """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
     known = build.fact(input).shape
-    state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
+    state = None if all(map(_is_zero, listed(hx))) else listed(hx)
     axis = 1 if layers.batch_first else 0
     batched = len(known) == 3
     if not batched:
         input = build(reshape, input, [1, *known] if layers.batch_first else [known[0], 1, known[1]])
-        state = None if state is None else [build(reshape, held, _with(_numbers(build, held), 1)) for held in state]
+        state = None if state is None else [_with(build, held, 1) for held in state]
     output, last = _Sequence(build, kind, axis).layers(input, state, layers)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
         results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))
     if batched:
         return results
-    return [build(reshape, value, _without(_numbers(build, value), 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
+    return [_without(build, value, 1 - axis if at == 0 else 1) for at, value in enumerate(results)]
 
 
-def _numbers(build: Builder, value: fx.Node) -> list[int]:
-    """Return a shape for `reshape`, with -1 for the batch."""
-    return numbers(build.fact(value).shape)
+def _with(build: Builder, value: fx.Node, dim: int) -> Any:
+    """Return a value with another dimension, of size 1."""
+    shape = numbers(build.fact(value).shape)
+    return build(reshape, value, [*shape[:dim], 1, *shape[dim:]])
 
 
-def _with(shape: Sequence[Any], dim: int) -> list[Any]:
-    return [*shape[:dim], 1, *shape[dim:]]
-
-
-def _without(shape: Sequence[Any], dim: int) -> list[Any]:
-    return [*shape[:dim], *shape[dim + 1 :]]
+def _without(build: Builder, value: fx.Node, dim: int) -> Any:
+    """Return a value without a dimension, of size 1."""
+    shape = numbers(build.fact(value).shape)
+    return build(reshape, value, [*shape[:dim], *shape[dim + 1 :]])
 
 
 MOVING = ("identity", "reshape", "expand", "getitem", "permute", "repeat")
@@ -263,11 +256,9 @@ def _is_zero(value: Any) -> bool:
     return value.target in (torch.zeros, torch.zeros_like, "new_zeros")
 
 
-def expand_cell(
-    build: Builder, kind: str, input: fx.Node, hx: Sequence[fx.Node] | None, weights: Sequence[fx.Node | None]
-) -> list[fx.Node]:
+def expand_cell(build: Builder, kind: str, input: fx.Node, hx: Any, weights: Sequence[fx.Node | None]) -> list[fx.Node]:
     """Return the states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
-    state = None if hx is None or all(map(_is_zero, hx)) else list(hx)
+    state = None if all(map(_is_zero, listed(hx))) else listed(hx)
     sizes = build.fact(input).shape
     if len(sizes) == 1:
         input = build(reshape, input, [1, *sizes])

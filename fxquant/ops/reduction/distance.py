@@ -14,15 +14,11 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir.facts import Size
 from fxquant.ir.graph import fact
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import INNER, WIDE, Own
-from fxquant.ops.core.guards import nodes, one_of
-from fxquant.ops.core.samples import NORMED, POSITIVE, sample
+from fxquant.ops.core.operators import INNER, NORMED, POSITIVE, WIDE, Builder, Own, composite, nodes, one_of, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.table import SHIFTED, unary
+from fxquant.ops.elementwise.table import SHIFTED, tabled
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
@@ -67,12 +63,10 @@ def hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(torch.sqrt, build(add, *squares, demand=WIDE))
 
 
+@tabled(lambda x: math.log1p(math.exp(-abs(x))))
 def log_of_one_and_exponential(input: Tensor) -> Tensor:
     """Compute log(1 + exp(-|input|))."""
     return torch.log1p(torch.exp(-input.abs()))
-
-
-unary("log_of_one_and_exponential", log_of_one_and_exponential, lambda x: math.log1p(math.exp(-abs(x))))
 
 
 @composite(refuses=nodes("input", "other"), samples=TWO)
@@ -85,12 +79,10 @@ def logaddexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 NOT_ZERO = 2.0**-24  # a divisor of 0, at the origin alone, whose angle is 0 then
 
 
+@tabled(lambda x: math.atan2(x, 1 - abs(x)))
 def angle_of_share(input: Tensor) -> Tensor:
     """Return the angle in ±π/2 of a point whose ordinate is this share of |ordinate| + |abscissa|."""
     return torch.atan2(input, 1 - input.abs())
-
-
-unary("angle_of_share", angle_of_share, lambda x: math.atan2(x, 1 - abs(x)))
 
 
 @composite("arctan2", refuses=nodes("input", "other"), samples=TWO)

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE
-from fxquant.ops.core.record import Operator, Parameter, register
-from fxquant.ops.core.samples import NORMED, sample
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.declare import settings_of, taking
+from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, sample, shape_of
+from fxquant.ops.core.operators import numbers as numeric
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
@@ -34,10 +30,9 @@ from fxquant.ops.pooling.totals import mean, sum
 # ---- variance and deviation -----------------------------------------------------------------------------------------
 
 
-def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> fx.Node:
+def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Subtract a tensor's mean from it."""
-    centred: fx.Node = build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
-    return centred
+    return build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
 
 
 def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> tuple[fx.Node, float]:
@@ -66,13 +61,17 @@ def _statistics(
 
 def reduced(input: Any, dim: Any) -> list[int] | str:
     """Return the dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
-    known = fact(input) if isinstance(input, fx.Node) else None
-    if not isinstance(known, TensorFact):
-        return "its operand is not a tensor"
-    chosen = [dim] if isinstance(dim, int) else list(dim or range(len(known.shape)))
-    if not all(isinstance(d, int) for d in chosen):
-        return "its dimensions are computed"
-    return sorted(d % len(known.shape) for d in chosen)
+    sizes = shape_of(input)
+    if not sizes:
+        return "its operand is not a tensor" if sizes is None else NO_DIMENSIONS
+    chosen = [dim] if isinstance(dim, int) else list(dim or range(len(sizes)))
+    return sorted(d % len(sizes) for d in chosen) if all(isinstance(d, int) for d in chosen) else "its dimensions are computed"
+
+
+def over_dimensions(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the arguments of a reduction with its dimensions as `reduced` lists them."""
+    dims = reduced(arguments["input"], arguments["dim"])
+    return dims if isinstance(dims, str) else {**arguments, "dim": dims}
 
 
 def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -85,12 +84,10 @@ def _refuses_statistics(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def refuses_reduction(input: Any, dims: list[int]) -> str | None:
     """Return why a sum over these dimensions cannot be computed on integers; None if it can."""
-    known = fact(input)
-    if not isinstance(known, TensorFact):
-        return "its operand is not a tensor"
-    if not known.shape:
-        return "its operand has no dimensions"
-    return None if all(isinstance(known.shape[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
+    sizes = shape_of(input)
+    if not sizes:
+        return "its operand is not a tensor" if sizes is None else NO_DIMENSIONS
+    return None if all(isinstance(sizes[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
 
 
 def _var(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
@@ -133,12 +130,38 @@ def std_mean(build: Builder, input: fx.Node, dim: list[int], correction: float =
 # ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
 
 
-def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> Any:
+    """Return a tensor times weight, plus bias, of its channels."""
+    if weight is None and bias is not None:
+        weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
+    return build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
+
+
+def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape, groups = fact(arguments["input"]).shape, arguments["num_groups"]
+    if not isinstance(groups, int) or not isinstance(arguments["eps"], int | float):
+        return COMPUTED
+    if len(shape) < 2 or not isinstance(shape[1], int):
+        return "its input has no channels of a fixed number"
+    if shape[1] % groups:
+        return "its groups do not divide its channels"
+    return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
+
+
+@composite(
+    *(F.group_norm, torch.group_norm, nn.GroupNorm),
+    by_name=False,
+    takes="input num_groups weight bias eps cudnn_enabled",
+    refuses=_refuses_group_norm,
+)
+def group_norm(
+    build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-5
+) -> Any:
     """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
-    return F.group_norm(input, num_groups, weight, bias, eps)
+    return _in_groups(build, input, num_groups, weight, bias, eps)
 
 
-def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
+def _in_groups(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
     shape = numbers(fact(input).shape)
     grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
     unit, inverse = unit_and_inverse(build, centre(build, grouped, [2]), lambda: extent_of(build, grouped, [2]), [2], float(eps))
@@ -147,50 +170,21 @@ def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: 
     return scaled(build, build(reshape, build(mul, unit, inverse, demand=WIDE), shape), weight, bias)
 
 
-def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
-    """Return a tensor times weight, plus bias, of its channels."""
-    if weight is None and bias is not None:
-        weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
-    result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
-    return result
+RUNNING = ("running_mean", "running_var")
+WEIGHTS_FIRST = "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"  # as torch.instance_norm takes them
 
 
-def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape, groups = fact(arguments["input"]).shape, arguments["num_groups"]
-    if not isinstance(groups, int) or not isinstance(arguments["eps"], int | float):
-        return "one of its settings is computed, not a number"
-    if len(shape) < 2 or not isinstance(shape[1], int):
-        return "its input has no channels of a fixed number"
-    if shape[1] % groups:
-        return "its groups do not divide its channels"
-    return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
+def _instance_norm_module(module: Any) -> dict[str, Any]:
+    running = module.running_mean is not None
+    names = ("weight", "bias", *(RUNNING if running else ()))
+    return {**settings_of(names)(module), "use_input_stats": not running, "eps": module.eps}  # type: ignore[dict-item]
 
 
-def _affine(module: Any) -> dict[str, Any]:
-    return {name: None if getattr(module, name) is None else Parameter(name) for name in ("weight", "bias")}
-
-
-def _group_norm_module(module: Any) -> dict[str, Any]:
-    return {"num_groups": module.num_groups, **_affine(module), "eps": module.eps}
-
-
-def _group_norm(
-    input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, cudnn_enabled: bool = True
-) -> dict[str, Any]:
-    return {"input": input, "num_groups": num_groups, "weight": weight, "bias": bias, "eps": eps}
-
-
-register(
-    Operator(
-        "group_norm",
-        group_norm,
-        ("input",),
-        expand=_expand_group_norm,
-        functions={F.group_norm: _group_norm, torch.group_norm: _group_norm},
-        modules={nn.GroupNorm: _group_norm_module},
-        refuses=_refuses_group_norm,
-    )
-)
+def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape = fact(arguments["input"]).shape
+    if len(shape) < 3:
+        return "its input has no batch dimension"
+    return _refuses_group_norm(node, {**arguments, "num_groups": shape[1] if isinstance(shape[1], int) else 1})
 
 
 def _float_instance_norm(
@@ -205,37 +199,11 @@ def _float_instance_norm(
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
 
 
-def _instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> dict[str, Any]:
-    statistics = {"running_mean": running_mean, "running_var": running_var} if not use_input_stats else {}
-    return {"input": input, **statistics, "weight": weight, "bias": bias, "use_input_stats": use_input_stats, "eps": eps}
-
-
-def _instance_norm_module(module: Any) -> dict[str, Any]:
-    running = module.running_mean is not None
-    statistics = {name: Parameter(name) for name in ("running_mean", "running_var")} if running else {}
-    return {**statistics, **_affine(module), "use_input_stats": not running, "eps": module.eps}
-
-
-def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = fact(arguments["input"]).shape
-    if len(shape) < 3:
-        return "its input has no batch dimension"
-    return _refuses_group_norm(node, {**arguments, "num_groups": shape[1] if isinstance(shape[1], int) else 1})
-
-
 @composite(
     function=_float_instance_norm,
-    adapt=_instance_norm,
+    takes="input running_mean running_var weight bias use_input_stats momentum eps",
+    calls={torch.instance_norm: taking(WEIGHTS_FIRST, ("input", *RUNNING, "weight", "bias", "use_input_stats", "eps"))},
+    normalize=lambda node, arguments: {**arguments, **dict.fromkeys(RUNNING)} if arguments["use_input_stats"] else arguments,
     modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
     refuses=_refuses_instance_norm,
 )
@@ -251,28 +219,16 @@ def instance_norm(
 ) -> Any:
     """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     if use_input_stats:
-        return _expand_group_norm(build, input, fact(input).shape[1], weight, bias, eps)
+        return _in_groups(build, input, fact(input).shape[1], weight, bias, eps)
     factor = build(shifted, running_var, "rsqrt", 1.0, float(eps), {})
     factor = factor if weight is None else build(mul, factor, weight)
     offset = build(mul, running_mean, factor)
     return scaled(build, input, factor, build(torch.neg, offset) if bias is None else build(sub, bias, offset))
 
 
-def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return F.rms_norm(input, list(normalized_shape), weight, eps)
-
-
-def _rms_norm_module(module: Any) -> dict[str, Any]:
-    weight = None if module.weight is None else Parameter("weight")
-    return {"normalized_shape": list(module.normalized_shape), "weight": weight, "eps": module.eps}
-
-
-def _refuses_rms_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    given = [arguments["eps"] or 0, *arguments["normalized_shape"]]
-    return None if all(isinstance(value, int | float) for value in given) else "one of its settings is computed, not a number"
-
-
-@composite(function=_rms_norm, modules={nn.RMSNorm: _rms_norm_module}, refuses=_refuses_rms_norm)
+@composite(
+    refuses=numeric("normalized_shape", "eps", none=True), samples=(sample(within=NORMED, input=(3, 6, 6), normalized_shape=[6], eps=0.1),)
+)
 def rms_norm(
     build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None = None, eps: float | None = None
 ) -> Any:

@@ -15,44 +15,20 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE
-from fxquant.ops.core.record import Instead
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import NORMED, WIDE, Builder, Instead, Trait, composite, sample
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.table import unary
+from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.normalization.magnitude import NOT_ZERO, magnitude_of, of_one_magnitude
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.ops.reduction.moments import reduced, refuses_reduction
 
 
-def _float_norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
-    """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
-
-    For p = inf it is the largest magnitude, for -inf the smallest, for 0 how many elements are not 0.
-    """
-    value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
-    return value
-
-
-def _normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
-    return value
-
-
-def _inverse_root(x: float, root: float = 2.0) -> float:
-    return x ** (-1 / root) if x > 0 else 0.0
-
-
+@tabled(lambda x, root=2.0: x ** (-1 / root) if x > 0 else 0.0)
 def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
     """Return x^(-1/root) of positive numbers, and 0 of 0."""
     return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
-
-
-unary("inverse_root", inverse_root, _inverse_root, root=2.0)
 
 
 def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
@@ -84,10 +60,6 @@ def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, ou
     return {"input": input, "p": float(p), "dim": dims, "keepdim": keepdim}
 
 
-def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
-    return _norm(input, ord, dim, keepdim, None, dtype)
-
-
 def _matrix_norm(
     input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> dict[str, Any] | str | Instead:
@@ -95,11 +67,9 @@ def _matrix_norm(
         first, second = (d % len(shape_of(input)) for d in dim)
         summed, other = (first, second) if abs(ord) == 1 else (second, first)
         return Instead(sums_norm, {"input": input, "summed": summed, "other": other, "largest": ord > 0, "keepdim": keepdim})
-    return (
-        _norm(input, "fro", dim, keepdim, None, dtype)
-        if ord == "fro"
-        else f"the matrix norm {ord!r} has no integer form: it needs singular values"
-    )
+    if ord != "fro":
+        return f"the matrix norm {ord!r} has no integer form: it needs singular values"
+    return _norm(input, "fro", dim, keepdim, None, dtype)
 
 
 def _linalg_norm(
@@ -118,11 +88,9 @@ def _sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: b
     return (sums.amax if largest else sums.amin)((summed, other), keepdim)
 
 
-def _refuses_sums_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
-
-
-@composite(function=_sums_norm, refuses=_refuses_sums_norm)
+@composite(
+    function=_sums_norm, refuses=lambda node, arguments: refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
+)
 def sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool = False) -> Any:
     """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
     sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
@@ -144,9 +112,13 @@ def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(
-    function=_float_norm,
+    function=lambda input, p, dim, keepdim=False: torch.linalg.vector_norm(input, p, dim, keepdim),
     adapt=_norm,
-    calls={torch.linalg.norm: _linalg_norm, torch.linalg.vector_norm: _vector_norm, torch.linalg.matrix_norm: _matrix_norm},
+    calls={
+        torch.linalg.norm: _linalg_norm,
+        torch.linalg.vector_norm: lambda input, ord=2, dim=None, keepdim=False, *, dtype=None: _norm(input, ord, dim, keepdim, None, dtype),
+        torch.linalg.matrix_norm: _matrix_norm,
+    },
     traits=frozenset({Trait.STATISTIC}),
     refuses=_refuses_norm,
 )
@@ -161,7 +133,12 @@ def norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool
     return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
 
 
-@composite(function=_normalize, adapt=_normalized, refuses=_refuses_norm)
+@composite(
+    function=lambda input, p, dim, eps=1e-12: input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps),
+    adapt=_normalized,
+    refuses=_refuses_norm,
+    samples=(sample(within=NORMED, input=(3, 6, 6), p=1.0, dim=[1]),),
+)
 def normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float = 1e-12) -> Any:
     """Return the elements over the p-norm of theirs along dimensions."""
     unit = input

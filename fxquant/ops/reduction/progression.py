@@ -12,14 +12,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import WIDE, Builder, composite, fixed, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat
@@ -30,12 +26,11 @@ from fxquant.ops.reduction.running import cumsum
 MOST_FACTORS = 32
 
 
-def along(build: Builder, input: fx.Node, dim: int, entry: Any) -> fx.Node:
+def along(build: Builder, input: fx.Node, dim: int, entry: Any) -> Any:
     """input indexed by `entry` along one dimension."""
     index: list[Any] = [WHOLE] * len(build.fact(input).shape)
     index[dim] = entry
-    made: fx.Node = build(getitem, input, index)
-    return made
+    return build(getitem, input, index)
 
 
 def length_of(input: fx.Node, dim: int) -> int:
@@ -45,12 +40,7 @@ def length_of(input: fx.Node, dim: int) -> int:
     return size
 
 
-def refuses_length(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuses an operand without dimensions, and a dimension whose size is not fixed."""
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or not known.shape:
-        return "its operand has no dimensions"
-    return None if isinstance(known.shape[arguments["dim"]], int) else "it runs along the batch, whose size is not fixed"
+refuses_length = fixed()
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -70,21 +60,9 @@ def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if 0 < size <= MOST_FACTORS else f"it multiplies {size} elements, and {MOST_FACTORS} at most have an integer form"
 
 
-def _multiplied(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
-    return {"input": input, "dim": dim, "keepdim": keepdim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
-
-
-def _running(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str:
-    return {"input": input, "dim": dim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
-
-
-def _product(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return torch.prod(input) if dim is None else torch.prod(input, dim, keepdim)
-
-
 @composite(
-    function=_product,
-    adapt=_multiplied,
+    function=lambda input, dim=None, keepdim=False: torch.prod(input) if dim is None else torch.prod(input, dim, keepdim),
+    takes="input dim keepdim dtype",
     refuses=_refuses_product,
     samples=(sample(input=(3, 5), dim=-1), sample(input=(3, 4), dim=1, keepdim=True)),
 )
@@ -102,7 +80,7 @@ def prod(build: Builder, input: fx.Node, dim: int | None = None, keepdim: bool =
     return input if keepdim else along(build, input, dim, 0)
 
 
-@composite(adapt=_running, refuses=_refuses_product, samples=(sample(input=(3, 5), dim=-1),))
+@composite(takes="input dim dtype", refuses=_refuses_product, samples=(sample(input=(3, 5), dim=-1),))
 def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
     """Return the product of the elements up to each one along a dimension."""
     size, reach = length_of(input, dim), 1
@@ -146,12 +124,11 @@ def diff(build: Builder, input: fx.Node, n: int = 1, dim: int = -1, prepend: Any
     return input
 
 
-def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> fx.Node:
+def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
     """Return the area of each trapezoid."""
     pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
     wide = WIDE if "int16" in build.activations else None
-    made: fx.Node = build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
-    return made
+    return build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
 
 
 def _refuses_integral(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -13,26 +13,17 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import Same, fixed, lowered, sample
 from fxquant.primitives import accumulate, comparison, shape
 
 # ---- running sums ----------------------------------------------------------------------------------------------------
 
 
-def _refuses_cumsum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or not known.shape:
-        return "its operand has no dimensions"
-    return None if isinstance(known.shape[arguments["dim"]], int) else "it sums over the batch, whose size is not fixed"
-
-
-def _summed(input: Any, dim: int, *, dtype: Any = None) -> dict[str, Any] | str:
-    return {"input": input, "dim": dim} if dtype in (None, torch.float32) else f"it computes in {dtype}"
-
-
-@lowered(adapt=_summed, refuses=_refuses_cumsum)
+@lowered(
+    takes="input dim dtype",
+    refuses=fixed(because="it sums over the batch, whose size is not fixed"),
+    samples=(sample(input=(3, 6), dim=1),),
+)
 def cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
     """Return the sum of the elements up to each one along a dimension.
 

@@ -13,12 +13,9 @@ from torch import Tensor, fx
 
 from fxquant.ir.facts import Size
 from fxquant.ir.graph import shape_of as sizes_of
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import INNER, WIDE
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import INNER, WIDE, Builder, composite, sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
-from fxquant.ops.elementwise.table import unary
+from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.reduction.norms import norm
 
 SMALL = 1e-7  # what renorm adds to a norm before it divides
@@ -43,12 +40,10 @@ def dist(build: Builder, input: fx.Node, other: fx.Node, p: float = 2) -> Any:
     return build(norm, difference, float(p), list(range(len(build.fact(difference).shape))), False)
 
 
+@tabled(lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0)
 def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
     """Return the factor for a slice with this norm that makes its norm at most `most`."""
     return torch.where(input > most, most / (input + SMALL), 1.0)
-
-
-unary("shrinking", shrinking, lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0, most=1.0)
 
 
 def _refuses_renorm(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering
 from fxquant.ops.core.casting import to_integer
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, lowered
+from fxquant.ops.core.operators import Builder, composite, lowered
 from fxquant.ops.elementwise.whole import TRUTH_VALUES, WHOLE_NUMBERS, Steps, as_whole, needs_numbers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
@@ -40,22 +40,20 @@ def whole_where(lowering: Lowering, condition: Any, input: Any, other: Any) -> A
     return lowering.call(primitives.chosen, steps.held(input), steps.held(other), held)
 
 
-@lowered(function=lambda input, dim, keepdim=False: torch.sum(input, dim, keepdim), reads=("input",), demand=WHOLE_NUMBERS)
-def whole_sum(lowering: Lowering, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return the sum along dimensions."""
-    return lowering.call(primitives.reduced, input, list(dim), keepdim, "sum")
+def _reduces(function: Callable[..., Tensor], operation: str) -> Callable[..., Tensor]:
+    """Register a reduction by one operation of `primitives.reduced`."""
+
+    def lower(lowering: Lowering, input: Any, dim: Any, keepdim: bool = False) -> Any:
+        return lowering.call(primitives.reduced, input, list(dim), keepdim, operation)
+
+    lower.__doc__ = f"Return the {operation} along dimensions."
+    own = lambda input, dim, keepdim=False: function(input, dim, keepdim)  # noqa: E731
+    return lowered(name=f"whole_{function.__name__}", function=own, reads=("input",), demand=WHOLE_NUMBERS)(lower)
 
 
-@lowered(function=lambda input, dim, keepdim=False: torch.amax(input, dim, keepdim), reads=("input",), demand=WHOLE_NUMBERS)
-def whole_amax(lowering: Lowering, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return the largest along dimensions."""
-    return lowering.call(primitives.reduced, input, list(dim), keepdim, "largest")
-
-
-@lowered(function=lambda input, dim, keepdim=False: torch.amin(input, dim, keepdim), reads=("input",), demand=WHOLE_NUMBERS)
-def whole_amin(lowering: Lowering, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return the smallest along dimensions."""
-    return lowering.call(primitives.reduced, input, list(dim), keepdim, "smallest")
+whole_sum = _reduces(torch.sum, "sum")
+whole_amax = _reduces(torch.amax, "largest")
+whole_amin = _reduces(torch.amin, "smallest")
 
 
 @lowered(function=lambda input, dim: torch.cumsum(input, dim), reads=("input",), demand=WHOLE_NUMBERS)
@@ -64,69 +62,46 @@ def whole_cumsum(lowering: Lowering, input: Any, dim: int) -> Any:
     return lowering.call(primitives.running, input, dim)
 
 
-def _place(lowering: Lowering, input: Any, dim: int, keepdim: bool, operation: str) -> Any:
-    """Return the first place of what is equal to the extreme one."""
-    extreme = lowering.call(primitives.reduced, input, [dim], True, operation)
-    found = lowering.call(primitives.converted, lowering.call(comparison.compare, input, extreme, "eq"), torch.int64)
-    return lowering.call(selection.arg_extremum, found, dim, keepdim, True)
+def _places(function: Callable[..., Tensor], operation: str) -> Callable[..., Tensor]:
+    """Register where along a dimension the first of what is equal to the extreme one is."""
+
+    def lower(lowering: Lowering, input: Any, dim: int, keepdim: bool = False) -> Any:
+        extreme = lowering.call(primitives.reduced, input, [dim], True, operation)
+        found = lowering.call(primitives.converted, lowering.call(comparison.compare, input, extreme, "eq"), torch.int64)
+        return lowering.call(selection.arg_extremum, found, dim, keepdim, True)
+
+    lower.__doc__ = f"Return the place of the {operation} along a dimension, the first of equal ones."
+    own = lambda input, dim, keepdim=False: function(input, dim, keepdim)  # noqa: E731
+    fields: dict[str, Any] = {"reads": ("input",), "demand": WHOLE_NUMBERS, "refuses": _refuses_place}
+    return lowered(name=f"whole_{function.__name__}", function=own, **fields)(lower)
+
+
+whole_argmax = _places(torch.argmax, "largest")
+whole_argmin = _places(torch.argmin, "smallest")
+
+
+def _both(function: Callable[..., Any], which: str, extreme: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+    """Register what is extreme along a dimension, together with its places."""
+
+    def expand(build: Builder, input: fx.Node, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
+        values = build(extreme, input, [dim], keepdim)
+        return values if dtype == torch.int64 else build(to_integer, values, dtype), build(place, input, dim, keepdim)
+
+    def own(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
+        values, places = function(input, dim, keepdim)
+        return values.to(dtype), places
+
+    expand.__doc__ = f"Return the {which} along a dimension, in a dtype, and their places."
+    name = f"whole_{which}_along"
+    return composite(name=name, function=own, operands=(), reads=("input",), refuses=_refuses_place)(expand)
+
+
+whole_largest_along = _both(torch.max, "largest", whole_amax, whole_argmax)
+whole_smallest_along = _both(torch.min, "smallest", whole_amin, whole_argmin)
 
 
 @lowered(
-    function=lambda input, dim, keepdim=False: torch.argmax(input, dim, keepdim),
-    reads=("input",),
-    demand=WHOLE_NUMBERS,
-    refuses=_refuses_place,
-)
-def whole_argmax(lowering: Lowering, input: Any, dim: int, keepdim: bool = False) -> Any:
-    """Return the place of the largest along a dimension, the first of equal ones."""
-    return _place(lowering, input, dim, keepdim, "largest")
-
-
-@lowered(
-    function=lambda input, dim, keepdim=False: torch.argmin(input, dim, keepdim),
-    reads=("input",),
-    demand=WHOLE_NUMBERS,
-    refuses=_refuses_place,
-)
-def whole_argmin(lowering: Lowering, input: Any, dim: int, keepdim: bool = False) -> Any:
-    """Return the place of the smallest along a dimension, the first of equal ones."""
-    return _place(lowering, input, dim, keepdim, "smallest")
-
-
-def _along(values: Any, dtype: torch.dtype) -> Any:
-    return values[0].to(dtype), values[1]
-
-
-@composite(
-    function=lambda input, dim, keepdim=False, dtype=torch.int64: _along(torch.max(input, dim, keepdim), dtype),
-    operands=(),
-    reads=("input",),
-    refuses=_refuses_place,
-)
-def whole_largest_along(build: Builder, input: fx.Node, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """Return the largest along a dimension, in a dtype, and their places."""
-    values = build(whole_amax, input, [dim], keepdim)
-    return values if dtype == torch.int64 else build(to_integer, values, dtype), build(whole_argmax, input, dim, keepdim)
-
-
-@composite(
-    function=lambda input, dim, keepdim=False, dtype=torch.int64: _along(torch.min(input, dim, keepdim), dtype),
-    operands=(),
-    reads=("input",),
-    refuses=_refuses_place,
-)
-def whole_smallest_along(build: Builder, input: fx.Node, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """Return the smallest along a dimension, in a dtype, and their places."""
-    values = build(whole_amin, input, [dim], keepdim)
-    return values if dtype == torch.int64 else build(to_integer, values, dtype), build(whole_argmin, input, dim, keepdim)
-
-
-def _whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return torch.cat(tensors, dim)
-
-
-@lowered(
-    function=_whole_cat,
+    function=lambda tensors, dim=0: torch.cat(tensors, dim),
     reads=("tensors",),
     demand=lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
 )
