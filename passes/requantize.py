@@ -23,6 +23,8 @@ from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import ActivationConfig
 
+LISTED = 8  # names in a message: a recurrent layer has hundreds of operators
+
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
     """No operator that must share its operands' grid has another dtype than these; others read what a rule's `input` asks for."""
@@ -67,7 +69,7 @@ def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
             node.replace_input_with(operand, made[key])
             context.say(f"%{operand.name} is requantized for %{node.name}: the input= of the qconfig's {rule}")
     for rule, names in unused.items():
-        readers = ", ".join(names)
+        readers = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
         context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
     return len(made)
 

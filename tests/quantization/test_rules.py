@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,13 @@ def test_an_input_that_means_nothing_is_told() -> None:
     prepared = fxq.prepare(pooled, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, INPUT)))
     assert not_done(prepared) == ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"]
     assert not_done(fxq.prepare(Fork(), batch(), "nash-e", INPUT)) == []  # the default's input is the model's
+
+
+def test_a_message_names_a_few_of_the_many_operators_of_a_recurrent_layer() -> None:
+    rules = fxq.QConfigMapping().set_object_type(nn.LSTM, fxq.QConfig(input=fxq.ActivationConfig("int16")))
+    (text,) = not_done(fxq.prepare(nn.Sequential(nn.LSTM(4, 5, batch_first=True)), torch.randn(2, 7, 4), "bayes-e", rules))
+    assert text.count("%") == 8
+    assert re.search(r" and \d+ more: what is read there is quantized already$", text)
 
 
 def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: Path) -> None:
