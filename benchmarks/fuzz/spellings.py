@@ -444,6 +444,8 @@ def plain(record: Operator) -> Iterator[Spelling]:
     required = [name for name, value in _signature(record).items() if value is inspect.Parameter.empty]
     if required != ["input"] or record.operands != ("input",) or record.absorbs:
         return
+    if _signature(record).get("dim1") == 0:  # by default it works on the batch
+        return
     operands = {**dict.fromkeys(GUARDED, "({0}.abs() + 0.5)"), **dict.fromkeys(WITHIN_ONE, "(torch.sigmoid({0}) * 0.8 + 0.1)")}
     operand = {**operands, "acosh": "({0}.abs() + 1.5)"}.get(record.name, "{0}")
     for function in [function for function, (known, _) in FUNCTIONS.items() if known is record]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.ir.parts import step_of
 from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.ops import Operator
 from fxquant.prepared.nodes import called, grid_of, is_dynamic, primitive_of, record_of
+from fxquant.primitives import Primitive
 from fxquant.support.arguments import checked
 
 
@@ -84,27 +85,35 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
     if node.op == "get_attr":
         return _attribute(gm, str(node.target))
     record = record_of(gm, node) or primitive_of(node)
-    name, arguments = called(gm, node), _arguments(None if record is None else record.function, node)
+    name, arguments = called(gm, node), _arguments(record, node)
     if record is None and node.op == "call_module":
         return f"{name}[{node.target}]({arguments})"
     return f"{'.' if node.op == 'call_method' else ''}{name}({arguments})"
 
 
-def _arguments(function: Callable[..., Any] | None, node: fx.Node) -> str:
+def _arguments(record: Operator | Primitive | None, node: fx.Node) -> str:
     """Return the arguments, by name after the first, without those at their defaults."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
-    except ValueError:
-        parameters = []
+    parameters = _parameters(record)
     shown = []
     for index, value in enumerate(node.args):
-        parameter = parameters[index] if index < len(parameters) else None
-        if parameter is not None and parameter.default is not inspect.Parameter.empty and _plain(parameter.default) == _plain(value):
+        name, default = parameters[index] if index < len(parameters) else ("", inspect.Parameter.empty)
+        if default is not inspect.Parameter.empty and _plain(default) == _plain(value):
             continue
-        named = parameter is not None and index > 0 and not isinstance(value, fx.Node)
-        shown.append(f"{parameter.name}={_value(value)}" if named and parameter is not None else _value(value))
+        named = name and index > 0 and not isinstance(value, fx.Node)
+        shown.append(f"{name}={_value(value)}" if named else _value(value))
     shown.extend(f"{name}={_value(value)}" for name, value in node.kwargs.items())
     return ", ".join(shown)
+
+
+def _parameters(record: Operator | Primitive | None) -> list[tuple[str, Any]]:
+    """Return the names and defaults of positional arguments: those that the record declares, or else its function's."""
+    if isinstance(record, Operator) and record.parameters:
+        return list(record.parameters.items())
+    try:
+        known = [] if record is None else list(inspect.signature(record.function).parameters.values())
+    except ValueError:
+        known = []
+    return [(each.name, each.default) for each in known]
 
 
 def _plain(value: Any) -> Any:

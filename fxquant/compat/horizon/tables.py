@@ -175,7 +175,7 @@ NN = [
     *serve("pillars", "BevPoolV2", "3.0", "`fxq.nn.BEVPool`", "in float: where points go is data"),
     *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
            TransformerEncoder TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
-    Row("FloatFunctional", "stubs:FloatFunctional"),
+    Row("FloatFunctional", "stub_modules:FloatFunctional"),
     *refuse("RcnnPostProcess", "which of its scores is the background, and how its boxes are rounded, is not public",
             "call horizon.nn.DetectionPostProcess with background_class_idx"),
 ]  # fmt: skip
@@ -252,9 +252,9 @@ MODULES: dict[str, list[Row]] = {
     "nn.functional": NN_FUNCTIONAL,
     "nn.quantized": [
         *FUNCTIONAL_MODULES,
-        Row("QFunctional", "stubs:FloatFunctional"),
-        Row("Quantize", "stubs:QuantStub"),
-        Row("DeQuantize", "stubs:DeQuantStub"),
+        Row("QFunctional", "stub_modules:FloatFunctional"),
+        Row("Quantize", "stub_modules:QuantStub"),
+        Row("DeQuantize", "stub_modules:DeQuantStub"),
     ],
     "nn.qat.stubs": STUBS,
     "nn.qat": [

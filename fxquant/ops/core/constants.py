@@ -22,12 +22,17 @@ def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
     if isinstance(branch, Quantized):
         return lowering.rescale(branch, to, f"{role}_")
     value = torch.as_tensor(branch, dtype=torch.float32, device=to.grid.scale.device)
-    if bool(torch.isnan(value).any()):  # an infinite one saturates
-        lowering.parameters[f"its constant {role!r}"] = value
-        raise lowering.not_finite()
+    refuse_nan(lowering, value, role)
     grid = to.grid
     lowering.describe(role, grid.scale, zero_point=grid.zero_point)
     return lowering.constant(role, lowering.stored(grid.quantize(value), grid), grid.type.storage)
+
+
+def refuse_nan(lowering: Lowering, branch: Branch, role: str) -> None:
+    """Raise NotFinite for a constant that holds NaN; an infinite one saturates."""
+    if isinstance(branch, Tensor) and bool(torch.isnan(branch).any()):
+        lowering.parameters[f"its constant {role!r}"] = branch
+        raise lowering.not_finite()
 
 
 def real(branch: Branch) -> Any:

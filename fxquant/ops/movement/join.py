@@ -76,7 +76,7 @@ def _joined(c: Call) -> list[str]:
         **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
         torch.dstack: _along(2, 3),
     },
-    demand=DEMAND,
+    demand=lambda node, arguments: DEMAND,
     moves=True,
     refuses=_refuses_cat,
     normalize=_without_nothing,
@@ -97,7 +97,7 @@ def _onnx_stack(c: Call) -> str:
     return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 
-@lowered(operands=("tensors",), demand=DEMAND, moves=True, refuses=(_refuses_cat, result_varying), onnx=_onnx_stack)
+@lowered(operands=("tensors",), demand=lambda node, arguments: DEMAND, moves=True, refuses=(_refuses_cat, result_varying), onnx=_onnx_stack)
 def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along a new dimension.
 

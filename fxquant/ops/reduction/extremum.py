@@ -14,7 +14,7 @@ from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.constants import Branch, on_the_output, real, refuse_nan
 from fxquant.ops.core.operators import Adapt, Builder, Call, Instead, Operator, Same, Trait, lowered, register, sample
 from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.primitives import pool, product, selection, shape
@@ -89,6 +89,8 @@ def _lower_extremum(
     lowering: Lowering, input: Branch, other: Branch, function: Callable[..., Tensor], primitive: Callable[..., Tensor]
 ) -> Quantized:
     """Bring each operand to the output's scale, then compare."""
+    for operand, role in ((input, "input"), (other, "other")):  # before its values are observed
+        refuse_nan(lowering, operand, role)
 
     def compared() -> Any:
         whole = isinstance(input, Quantized) and isinstance(other, Quantized)
