@@ -16,7 +16,7 @@ from torch import fx
 
 from fxquant.ir.graph import is_parameter, matched_rules, refusal, refuse, set_matched_rules
 from fxquant.ir.parts import part, set_part, state_demand, stated_demand
-from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
+from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation
 from fxquant.ops.layers.dynamic import may_be_dynamic
@@ -92,8 +92,8 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 def _settle(made: fx.Node, context: Context) -> None:
     """Resolve the dtype that is demanded of a part to one that the target supports, where the composite permits another."""
     demanded = demand(made)
-    if demanded is not None and settled(demanded, context.target.activations) != demanded:
-        state_demand(made, settled(demanded, context.target.activations))
+    if demanded is not None and supported_demand(demanded, context.target.activations) != demanded:
+        state_demand(made, supported_demand(demanded, context.target.activations))
 
 
 def _leave_in_float(made: fx.Node) -> None:

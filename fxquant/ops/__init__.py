@@ -8,7 +8,7 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from fxquant.ops.core.carrying import carried, copies
-from fxquant.ops.core.demands import WIDE, Demand, Fixed, Own, Plain, Same, settled
+from fxquant.ops.core.demands import WIDE, Demand, Fixed, Own, Plain, Same, supported_demand
 from fxquant.ops.core.record import (
     BY_NAME,
     FUNCTIONS,
@@ -36,7 +36,7 @@ from fxquant.ops.core.traits import Trait
 __all__ = [
     "BY_NAME", "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "WIDE", "Demand", "Fixed", "Instead", "Operator", "Own", "Parameter",
     "Plain", "Same", "Trait", "carried", "copies", "demand", "map_operands", "matters", "on_grid_of", "operand_nodes", "operator_of",
-    "preferred_by", "preferred_dtypes", "read_nodes", "settled", "shares", "sharing_operands", "traits_of",
+    "preferred_by", "preferred_dtypes", "read_nodes", "shares", "sharing_operands", "supported_demand", "traits_of",
 ]  # fmt: skip
 
 for _module in walk_packages(__path__, f"{__name__}."):

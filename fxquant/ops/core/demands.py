@@ -62,10 +62,10 @@ class Plain:
 Demand = Own | Same | Fixed | Plain
 
 
-def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
+def supported_demand(demanded: Demand, dtypes: Collection[str]) -> Demand:
     """Return the demand that applies on a target with activations of these dtypes: its alternative, where the target lacks the first."""
     if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
         return demanded
     if isinstance(demanded, Own):
         return replace(demanded, dtype=demanded.otherwise, otherwise=None, headroom=1.0)
-    return settled(demanded.otherwise, dtypes)
+    return supported_demand(demanded.otherwise, dtypes)
