@@ -444,3 +444,13 @@ def test_an_observer_of_the_users_with_a_name_is_given_by_it_and_is_in_files(tmp
         assert torch.equal(next(iter(quantized_operators(prepared).values())).output.scale, torch.tensor(4.0) / torch.tensor(127.5) * part)
         loaded = fxq.load(fxq.save(prepared, tmp_path / "own.fxq"))
         assert {module.part for module in loaded.modules() if isinstance(module, PartObserver)} == {part}
+
+
+@pytest.mark.usefixtures("_own_observers")
+def test_an_observer_takes_no_name_of_another_one_and_may_be_declared_again() -> None:
+    for kind, names in (("Own", "mse"), ("MSEObserver", "own")):
+        with pytest.raises(fxq.ConfigurationError, match=r"histogram\.MSEObserver has that name"):
+            type(kind, (MinMaxObserver,), {}, names=names)
+    assert NAMED["mse"] is MSEObserver
+    again = [type("Own", (MinMaxObserver,), {}, names="own") for _ in range(2)]
+    assert NAMED["own"] is again[1]

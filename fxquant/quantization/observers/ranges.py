@@ -26,7 +26,8 @@ class Observer(nn.Module):
     """The base class of observers. `observed` is False until the first batch.
 
     A subclass that is declared with `names=`, of several words or none, is known by each of them, as in `ActivationConfig(observer="mse")`.
-    Files then hold it by its class and by the arguments of its constructor, which are its attributes.
+    Files then hold it by its class and by the arguments of its constructor, which are its attributes. Raises ConfigurationError where
+    another class has one of the names.
     """
 
     count: Tensor
@@ -34,6 +35,13 @@ class Observer(nn.Module):
     def __init_subclass__(cls, names: str | None = None, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if names is not None:
+            for known in (CLASSES.get(cls.__name__), *map(NAMED.get, names.split())):
+                if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                    raise ConfigurationError(
+                        f"the observer {cls.__name__} cannot be declared with names={names!r}",
+                        because=f"{known.__module__}.{known.__qualname__} has that name, and files and configs would mean either",
+                        remedy="choose another name; a class that is declared a second time replaces the first",
+                    )
             NAMED.update(dict.fromkeys(names.split(), cls))
             CLASSES[cls.__name__] = cls
             SETTINGS[cls] = tuple(inspect.signature(cls.__init__).parameters)[1:]
