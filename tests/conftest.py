@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import gc
+import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +44,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same seeds, the debug dial of the shell does not reach it, and it does not wait for the disk."""
+def _reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts from the same seeds and the same log level, without the debug dial of the shell, and does not wait for the disk."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     for name in ("FXQUANT_DEBUG", "FXQUANT_DUMP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "fsync", lambda handle: None)
+    logger = logging.getLogger("fxquant")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 Golden = Callable[[str, str], None]

@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=TOGETHER, help="operators of one compiled file")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page")
     options = parser.parse_args()
-    logging.getLogger("fxquant").setLevel(logging.ERROR)  # limits of a march that a row breaks are not the question here
     try:
         Tool.find()
     except fxq.ConfigurationError as error:
@@ -68,4 +67,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("fxquant").setLevel(logging.ERROR)  # limits of a march that a row breaks are not the question here
     main()
