@@ -14,6 +14,7 @@ from fxquant.api import prepare
 from fxquant.ir.parts import part
 from fxquant.ops import operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.prepared.nodes import quantized_operator
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import checked
@@ -28,7 +29,9 @@ WIDE = "int32"
 def high_precision_outputs(
     model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
 ) -> QConfigMapping:
-    """Return the qconfig with an int32 rule for each layer with weights whose result is an output that nothing else reads.
+    """Return the qconfig with an int32 rule for each layer with weights whose result the model returns, and nothing else reads.
+
+    A result that is reshaped, permuted or sliced before it is returned counts as well.
 
     Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
     four bytes per element. A result whose scale is given keeps its grid, and so does one whose grid is shared. Without any such layer,
@@ -47,13 +50,24 @@ def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple
     """Return the mapping that a model was prepared with, with rules for 32-bit outputs, and the names of the layers of these rules."""
     choices = Choices(prepared, ())
     has = WIDE in prepared.meta["target"].activations
-    wide = [name for name, choice in choices.items() if has and _is_summed(choice, choices.nodes[choice.operators[0].name])]
+    wide = [name for name, choice in choices.items() if has and _is_summed(prepared, choice, choices.nodes[choice.operators[0].name])]
     return choices.mapping(base, dict.fromkeys(wide, WIDE)), wide
 
 
-def _is_summed(choice: Choice, node: fx.Node) -> bool:
-    """Whether a choice is a layer's sum, on a grid of its own, that the model returns and nothing else reads."""
-    readers = [reader for user in node.users for reader in (user.users if operator_of(user) is DEQUANTIZE else [user])]
-    shown = bool(readers) and all(reader.op == "output" for reader in readers)
+def _is_summed(prepared: fx.GraphModule, choice: Choice, node: fx.Node) -> bool:
+    """Whether a choice is a layer's sum, on a grid of its own, that the model returns, and nothing else reads."""
     alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None
-    return alone and shown and choice.operators[0].operator.sums
+    return alone and choice.operators[0].operator.sums and _is_returned(prepared, node)
+
+
+def _is_returned(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether all that reads a value is the model's output, directly or behind operators that move its elements."""
+    return bool(node.users) and all(
+        user.op == "output" or (_only_moves(prepared, user) and _is_returned(prepared, user)) for user in node.users
+    )
+
+
+def _only_moves(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    quantized = quantized_operator(prepared, node)
+    operator = operator_of(node) if quantized is None else quantized.operator
+    return operator is not None and (operator is DEQUANTIZE or operator.moves)

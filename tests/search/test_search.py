@@ -129,6 +129,33 @@ def test_sums_that_the_model_returns_may_be_left_as_they_are(target: str, batche
     assert torch.equal(found["squashed"], before["squashed"])
 
 
+class Moved(nn.Module):
+    """Sums that are returned reshaped, permuted, or reshaped and read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshaped, self.permuted, self.read = (nn.Conv1d(4, 2, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        again = self.read(x).flatten(1)
+        return self.reshaped(x).reshape(-1, 2, 2, 4).squeeze(1), self.permuted(x).permute(0, 2, 1), again, again.relu()
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_sums_that_are_returned_behind_views_are_in_32_bits(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model, x = Moved().eval(), torch.randn(4, 4, 8)
+    qconfig = fxq.high_precision_outputs(model, x, target)
+    assert list(qconfig.names) == ["reshaped", "permuted"]
+    plain = fxq.calibrate(fxq.prepare(model, x, target), [x])
+    wide = fxq.calibrate(fxq.prepare(model, x, target, qconfig), [x])
+    integer = fxq.convert(wide)
+    assert fxq.verify(wide, integer, [x])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "wide.onnx"), [x])
+    for wanted, found, before in list(zip(model(x), integer(x), plain(x), strict=True))[:2]:
+        assert noise([wanted], [found]) < noise([wanted], [before])
+
+
 def test_an_output_that_is_given_a_grid_keeps_it(small: nn.Module, batches: list[Tensor], caplog: pytest.LogCaptureFixture) -> None:
     given = fxq.QConfigMapping().set_module_name("head", fxq.QConfig(fxq.ActivationConfig(scale=0.01)))
     with caplog.at_level("INFO", logger="fxquant"):
