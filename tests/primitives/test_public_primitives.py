@@ -165,7 +165,9 @@ def test_every_primitive_is_tried_under_its_public_name() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_primitive_on_plain_integers(name: str) -> None:
     function = getattr(fxq.primitives, name)
-    assert PRIMITIVES[function].name == name
+    record = PRIMITIVES[function]
+    assert (record.name, record.function, function.__name__) == (name, function, name)
+    assert record.kind in ("quantized", "accumulator", "plain", "float", "dynamic")
     arguments, values, dtype = CALLS[name]
     result = function(*arguments)
     assert result.dtype == dtype
