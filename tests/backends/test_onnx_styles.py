@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -12,6 +13,8 @@ from onnx import TensorProto, helper
 
 import fxquant as fxq
 from fxquant.backends.onnx import model_files
+from fxquant.backends.onnx.emitter import Emitter
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
 from tests.shared.contract import needs_vnni
@@ -120,3 +123,24 @@ def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
 def test_an_opset_is_refused_by_the_style(style: str, opset: int, tmp_path: Path) -> None:
     with pytest.raises(fxq.ConfigurationError, match=f"opset={opset} is unknown"):
         fxq.export_onnx(known("convolution"), tmp_path / "model.onnx", style=style, opset=opset)
+
+
+def test_the_evaluators_operators_are_corrected_where_a_product_rounds_to_a_tie() -> None:
+    """Accumulators near ties, by zero inputs and any bias, a channel each: float32(acc) · m is a tie that the exact product is not."""
+    generator = np.random.default_rng(0)
+    sums = generator.integers(2**24, 2**30, 4000).astype(np.int32)
+    multipliers = ((generator.integers(-120, 120, 4000) + 0.5) / sums).astype(np.float32)
+    sums, multipliers = np.where(multipliers < 0, -sums, sums).astype(np.int32), np.abs(multipliers)
+    e, zero = Emitter({}, 21), torch.tensor(128, dtype=torch.uint8)
+    weight, weight_zero = torch.zeros(4000, 1, 1, 1, dtype=torch.int8), torch.zeros(4000, dtype=torch.int8)
+    constants = [e.constant(value) for value in (1.0, zero, weight, torch.from_numpy(multipliers), weight_zero, 1.0, zero)]
+    e.types["x"] = torch.uint8
+    result = e.node("QLinearConv", "x", *constants, e.constant(torch.from_numpy(sums)))
+    inputs = [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 1, 1, 1])]
+    outputs = [helper.make_tensor_value_info(result, TensorProto.UINT8, None)]
+    graph = helper.make_graph(e.nodes, "ties", inputs, outputs, e.initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    wanted = np.clip(np.rint(sums.astype(np.float32) * multipliers).astype(np.int64) + 128, 0, 255)
+    for _, level, threads in RUNTIMES:
+        found = Runner(model, level, threads)({"x": torch.full((1, 1, 1, 1), 128, dtype=torch.uint8)})[result].flatten()
+        assert np.array_equal(found.numpy(), wanted), level
