@@ -215,7 +215,7 @@ def test_the_report_counts_in_steps(tmp_path: Path) -> None:
 @needs_vnni
 def test_float_operators_mean_the_same_in_an_old_opset_or_are_refused(tmp_path: Path) -> None:
     """Softmax flattened its operand before opset 13; sums at computed places, and the transform, are in none of them."""
-    integer = integer_of(Net(lambda s, x: s.a(x).softmax(1), a=conv(3, 4)), "bernoulli2")
+    integer = integer_of(Net(lambda s, x: s.a(x).softmax(1), a=conv(3, 4)), target="bernoulli2")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=11)
     assert least_sqnr(measured(integer, path)) > 40
     integer = integer_of(Net(lambda s, x: torch.fft.rfft(s.a(x)).real, a=conv(3, 4)))

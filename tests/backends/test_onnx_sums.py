@@ -73,7 +73,7 @@ def known(name: str, target: str = "bayes-e", activation: str = "int8", weight: 
     mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(weight)))
     if name == "an accumulator that is returned":
         mapping = mapping.set_module_name("b", fxq.QConfig(fxq.ActivationConfig("int32")))
-    return integer_of(model, target, mapping)
+    return integer_of(model, None, target, mapping)
 
 
 @pytest.mark.parametrize("target", FIXED)

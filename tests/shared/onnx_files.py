@@ -42,11 +42,21 @@ def batch(count: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def integer_of(model: nn.Module, target: str = "nash-e", qconfig: Any = None, given: Any = None) -> fx.GraphModule:
+def rows(count: int = 4, seed: int = 1) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def integer_of(model: nn.Module, given: Any = None, target: str = "nash-e", qconfig: Any = None) -> fx.GraphModule:
     given = batch() if given is None else given
     integer = compiled(model.eval(), [given], target, qconfig).integer
     assert_alive(integer, *(given if isinstance(given, tuple) else (given,)))
     return integer
+
+
+def linear_of(function: Callable[..., Any]) -> fx.GraphModule:
+    """A function of rows, by a linear layer `l` and a buffer of integers `i`."""
+    torch.manual_seed(0)
+    return integer_of(Net(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -81,7 +91,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def known(name: str, target: str = "nash-e", activation: str = "int8", weight: str = "int8") -> fx.GraphModule:
     """One of the models as integers; whoever changes it changes a copy."""
     torch.manual_seed(0)
-    return integer_of(MODELS[name](), target, fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(weight)))
+    return integer_of(MODELS[name](), None, target, fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(weight)))
 
 
 def operators(path: Path) -> list[str]:
