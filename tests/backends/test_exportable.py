@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
