@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.cli import main
-from tests.shared.onnx_files import Net
+from tests.shared.contract import Net
 
 
 class Sizes(nn.Module):

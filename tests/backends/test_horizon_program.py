@@ -22,8 +22,8 @@ from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from tests.shared.contract import Net
 from tests.shared.horizon_tool import DATE, FakeTool, integers
-from tests.shared.onnx_files import Net
 
 
 def small() -> nn.Module:

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.backends.aten import programs
-from tests.shared.contract import all_equal, compiled
-from tests.shared.onnx_files import Net
+from tests.shared.contract import Net, all_equal, compiled
 
 WRITERS = {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}
 ALONE = """

@@ -22,8 +22,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.shared.c_cases import Case, cases
-from tests.shared.contract import compiled, same_bytes
-from tests.shared.onnx_files import Net
+from tests.shared.contract import Net, compiled, same_bytes
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-ffp-contract=off"]

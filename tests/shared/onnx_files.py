@@ -14,20 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import VNNI, assert_alive, compiled, graph_values
-
-
-class Net(nn.Module):
-    """Layers by name, and a forward that uses them."""
-
-    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+from tests.shared.contract import VNNI, Net, assert_alive, compiled, graph_values
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, **options: Any) -> nn.Conv2d:
