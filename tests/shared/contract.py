@@ -56,6 +56,11 @@ def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", 
     return Compiled(prepared, fxq.convert(prepared))
 
 
+def calibrated(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> fx.GraphModule:
+    """The model prepared on the first batch and calibrated on all of them, with options of the calibration."""
+    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, show_progress=False, **options)
+
+
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +131,12 @@ def all_equal(one: Any, other: Any) -> bool:
     """Whether two results hold equal tensors, byte for byte, in the same order."""
     left, right = flat(one), flat(other)
     return len(left) == len(right) > 0 and all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two models, or two dicts of tensors, hold the same names with equal bytes; NaN is what NaN is."""
+    left, right = (each.state_dict() if isinstance(each, nn.Module) else each for each in (one, other))
+    return left.keys() == right.keys() and all(same_bytes(left[name], right[name]) for name in left)
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
