@@ -117,15 +117,6 @@ def test_an_operand_gives_up_the_fewest_bits_that_make_its_sum_fit(tmp_path: Pat
     assert float((integer(batch) - expected).abs().max()) < 1e-2 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("bits", [1, 3, 8])
-def test_shifting_right_rounds_half_up(bits: int) -> None:
-    values = torch.arange(-32768, 32768, dtype=torch.int16)
-    expected = [math.floor(v / 2**bits + 0.5) for v in values.tolist()]
-    assert elementwise.shift_right(values, bits).tolist() == expected
-    assert elementwise.shift_right(values.float(), bits).tolist() == expected
-    assert elementwise.shift_right(values.long() << 20, 20 + bits).tolist() == expected
-
-
 # ---- mixed precision ------------------------------------------------------------------------------------------------
 
 

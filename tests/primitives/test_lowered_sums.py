@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from fxquant.ops import BY_NAME
 from fxquant.ops.core.sums import lower_add
 from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
-from fxquant.ops.sampling.resize import _lower_linear, _stepped_neighbours
+from fxquant.ops.sampling.resize import _stepped_neighbours
 from fxquant.primitives import PRIMITIVES, accumulate, elementwise, pool, quantization
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.quantizer import Quantizer
@@ -56,19 +56,6 @@ def test_stepped_neighbours_by_a_factor_follow_the_factor() -> None:
     assert by_factor != _stepped_neighbours(5, 8, None, False, 16)
     for position, (first, second) in enumerate(by_factor):
         assert abs(first + second / 256 - min(max((position + 0.5) / 1.7 - 0.5, 0), 4)) < 1 / 100
-
-
-@EXACT
-@given(seeds, st.tuples(*[st.integers(1, 5)] * 4), st.booleans(), st.booleans())
-def test_resize_by_steps(seed: int, sizes: tuple[int, int, int, int], align_corners: bool, floors: bool) -> None:
-    """The operator as bayes-e and bernoulli2 have it."""
-    height, width, rows, columns = sizes
-    input = random_integers(seed, (1, 2, height, width))
-    arithmetic = CHIP_8 if floors else CHIP
-    with torch.no_grad():
-        axes = [(height, rows, None), (width, columns, None)]
-        result = _lower_linear(lowering(arithmetic, Fraction(1)), quantized(input, Fraction(1)), axes, align_corners)  # type: ignore[arg-type]
-    assert result.value.tolist() == oracle.resized_linear(input.tolist(), (rows, columns), align_corners, RULES[id(arithmetic)])
 
 
 class Recording(EagerLowering):
@@ -143,46 +130,6 @@ def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, s
     ]
     assert result.value.tolist() == expected
     assert [f"operand{index}_multiplier" in operator.constants for index in (0, 1)] == [one != output, other != output]
-
-
-planes = st.tuples(st.integers(3, 6), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)).map(lambda r: (*r[:3], min(r[3], r[1] // 2)))
-
-
-@measured_and_real
-@EXACT
-@given(
-    rows=st.tuples(planes, planes), modes=st.tuples(st.booleans(), st.booleans()), scales=st.tuples(near_scales, near_scales),
-    seed=seeds, divisor=st.sampled_from([None, None, 7]),
-)  # fmt: skip
-def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any, seed: int, divisor: int | None) -> None:
-    """The sum, requantized by a ratio that contains the number of elements of each window."""
-    spatial, kernel, stride, padding = (list(column) for column in zip(*rows, strict=True))
-    input = random_integers(seed, (1, 1, *spatial))
-    with torch.no_grad():
-        operator = lowering(arithmetic, scales[1])
-        result = BY_NAME["avg_pool2d"].lower(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
-    sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
-    counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
-    ends = [
-        oracle.window_starts(size, k, s, p, 1, modes[0])[-1] + k - size
-        for size, k, s, p in zip(spatial, kernel, stride, padding, strict=True)
-    ]
-    alike = bool(divisor) or len({count for row in counts for count in row}) == 1
-    alike = alike and all(end <= p for end, p in zip(ends, padding, strict=True))
-    assume(alike or arithmetic not in (CHIP, CHIP_8))  # there windows that differ are computed in pieces
-    if alike:
-        x, to = (oracle.Grid(scale, -128, 127, 8) for scale in scales)
-        count = divisor or counts[0][0]
-        expected = [[oracle.averaged([total], count, x, to, RULES[id(arithmetic)], True) for total in row] for row in sums]
-    else:
-        expected = [
-            [requantized(arithmetic, total, scales[0] / ((divisor or count) * scales[1])) for total, count in zip(*row, strict=True)]
-            for row in zip(sums, counts, strict=True)
-        ]
-    assert result.value.tolist() == [[expected]]
-    if arithmetic is REAL:
-        factors = [[float(oracle.real_multiplier(scales[0] / ((divisor or count) * scales[1]))) for count in row] for row in counts]
-        assert torch.equal(operator.constants["multiplier"].expand(len(counts), len(counts[0])), torch.tensor(factors))
 
 
 @measured_and_real
