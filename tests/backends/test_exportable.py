@@ -1,17 +1,24 @@
-"""Float operators that PyTorch's exporter cannot write, beside integer layers: the file computes what PyTorch does."""
+"""Float operators beside integer layers, also such as PyTorch's exporter cannot write: the file computes what PyTorch does."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import exportable
+from fxquant.backends.onnx.float_export import FloatRegions
+from fxquant.backends.onnx.independent_parts import split
+from tests.shared.contract import compiled
+from tests.shared.onnx_files import Net, assert_verified, batch, integer_of, rows
 
 Function = Callable[[Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
@@ -43,19 +50,16 @@ def test_it_is_exported_between_integer_layers(name: str, tmp_path: Path) -> Non
         mapping = mapping.set_object_type(kind, None)
     result = fxq.quantize(Beside(FUNCTIONS[name]).eval(), batches, "nash-e", mapping, show_progress=False)
     assert sum(not layer.integer and not layer.boundary for layer in fxq.layers(result.integer)) == 1
-    path = result.export(tmp_path / "m.onnx", style="exact")
-    report = result.verify(path, batches)
+    report = result.verify(result.export(tmp_path / "m.onnx", style="exact"), batches)
     assert report
-    assert report.tensors >= 5
-    assert report.flips == 0
+    assert (report.tensors >= 5, report.flips) == (True, 0)
 
 
-@pytest.mark.parametrize("name", ["hypot, a method"])
-def test_of_a_float_model(name: str, tmp_path: Path) -> None:
-    model, rows = Beside(FUNCTIONS[name]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
-    path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=rows)
-    found = next(iter(fxq.record(path, [rows], "outputs")))["output 0"]
-    assert (found - model(*rows)).abs().max() < 1e-5
+def test_of_a_float_model(tmp_path: Path) -> None:
+    model, given = Beside(FUNCTIONS["hypot, a method"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
+    path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=given)
+    found = next(iter(fxq.record(path, [given], "outputs")))["output 0"]
+    assert (found - model(*given)).abs().max() < 1e-5
 
 
 def test_what_is_called_instead_computes_the_same() -> None:
@@ -68,3 +72,145 @@ def test_what_is_called_instead_computes_the_same() -> None:
     one, other = torch.randn(2, 5, 4), torch.randn(3, 1, 6, 4).round()
     for p in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf):
         torch.testing.assert_close(exportable.cdist(one, other, p), torch.cdist(one, other, p), rtol=1e-5, atol=1e-6)
+
+
+# ---- float operators in the file --------------------------------------------------------------------------------------
+
+
+def between(function: Callable[[Tensor], Tensor], outputs: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(lambda s, x: s.b(function(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(outputs, 4, 1))
+
+
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    layer = kind(8, 6, batch_first=True)
+    return Net(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
+
+
+class Windows(nn.Module):
+    """Attention of five dimensions within windows, cut out and put back by permutes, as in Hiera and NesT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm, self.qkv, self.out = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.conv, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).permute(0, 2, 3, 1)
+        batch, height, width, channels = x.shape
+        blocks = x.reshape(batch, height // 2, 2, width // 2, 2, channels).transpose(2, 3).reshape(batch, -1, 4, channels)
+        q, k, v = self.qkv(self.norm(blocks)).reshape(batch, 4, 4, 3, 2, 4).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q = q.view(batch, 2, 4, 2, 2, 4).max(dim=3).values.repeat_interleave(2, 3)
+        y = F.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 4, 1).reshape(batch, 4, 4, channels)
+        x = (blocks + self.out(y)).reshape(batch, 2, 2, 2, 2, channels).transpose(2, 3).reshape(batch, height, width, channels)
+        x = self.conv(x.permute(0, 3, 1, 2))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Flow(nn.Module):
+    """A correlation volume that a loop samples at moving places, as in RAFT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.context = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(3, 8, 3, 2, 1)
+        self.motion, self.head = nn.Conv2d(11, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = torch.chunk(self.features(torch.cat([x, x.flip(3)], 0)), 2, 0)
+        batch, channels, height, width = one.shape
+        volume = torch.matmul(one.view(batch, channels, -1).transpose(1, 2), two.view(batch, channels, -1))
+        volume = volume.view(batch, height, width, 1, height, width).reshape(-1, 1, height, width)
+        rows_, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        start = torch.stack([columns, rows_], 0).float()[None].repeat(batch, 1, 1, 1)
+        steps = torch.linspace(-1, 1, 3)
+        around = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1).view(1, 3, 3, 2)
+        place, state = start, torch.tanh(self.context(x))
+        for _ in range(2):
+            centre = place.permute(0, 2, 3, 1).reshape(-1, 1, 1, 2) + around
+            across, down = centre.split([1, 1], dim=-1)
+            grid = torch.cat([2 * across / (width - 1) - 1, 2 * down / (height - 1) - 1], -1)
+            sampled = F.grid_sample(volume, grid, align_corners=True).view(batch, height, width, -1).permute(0, 3, 1, 2)
+            state = F.relu(self.motion(torch.cat([sampled, place - start], 1))) + state
+            place = place + self.head(state)
+        return place - start
+
+
+FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
+    "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
+    "rnn": (lambda: recurrent(nn.RNN), None),
+    "embedding bag": (
+        lambda: Net(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
+        torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
+    ),
+    "windows": (Windows, None),
+    "flow": (Flow, None),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT_MODELS)
+def test_float_operators_beside_integer_parts(name: str, tmp_path: Path) -> None:
+    make, given = FLOAT_MODELS[name]
+    torch.manual_seed(0)
+    given = batch(2) if given is None else given
+    prepared, integer = compiled(make().eval(), [given], "nash-e")
+    assert fxq.verify(prepared, integer, [given], show_progress=False)
+    report = assert_verified(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [given, given[:1]])
+    assert all(difference.largest < 1e-3 for difference in report.floats.values()), str(report)
+
+
+def test_joins_by_their_other_names_are_integer() -> None:
+    integer = integer_of(between(lambda y: torch.hstack([y, y])[:, :4]), batch(2))
+    assert "none is left in float" in fxq.explain(integer)
+
+
+def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    integer = integer_of(between(torch.special.bessel_j0), batch(2))
+    with pytest.raises(fxq.ExportError, match="bessel_j0") as caught:
+        fxq.export_onnx(integer, tmp_path / "model.onnx")
+    text = str(caught.value)
+    assert "test_exportable.py" in text
+    assert "\x1b" not in text
+    assert "bessel_j0" in text.split("because")[1]
+
+
+def islands(last: Callable[[Tensor], Tensor]) -> fx.GraphModule:
+    """Three parts between linear layers that bernoulli2, without 16-bit tensors, leaves in float; the second reads parameters."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(8, 8) for name in "abc"}
+    net = Net(lambda s, x: last(s.c(s.norm(s.b(s.a(x).log_softmax(1))))), norm=nn.GroupNorm(2, 8), **layers)
+    return integer_of(net, rows(), "bernoulli2")
+
+
+def test_all_float_parts_are_written_by_one_call_of_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, original = list[object](), torch.onnx.export
+    monkeypatch.setattr(torch.onnx, "export", lambda *given, **named: (calls.append(given), original(*given, **named))[1])
+    integer = islands(lambda y: y.log_softmax(1))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    assert len(calls) == 1
+    assert len(FloatRegions(integer, 18).regions) == 3
+    assert_verified(integer, path, [rows(), rows(1)])
+
+
+def test_of_several_float_parts_the_one_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(fxq.ExportError, match="bessel_j0"):
+        fxq.export_onnx(islands(torch.special.bessel_j0), tmp_path / "model.onnx")
+
+
+def test_a_model_of_parts_is_cut_also_where_graphs_inside_of_nodes_read_values() -> None:
+    text = """
+    <ir_version: 8, opset_import: ["": 18]>
+    parts (float[2] x, bool flag, float[2] y) => (float[2] one, float[2] two) <float[2] c = {1, 2}> {
+        one = Abs(x)
+        two = If (flag) <
+            then_branch = then () => (float[2] r) { r = Add(c, OPERAND) },
+            else_branch = other () => (float[2] r) { r = Neg(c) }>
+    }
+    """
+    one, two = split(onnx.parser.parse_model(text.replace("OPERAND", "y")), [(1, 1), (2, 1)])
+    assert [node.op_type for node in one.graph.node] == ["Abs"]
+    assert [tensor.name for tensor in two.graph.initializer] == ["c"]
+    onnx.checker.check_model(two)
+    with pytest.raises(ValueError, match="'x', which is an input of another"):
+        split(onnx.parser.parse_model(text.replace("OPERAND", "x")), [(1, 1), (2, 1)])

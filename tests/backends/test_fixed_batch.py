@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.cli import main
+from tests.shared.contract import Net
 
 
 class Sizes(nn.Module):
@@ -29,18 +30,6 @@ class Sizes(nn.Module):
         rows = features.flatten(2).transpose(1, 2).reshape(batch, -1)
         halves = rows.view(image.size(0) * 2, -1).sinh().sum(1)
         return self.head(rows), features.new_zeros(batch, 2) + 1, halves, rows.sort(1).values.cumsum(1)
-
-
-class Halves(nn.Module):
-    """Holds for even batches only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-
-    def forward(self, image: Tensor) -> Tensor:
-        mapped = self.conv(image)
-        return mapped.view(image.shape[0] // 2, 2, 4, 8, 8).sum(1)
 
 
 class Pair(nn.Module):
@@ -122,19 +111,9 @@ def test_of_prepared_and_float_models(result: fxq.Result, tmp_path: Path) -> Non
     assert next(iter(fxq.record(path, [images(3)], "outputs")))["output 0"].shape == (3, 4)
 
 
-class Flipped(nn.Module):
-    """Returns what ONNX's reference evaluator gives as an array of negative strides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.linear(rows).flip(0)
-
-
 def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
-    result = fxq.quantize(Flipped().eval(), [torch.randn(4, 4)], show_progress=False)
+    """It is what ONNX's reference evaluator gives as an array of negative strides."""
+    result = fxq.quantize(Net(lambda s, x: s.linear(x).flip(0), linear=nn.Linear(4, 4)).eval(), [torch.randn(4, 4)], show_progress=False)
     path = result.export(tmp_path / "m.onnx", batch_size=1)
     assert unfixed(path) == []
     assert result.verify(path, [torch.randn(1, 4)])
@@ -155,7 +134,8 @@ def test_batches_of_another_size_are_refused_by_name(result: fxq.Result, tmp_pat
 
 
 def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
-    halves = fxq.quantize(Halves().eval(), [images(4)], show_progress=False)
+    only_even = Net(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
+    halves = fxq.quantize(only_even.eval(), [images(4)], show_progress=False)
     with pytest.raises(fxq.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
         halves.export(tmp_path / "m.onnx", batch_size=1)
     assert halves.verify(halves.export(tmp_path / "m.onnx", batch_size=2), [images(2)])

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
@@ -22,33 +22,42 @@ from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from tests.shared.contract import Net
 from tests.shared.horizon_tool import DATE, FakeTool, integers
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.relu(self.a(x)))
+def small() -> nn.Module:
+    return Net(lambda s, x: s.b(torch.relu(s.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
 
 
 def batches() -> list[Tensor]:
     return [torch.randn(2, 3, 6, 6) for _ in range(2)]
 
 
-def converted(model: nn.Module, target: str = "bayes-e", weight: fxq.WeightConfig | None = None, **scales: float) -> torch.fx.GraphModule:
+X = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **scales: float) -> fx.GraphModule:
     given = batches()
-    prepared = fxq.prepare(model.eval(), given[0], target, None if weight is None else fxq.QConfig(weight=weight))
+    prepared = fxq.prepare(model.eval(), given[0], target, qconfig)
     fxq.calibrate(prepared, given, show_progress=False)
     fxq.set_qparams(prepared, scales)
     return fxq.convert(prepared)
 
 
-@pytest.fixture
-def integer() -> torch.fx.GraphModule:
-    return converted(Small())
+def in_powers_of_two(model: nn.Module) -> fx.GraphModule:
+    return converted(model, qconfig=fxq.QConfig(weight=fxq.WeightConfig(power_of_two=True)))
+
+
+def program(integer: fx.GraphModule, tmp_path: Path) -> Path:
+    """The file that the tool makes of a model."""
+    return fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+
+
+@pytest.fixture(scope="module")
+def integer() -> fx.GraphModule:
+    torch.manual_seed(0)
+    return converted(small())
 
 
 @pytest.fixture
@@ -61,14 +70,14 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTool:
 # ---- writing ------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_models_are_written_with_equal_bytes(integer: torch.fx.GraphModule, tmp_path: Path) -> None:
+def test_equal_models_are_written_with_equal_bytes(integer: fx.GraphModule, tmp_path: Path) -> None:
     folders = [fxq.export_horizon(integer, tmp_path / name) for name in ("one", "two")]
     files = [sorted(file.name for file in folder.iterdir()) for folder in folders]
     assert files == [["compile.sh", "layers.json", "model.onnx", "model.yaml"]] * 2
     assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in files[0])
 
 
-def test_a_file_has_opset_11_and_a_batch_of_one(integer: torch.fx.GraphModule, tmp_path: Path) -> None:
+def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_path: Path) -> None:
     folder = fxq.export_horizon(integer, tmp_path, "net", optimize="O3")
     model = onnx.load(folder / "net.onnx")
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": 11, "horizon": 1}
@@ -80,7 +89,7 @@ def test_a_file_has_opset_11_and_a_batch_of_one(integer: torch.fx.GraphModule, t
     assert fxq.onnx_metadata(folder / "net.onnx")["style"] == "horizon"
 
 
-def test_every_pair_stands_together(integer: torch.fx.GraphModule, tmp_path: Path) -> None:
+def test_every_pair_stands_together(integer: fx.GraphModule, tmp_path: Path) -> None:
     nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     pairs = [(node, behind) for node, behind in itertools.pairwise(nodes) if node.op_type == "QuantizeLinear"]
     assert len(pairs) == 3
@@ -92,36 +101,26 @@ def test_sizes_that_grow_with_the_batch_are_those_of_one(size: str, expected: in
     assert fixed_shape(onnx.helper.make_tensor_value_info("x", 1, [size, 5])) == [expected, 5]
 
 
-class Head(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.fc = nn.Linear(3, 5) if kind != "conv1d" else nn.Conv1d(3, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "vector":
-            return self.fc(x.mean((2, 3)))
-        return self.fc(x.flatten(2)) if self.kind == "conv1d" else self.fc(x.permute(0, 2, 3, 1))
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "vector": lambda: Net(lambda s, x: s.fc(x.mean((2, 3))), fc=nn.Linear(3, 5)),
+    "last": lambda: Net(lambda s, x: s.fc(x.permute(0, 2, 3, 1)), fc=nn.Linear(3, 5)),
+    "conv1d": lambda: Net(lambda s, x: s.fc(x.flatten(2)), fc=nn.Conv1d(3, 4, 3)),
+}
 
 
-@pytest.mark.parametrize("kind", ["vector", "last", "conv1d"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_path: Path) -> None:
-    integer = converted(Head(kind), weight=fxq.WeightConfig(power_of_two=True))
-    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.export_horizon(in_powers_of_two(HEADS[kind]()), tmp_path) / "model.onnx").graph.node
     operators = {node.op_type for node in nodes}
     assert {"HzQuantize", "Conv"} <= operators
     assert not operators & {"Gemm", "MatMul"}  # the compiler dies of the first, and leaves the second to the processor
     assert all(len(node.attribute[0].ints) == 2 for node in nodes if node.op_type == "Conv")
 
 
-class Limited(nn.Module):
-    def __init__(self, low: float, high: float, lone: bool = False) -> None:
-        super().__init__()
-        self.a, self.low, self.high, self.lone = nn.Conv2d(3, 4, 3), low, high, lone
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        return torch.clamp(F.max_pool2d(y, 2) if self.lone else y, self.low, self.high)
+def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
+    """A clamp behind a layer, or alone behind a pool."""
+    model = Net(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
+    return converted(model, **scales)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ class Limited(nn.Module):
 )
 def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lone: bool, which: str | None, tmp_path: Path) -> None:
     names = {"a": high / 50, **({"max_pool2d": high / 50, "clamp": high / 50} if lone else {})}
-    integer = converted(Limited(low, high, lone), **names)
+    integer = limited(low, high, lone, **names)
     if which is None:
         assert fxq.export_horizon(integer, tmp_path / "out").is_dir()
         return
@@ -145,19 +144,8 @@ def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lon
 def test_an_average_pool_of_16_bits_is_refused(pool: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """The compiler's program is off by up to 32543 steps there; of 8 bits, and as a mean over the image, it is not."""
 
-    class Pooled(nn.Module):
-        def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.a, self.last = nn.Conv2d(3, 4, 3), last
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.a(x))
-
-    def made(last: Callable[[Tensor], Tensor], dtype: str) -> torch.fx.GraphModule:
-        given = batches()
-        prepared = fxq.prepare(Pooled(last).eval(), given[0], "bayes-e", fxq.QConfig(fxq.ActivationConfig(dtype)))
-        fxq.calibrate(prepared, given, show_progress=False)
-        return fxq.convert(prepared)
+    def made(last: Callable[[Tensor], Tensor], dtype: str) -> fx.GraphModule:
+        return converted(Net(lambda s, x: last(s.a(x)), a=nn.Conv2d(3, 4, 3)), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
 
     with pytest.raises(fxq.ExportError, match="int16") as refused:
         fxq.export_horizon(made(pool, "int16"), tmp_path)
@@ -168,22 +156,22 @@ def test_an_average_pool_of_16_bits_is_refused(pool: Callable[[Tensor], Tensor],
 
 
 def test_a_clamp_at_the_end_of_the_range_is_carried(tmp_path: Path) -> None:
-    assert fxq.export_horizon(converted(Limited(0.0, 6.0), a=6 / 127.5), tmp_path).is_dir()
+    assert fxq.export_horizon(limited(0.0, 6.0, a=6 / 127.5), tmp_path).is_dir()
 
 
 def test_another_target_and_another_stage_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fxq.ConfigurationError, match="bernoulli cannot") as refused:
-        fxq.export_horizon(converted(Small(), "bernoulli"), tmp_path / "out")
+        fxq.export_horizon(converted(small(), "bernoulli"), tmp_path / "out")
     assert "bernoulli2, bayes, bayes-e" in str(refused.value)
     with pytest.raises(fxq.ConfigurationError, match=r"fxq\.convert"):
-        fxq.export_horizon(fxq.prepare(Small(), batches()[0]), tmp_path / "out")
+        fxq.export_horizon(fxq.prepare(small(), batches()[0]), tmp_path / "out")
 
 
 def test_scales_that_have_no_place_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 4, 3, 2, groups=2))
     assert fxq.export_horizon(converted(model), tmp_path / "statistics").is_dir()
     with pytest.raises(fxq.ExportError, match="weight scales"):
-        fxq.export_horizon(converted(model, weight=fxq.WeightConfig(power_of_two=True)), tmp_path / "out")
+        fxq.export_horizon(in_powers_of_two(model), tmp_path / "out")
 
 
 # ---- compiling ----------------------------------------------------------------------------------------------------------
@@ -191,18 +179,18 @@ def test_scales_that_have_no_place_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [None, "nowhere"])
 def test_an_absent_tool_is_an_error_that_says_how_to_get_it(
-    named: str | None, integer: torch.fx.GraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: str | None, integer: fx.GraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("FXQUANT_HORIZON", named) if named else monkeypatch.delenv("FXQUANT_HORIZON", raising=False)
     with pytest.raises(fxq.ConfigurationError, match="not installed") as absent:
-        fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+        program(integer, tmp_path)
     assert "make vendor" in str(absent.value)
     assert (named or "not set") in str(absent.value)
 
 
 def test_a_folder_is_compiled_with_progress(
-    integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = []
 
@@ -219,24 +207,24 @@ def test_a_folder_is_compiled_with_progress(
     assert (folder / "hb_mapper.log").read_text().count("INFO Start to") == 5
 
 
-def test_the_tool_is_found_in_path(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_is_found_in_path(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FXQUANT_HORIZON")
     monkeypatch.setenv("PATH", str(tool.folder))
-    assert fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")).is_file()
+    assert program(integer, tmp_path).is_file()
 
 
-def test_a_refusal_names_the_layer_and_its_source_line(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+def test_a_refusal_names_the_layer_and_its_source_line(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     message = "error message: unsupported model: layer b/Conv_1 does not support kernels of 99"
     tool.tell(log=[f"{DATE} \x1b[91mERROR\x1b[0m *** ERROR-OCCUR-DURING {{x}} ***, {message}", f"{DATE} INFO End"], makes=False, code=255)
     with pytest.raises(fxq.CompilationError, match="hb_mapper failed at layer %b") as failed:
-        fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
-    assert "self.b(torch.relu(self.a(x)))" in str(failed.value.at)
+        program(integer, tmp_path)
+    assert "s.b(torch.relu(s.a(x)))" in str(failed.value.at)
     assert failed.value.because == message.removeprefix("error message: ")
     assert "adapt=True" in failed.value.remedy
     assert str(tmp_path / "net" / "hb_mapper.log") in failed.value.remedy
 
 
-def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     folder = fxq.export_horizon(integer, tmp_path / "net")
     assert fxq.compile_horizon(folder).is_file()
     tool.tell(log=[f"{DATE} INFO {STEPS[3]}."], signal=int(signal.SIGFPE))
@@ -245,10 +233,10 @@ def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: torch.fx.Grap
     assert not (folder / "model_output" / "model.bin").exists()
 
 
-def test_success_without_a_file_is_a_failure(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+def test_success_without_a_file_is_a_failure(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     tool.tell(log=["the end"], makes=False)
     with pytest.raises(fxq.CompilationError, match="because  the end"):
-        fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+        program(integer, tmp_path)
 
 
 def test_any_other_folder_is_refused(tool: FakeTool, tmp_path: Path) -> None:
@@ -261,25 +249,23 @@ def test_any_other_folder_is_refused(tool: FakeTool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_program_is_verified_in_its_order_of_dimensions(
-    channels_last: bool, integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path
+    channels_last: bool, integer: fx.GraphModule, tool: FakeTool, tmp_path: Path
 ) -> None:
-    x = torch.randn(1, 3, 6, 6)
-    tool.computes(integer, "b", integers(integer, "b", x), channels_last)
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
-    report = fxq.verify(integer, binary, [x])
+    tool.computes(integer, "b", integers(integer, "b", X), channels_last)
+    binary = program(integer, tmp_path)
+    report = fxq.verify(integer, binary, [X])
     assert report
     assert (report.elements, report.names, report.given, report.unseen) == (64, {"b"}, ["x_quantize"], {})
     assert [call.split()[0] for call in tool.calls] == ["hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim"]
-    assert fxq.verify(str(binary), integer, [x])
+    assert fxq.verify(str(binary), integer, [X])
 
 
-def test_a_difference_is_named_with_both_values(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
-    x = torch.randn(1, 3, 6, 6)
-    wanted = integers(integer, "b", x)
+def test_a_difference_is_named_with_both_values(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+    wanted = integers(integer, "b", X)
     planted = wanted.clone()
     planted[0, 2, 1, 3] += 1
     tool.computes(integer, "b", planted)
-    report = fxq.verify(integer, fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), [x])
+    report = fxq.verify(integer, program(integer, tmp_path), [X])
     assert not report
     assert report.mismatches == 1
     assert report.first is not None
@@ -288,21 +274,21 @@ def test_a_difference_is_named_with_both_values(integer: torch.fx.GraphModule, t
     assert "test_horizon_program.py" in report.first.source
 
 
-def test_the_program_of_another_model_is_refused(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
-    tool.computes(integer, "other", integers(integer, "b", torch.randn(1, 3, 6, 6)))
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+def test_the_program_of_another_model_is_refused(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+    tool.computes(integer, "other", integers(integer, "b", X))
+    binary = program(integer, tmp_path)
     with pytest.raises(fxq.ExportError, match="program of another model"):
         fxq.verify(integer, binary, batches())
     with pytest.raises(fxq.ConfigurationError, match="prepared model"):
-        fxq.verify(fxq.prepare(Small(), batches()[0]), binary, batches())
+        fxq.verify(fxq.prepare(small(), batches()[0]), binary, batches())
 
 
-def test_estimate_shows_the_figures_of_the_compiler(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
-    tool.computes(integer, "b", integers(integer, "b", torch.randn(1, 3, 6, 6)))
+def test_estimate_shows_the_figures_of_the_compiler(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
+    tool.computes(integer, "b", integers(integer, "b", X))
     table = [["layer"], ["a/Conv_1", "1,024", "", "", "<1 us", "2 us", "0 ~ 2 us"]]
     figures = {"model name": "part_0", "latency (us)": 8.7, "FPS": 114573.79, "DDR bytes per run": 3552, "BPU OPs per run (effective)": 9}
     tool.tell(figures=[{**figures, "layer details": table}])
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = program(integer, tmp_path)
     found = fxq.estimate(integer, compiled=binary)
     assert [(cost.microseconds, cost.bytes, cost.layers[0].layer) for cost in found.compiled] == [(8.7, 3552, "a/Conv_1")]
     assert "8.7 µs, 3,552 bytes moved, of 1 BPU programs" in str(found)
@@ -313,12 +299,11 @@ def test_estimate_shows_the_figures_of_the_compiler(integer: torch.fx.GraphModul
 
 
 def test_the_command_line_exports_compiles_and_verifies(
-    integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, folder, data = fxq.save(integer, tmp_path / "net.fxq"), tmp_path / "net", tmp_path / "x.npy"
-    x = torch.randn(1, 3, 6, 6)
-    np.save(data, x.numpy())
-    tool.computes(integer, "b", integers(integer, "b", x))
+    np.save(data, X.numpy())
+    tool.computes(integer, "b", integers(integer, "b", X))
     assert main(["export", str(saved), "--to", "horizon", "--out", str(folder), "--compile"]) == 0
     binary = capsys.readouterr().out.strip()
     assert Path(binary) == folder / "model_output" / "model.bin"
@@ -331,16 +316,16 @@ def test_horizons_names_compile_what_is_prepared(
     tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(march, "_march", ["bayes-e"])
-    integer, x = converted(Small()), torch.randn(1, 3, 6, 6)
-    tool.computes(integer, "b", integers(integer, "b", x))
-    assert horizon.compile_model(integer, [x], hbm=tmp_path / "net.hbm", opt="fast") == 0
+    integer = converted(small())
+    tool.computes(integer, "b", integers(integer, "b", X))
+    assert horizon.compile_model(integer, [X], hbm=tmp_path / "net.hbm", opt="fast") == 0
     assert {"net.bin", "net.hbm", "net"} <= {file.name for file in tmp_path.iterdir()}
     assert "optimize_level: 'O3'" in (tmp_path / "net" / "model.yaml").read_text()
-    assert fxq.verify(integer, tmp_path / "net.bin", [x])
-    assert horizon.export_hbir(integer, [x], tmp_path / "other.hbir") == (["x"], ["b_dequantize"])
-    assert horizon.check_model(integer, [x]) == 0
+    assert fxq.verify(integer, tmp_path / "net.bin", [X])
+    assert horizon.export_hbir(integer, [X], tmp_path / "other.hbir") == (["x"], ["b_dequantize"])
+    assert horizon.check_model(integer, [X]) == 0
     tool.tell(makes=False, code=1, log=["unsupported model"])
-    assert horizon.check_model(integer, [x]) == 1
+    assert horizon.check_model(integer, [X]) == 1
     assert "unsupported model" in capsys.readouterr().out
     with pytest.raises(fxq.ConfigurationError, match="bernoulli2"):
-        horizon.compile_model(integer, [x], hbm=tmp_path / "net.hbm", march="bernoulli2")
+        horizon.compile_model(integer, [X], hbm=tmp_path / "net.hbm", march="bernoulli2")

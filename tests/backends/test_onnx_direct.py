@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import quiet
+from tests.shared.onnx_files import Net, run
 
 
 class Between(nn.Module):
@@ -91,10 +91,8 @@ def test_nothing_of_these_is_left_to_the_exporter(
     for count in (1, 3):
         given = batches[0][:count]
         assert result.verify(path, [given])
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
-        wanted = result.integer(given)
-        assert float((torch.from_numpy(found) - wanted).abs().max()) < 0.1 * float(wanted.std())  # a float that rounds otherwise is a step
+        (found,), wanted = run(path, given), result.integer(given)
+        assert float((found - wanted).abs().max()) < 0.1 * float(wanted.std())  # a float that rounds otherwise is a step
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -111,21 +109,11 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
     """Float nodes alone, nothing rounded behind them: the numbers are those of PyTorch to float32's last digits."""
     monkeypatch.setattr(torch.onnx, "export", refuse)
 
-    class Tail(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm = nn.Linear(12, 16), nn.LayerNorm(16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return attended(None, self.norm(self.first(x)))
-
     torch.manual_seed(0)
-    batches = [torch.randn(3, 6, 12) for _ in range(3)]
-    result = fxq.quantize(Tail().eval(), batches, target="bernoulli2")
-    path = result.export(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
-    assert torch.allclose(torch.from_numpy(found), result.integer(batches[0]), rtol=1e-5, atol=1e-5)  # float sums, in another order
+    tail, x = Net(lambda s, x: attended(None, s.norm(s.first(x))), first=nn.Linear(12, 16), norm=nn.LayerNorm(16)), torch.randn(3, 6, 12)
+    result = fxq.quantize(tail.eval(), [x], target="bernoulli2")
+    (found,) = run(result.export(tmp_path / "model.onnx"), x)
+    assert torch.allclose(found, result.integer(x), rtol=1e-5, atol=1e-5)  # float sums, in another order
 
 
 def test_a_module_that_the_exporter_imports_may_export() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.backends.onnx import model_files
-from tests.shared.contract import compiled, needs_vnni
+from tests.shared.contract import Compiled, compiled, needs_vnni
+from tests.shared.onnx_files import run
 
 
 class Classifier(nn.Module):
@@ -40,17 +40,16 @@ def model() -> nn.Module:
     return Classifier().eval()
 
 
-def run(path: Path, *inputs: Tensor) -> np.ndarray:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run(None, {info.name: value.numpy() for info, value in zip(session.get_inputs(), inputs, strict=True)})[0]
+@pytest.fixture(scope="module")
+def both(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Compiled:
+    return compiled(model, [batch], "nash-e")
 
 
 @pytest.mark.parametrize("opset", [11, 18])
 def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, batch: tuple[Tensor, Tensor], opset: int, tmp_path: Path) -> None:
     path = fxq.export_onnx(model, tmp_path / "float.onnx", opset=opset, example_inputs=batch, output_names=["scores"])
-    wanted = model(*(value[:3] for value in batch)).detach().numpy()
-    found = run(path, *(value[:3] for value in batch))
-    assert np.abs(found - wanted).max() < 1e-6  # scores up to 1, whose sums are rounded in another order
+    few = [value[:3] for value in batch]
+    assert (run(path, *few)[0] - model(*few)).abs().max() < 1e-6  # scores up to 1, whose sums are rounded in another order
     assert onnx.load(str(path)).opset_import[0].version == opset
     described = fxq.onnx_metadata(path)
     assert (described["style"], [one["name"] for one in described["outputs"]]) == ("float", ["scores"])
@@ -69,8 +68,8 @@ def test_a_float_file_that_computes_something_else_is_not_written(
 
 
 @needs_vnni
-def test_a_prepared_model_is_a_file_with_its_grids(model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
-    prepared, integer = compiled(model, [batch], "nash-e")
+def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    prepared, integer = both
     path = fxq.export_onnx(prepared, tmp_path / "prepared.onnx", opset=21)
     assert fxq.onnx_metadata(path)["style"] == "qdq"
     assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "integer.onnx", "qdq", opset=21).read_bytes()
@@ -86,13 +85,13 @@ def test_a_prepared_model_is_a_file_with_its_grids(model: nn.Module, batch: tupl
 
 
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
-def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Tensor], model: nn.Module, tmp_path: Path) -> None:
-    integer = compiled(model, [batch], "nash-e").integer
+def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Tensor], both: Compiled, tmp_path: Path) -> None:
+    integer = both.integer
     options = {"opset": 21, "layouts": {"image": "NHWC"}}
     path = fxq.export_onnx(integer, tmp_path / "last.onnx", style, **options)
     plain = fxq.export_onnx(integer, tmp_path / "plain.onnx", style, opset=21)
     image, gain = batch
-    assert np.array_equal(run(path, image.permute(0, 2, 3, 1).contiguous(), gain), run(plain, image, gain))
+    assert torch.equal(run(path, image.permute(0, 2, 3, 1).contiguous(), gain)[0], run(plain, image, gain)[0])
     (described, other) = fxq.onnx_metadata(path)["inputs"]
     assert (described["layout"], described["shape"]) == ("NHWC", ["batch", 8, 8, 3])
     assert "layout" not in other
@@ -107,14 +106,14 @@ def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
     rows, volumes = torch.randn(2, 4, 9), torch.randn(2, 2, 4, 4, 4)
     for values, layer, layout in ((rows, nn.Conv1d(4, 3, 3), "NWC"), (volumes, nn.Conv3d(2, 3, 3), "NDHWC")):
         path = fxq.export_onnx(layer, tmp_path / "float.onnx", example_inputs=values, layouts={"input": layout})
-        found = run(path, values.movedim(1, -1).contiguous())
-        assert np.abs(found - layer(values).detach().numpy()).max() < 1e-5  # sums of 54 products in another order
+        (found,) = run(path, values.movedim(1, -1).contiguous())
+        assert (found - layer(values)).abs().max() < 1e-5  # sums of 54 products in another order
 
 
 def test_a_large_model_has_its_weights_beside_it_once(
-    model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    both: Compiled, batch: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    integer = compiled(model, [batch], "nash-e").integer
+    integer = both.integer
     together = fxq.export_onnx(integer, tmp_path / "together.onnx", "exact")
     monkeypatch.setattr(model_files, "LARGEST_FILE", 5000)
     monkeypatch.setattr(model_files, "SMALLEST_EXTERNAL", 64)
@@ -130,19 +129,18 @@ def test_a_large_model_has_its_weights_beside_it_once(
 
 @pytest.mark.parametrize("opset", [13, 21])
 def test_openvino_reads_qdq_and_gives_onnxruntimes_numbers(
-    model: nn.Module, batch: tuple[Tensor, Tensor], opset: int, tmp_path: Path
+    both: Compiled, batch: tuple[Tensor, Tensor], opset: int, tmp_path: Path
 ) -> None:
-    openvino = pytest.importorskip("openvino", reason="the package openvino is not installed")
-    integer = compiled(model, [batch], "nash-e").integer
+    openvino, integer = pytest.importorskip("openvino", reason="the package openvino is not installed"), both.integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", "qdq", opset=opset)
     read = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    found, wanted = read([value.numpy() for value in batch])[0], run(path, *batch)
+    found, wanted = read([value.numpy() for value in batch])[0], run(path, *batch)[0].numpy()
     step = next(layer.grid.scale for layer in reversed(fxq.layers(integer)) if layer.grid)
     assert np.abs(found - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
 
 
-def test_what_is_no_model_to_be_written(model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
-    integer, path = compiled(model, [batch]).integer, tmp_path / "model.onnx"
+def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    integer, path = both.integer, tmp_path / "model.onnx"
     for call, because in (
         (lambda: fxq.export_onnx(model, path), "without example inputs"),
         (lambda: fxq.export_onnx(model, path, "exact", example_inputs=batch), "it has no integers"),

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.backends.aten import programs
-from tests.shared.contract import all_equal
+from tests.shared.contract import Net, all_equal, compiled
 
 WRITERS = {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}
 ALONE = """
@@ -49,9 +49,7 @@ class Mixed(nn.Module):
 
 
 def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
-    prepared = fxq.prepare(model.eval(), batch, target)
-    fxq.calibrate(prepared, [batch], show_progress=False)
-    return fxq.convert(prepared)
+    return compiled(model.eval(), [batch], target).integer
 
 
 def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
@@ -101,21 +99,12 @@ def found(scores: Tensor) -> list[list[int]]:
     return [torch.nonzero(row).flatten().tolist() for row in scores]
 
 
-class Finds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[list[int]]]:
-        x = self.conv(x)
-        return x, found(x.mean((2, 3)))
-
-
 @pytest.mark.parametrize("write", [fxq.export_pt2, fxq.export_torchscript, fxq.export_onnx])
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    integer = fxq.quantize(Finds().eval(), [torch.randn(4, 3, 4, 4)]).integer
+    finds = Net(lambda s, x: (y := s.conv(x), found(y.mean((2, 3)))), conv=nn.Conv2d(3, 4, 1))
+    integer = fxq.quantize(finds.eval(), [torch.randn(4, 3, 4, 4)]).integer
     capfd.readouterr()
     with pytest.raises(fxq.ExportError, match="found"):
         write(integer, tmp_path / "model")

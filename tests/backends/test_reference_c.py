@@ -22,7 +22,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.shared.c_cases import Case, cases
-from tests.shared.contract import same_bytes
+from tests.shared.contract import Net, compiled, same_bytes
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-ffp-contract=off"]
@@ -139,9 +139,7 @@ class Sequences(nn.Module):
 
 
 def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
-    prepared = fxq.prepare(model.eval(), batch, target)
-    fxq.calibrate(prepared, [batch], show_progress=False)
-    return fxq.convert(prepared)
+    return compiled(model.eval(), [batch], target).integer
 
 
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e", "nash-e", "x86"])
@@ -176,17 +174,8 @@ def test_another_compiler_gives_the_same_bits(tmp_path: Path) -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-class Spectrum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.rfft(self.layer(x)).abs()
-
-
 def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    integer = integer_of(Spectrum(), torch.randn(4, 8), "bayes-e")
+    integer = integer_of(Net(lambda s, x: torch.fft.rfft(s.layer(x)).abs(), layer=nn.Linear(8, 8)), torch.randn(4, 8), "bayes-e")
     with pytest.raises(fxq.ExportError, match="in float") as caught:
         fxq.export_c(integer, tmp_path / "made" / "spectrum.c")
     assert caught.value.at is not None
@@ -195,11 +184,7 @@ def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) 
 
 
 def test_a_batch_size_beyond_the_models_is_refused(tmp_path: Path) -> None:
-    class Last(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[-3:].relu()
-
-    integer = integer_of(Last(), torch.randn(6, 4), "bayes-e")
+    integer = integer_of(Net(lambda s, x: x[-3:].relu()), torch.randn(6, 4), "bayes-e")
     with pytest.raises(fxq.ConfigurationError, match="batch_size=2"):
         fxq.export_c(integer, tmp_path / "last.c", batch_size=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,25 +16,31 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import second_moment
-from tests.shared.contract import same_bytes
+from tests.shared.contract import same_state
 
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [torch.rand(10, 3, 8, 8, generator=GENERATOR) for _ in range(10)]  # of which the first seven are kept as samples
 
 
-def fresh(bits: str) -> fx.GraphModule:
+@functools.cache
+def _prepared(bits: str) -> fx.GraphModule:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)]
     return fxq.prepare(nn.Sequential(*layers).eval(), BATCHES[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig(bits)))
 
 
+def fresh(bits: str) -> fx.GraphModule:
+    return copy.deepcopy(_prepared(bits))
+
+
+@functools.cache
+def begun(bits: str, count: int) -> fx.GraphModule:
+    """Calibrated with the first batches; whoever goes on does with a copy."""
+    return calibrate(fresh(bits), BATCHES[:count])
+
+
 def calibrate(prepared: fx.GraphModule, batches: list[Tensor], **options: bool) -> fx.GraphModule:
     return fxq.calibrate(prepared, batches, show_progress=False, **options)
-
-
-def equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    left, right = one.state_dict(), other.state_dict()
-    return left.keys() == right.keys() and all(same_bytes(left[name], right[name]) for name in left)
 
 
 def done(prepared: fx.GraphModule) -> str:
@@ -85,7 +92,7 @@ WAYS: dict[str, Callable[[fx.GraphModule], None]] = {
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def whole(request: pytest.FixtureRequest) -> tuple[str, fx.GraphModule]:
-    found = calibrate(fresh(request.param), BATCHES)
+    found = begun(request.param, 10)
     assert ("bias corrected" in done(found), "rounded" in done(found)) == (True, request.param == "int4")
     return request.param, found
 
@@ -95,34 +102,34 @@ def test_it_ends_as_one_call_does(way: str, whole: tuple[str, fx.GraphModule], c
     bits, wanted = whole
     prepared = fresh(bits)
     WAYS[way](prepared)
-    assert equal(prepared, wanted)
+    assert same_state(prepared, wanted)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_copy_goes_on_as_its_original_does(whole: tuple[str, fx.GraphModule]) -> None:
     bits, wanted = whole
-    half = calibrate(fresh(bits), BATCHES[:5])
-    assert equal(calibrate(copy.deepcopy(half), BATCHES[5:]), wanted)
-    assert equal(calibrate(half, BATCHES[5:]), wanted)
+    half = copy.deepcopy(begun(bits, 5))
+    assert same_state(calibrate(copy.deepcopy(half), BATCHES[5:]), wanted)
+    assert same_state(calibrate(half, BATCHES[5:]), wanted)
 
 
 def test_stopped_while_weights_are_rounded_it_has_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    prepared = calibrate(fresh("int4"), BATCHES[:7])
+    prepared = copy.deepcopy(begun("int4", 7))
     before = done(prepared)
     with monkeypatch.context() as patch:
         patch.setattr(second_moment, "_level", stop)
         with pytest.raises(KeyboardInterrupt):
             calibrate(prepared, BATCHES[7:9])
     assert done(prepared) == before
-    assert equal(calibrate(prepared, BATCHES[9:]), calibrate(fresh("int4"), BATCHES))
+    assert same_state(calibrate(prepared, BATCHES[9:]), begun("int4", 10))
 
 
 def test_what_was_tuned_meanwhile_stays() -> None:
     """A method of tuning gives a layer a rounding that is not calibration's."""
-    prepared = calibrate(fresh("int4"), BATCHES[:7])
+    prepared = copy.deepcopy(begun("int4", 7))
     weights = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
     rounded = [weight for weight in weights if isinstance(weight.rounding, fxq.AdaptiveRounding)]
     assert len(rounded) > 1
@@ -134,12 +141,8 @@ def test_what_was_tuned_meanwhile_stays() -> None:
 
 
 def test_a_call_that_has_nothing_to_observe_changes_nothing(whole: tuple[str, fx.GraphModule]) -> None:
-    bits, wanted = whole
-    prepared = calibrate(fresh(bits), BATCHES)
-    before = copy.deepcopy(prepared)
-    calibrate(prepared, BATCHES[:3], only_missing=True)
-    assert equal(prepared, before)
-    assert equal(prepared, wanted)
+    _, wanted = whole
+    assert same_state(calibrate(copy.deepcopy(wanted), BATCHES[:3], only_missing=True), wanted)
 
 
 @pytest.mark.parametrize("way", ["saved", "pickled", "by hand"])
@@ -150,7 +153,7 @@ def test_where_samples_are_not_there_any_more_it_says_so(way: str, caplog: pytes
         for batch in BATCHES[:5]:
             prepared(batch)
     else:
-        prepared = calibrate(fresh("int8"), BATCHES[:5])
+        prepared = copy.deepcopy(begun("int8", 5))
         alone = len(pickle.dumps(fresh("int8")))
         assert len(pickle.dumps(prepared)) < alone + BATCHES[0].nbytes
         prepared = fxq.load(fxq.save(prepared, tmp_path / "half.fxq")) if way == "saved" else pickle.loads(pickle.dumps(prepared))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from tests.shared.contract import same_bytes
+from tests.shared.contract import same_state
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False))
 
@@ -41,28 +41,23 @@ def state(prepared: fx.GraphModule) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in prepared.state_dict().items()}
 
 
-def calibrated() -> fx.GraphModule:
-    return fxq.calibrate(fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS), BATCHES, show_progress=False)
+def prepared() -> fx.GraphModule:
+    return fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS)
 
 
-def equalized() -> fx.GraphModule:
-    return fxq.equalize(fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS), BATCHES[:2], show_progress=False)
+def calibrated(**options: Any) -> fx.GraphModule:
+    return fxq.calibrate(prepared(), BATCHES, show_progress=False, **options)
 
 
-def plain() -> fx.GraphModule:
-    prepared = fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS)
-    return fxq.calibrate(prepared, BATCHES, round_weights=False, correct_bias=False, show_progress=False)
-
-
-PLAIN = plain()
+PLAIN = calibrated(round_weights=False, correct_bias=False)
 
 
 def behind(method: Callable[..., Any], **options: Any) -> Callable[[], Any]:
     def call() -> Any:
-        prepared = copy.deepcopy(PLAIN)
-        result = method(prepared, BATCHES, show_progress=False, **options)
+        tuned = copy.deepcopy(PLAIN)
+        result = method(tuned, BATCHES, show_progress=False, **options)
         rows = [(row.before, row.after) for row in result] if isinstance(result, Iterable) else result.before
-        return rows, state(prepared)
+        return rows, state(tuned)
 
     return call
 
@@ -74,15 +69,11 @@ def searched(method: Callable[..., Any], **options: Any) -> Callable[[], str]:
 
 ALIKE_IN_THREADS: dict[str, Callable[[], Any]] = {
     "calibrate": lambda: state(calibrated()),
-    "equalize": lambda: state(equalized()),
+    "equalize": lambda: state(fxq.equalize(prepared(), BATCHES[:2], show_progress=False)),
     "round_weights": behind(fxq.tuning.round_weights),
     "correct_bias": behind(fxq.tuning.correct_bias),
 }
-LEARNED = {
-    "adaround": behind(fxq.tuning.adaround, steps=3),
-    "reconstruct": behind(fxq.tuning.reconstruct, steps=3),
-    "distill": behind(fxq.tuning.distill, steps=3),
-}
+LEARNED = {name: behind(getattr(fxq.tuning, name), steps=3) for name in ("adaround", "reconstruct", "distill")}
 SEARCHED = {
     "sensitivity": searched(fxq.sensitivity),
     "mixed_precision": searched(fxq.mixed_precision, budget=fxq.Budget(weight_bytes=700)),
@@ -125,7 +116,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
+        return same_state(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
@@ -166,11 +157,11 @@ def test_autocast_reaches_the_users_batches_alone() -> None:
             seen.append((torch.is_autocast_enabled("cpu"), torch.get_num_threads()))
             yield batch
 
-    prepared = fxq.prepare(MODEL, EXAMPLE, "nash-e", FOUR_BITS)
+    found = prepared()
     with threads(2), torch.autocast("cpu", dtype=torch.bfloat16):
-        fxq.calibrate(prepared, stream(), show_progress=False)
+        fxq.calibrate(found, stream(), show_progress=False)
     assert seen == [(True, 2)] * len(BATCHES)
-    assert equal(state(prepared), state(calibrated()))
+    assert same_state(found, calibrated())
 
 
 # ---- every tensor that this project makes ---------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -28,37 +30,25 @@ class One(nn.Module):
         return self.conv(image).relu()
 
 
-class Two(nn.Module):
+class Two(One):
     """Two inputs and one that may be left out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3)
-
-    def forward(self, image: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+    def forward(self, image: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:  # type: ignore[override]
         result = self.conv(image) * mask
         return result if scale is None else result * scale
 
 
-class Listed(nn.Module):
+class Listed(One):
     """One input that is a list of tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3)
-
-    def forward(self, images: list[Tensor]) -> Tensor:
+    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         return torch.cat([self.conv(image) for image in images], 1)
 
 
-class Keyword(nn.Module):
+class Keyword(One):
     """Inputs that only have names."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3)
-
-    def forward(self, *, image: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, *, image: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return self.conv(image) * mask
 
 
@@ -150,28 +140,27 @@ def expected(model: nn.Module, inputs: list[Any]) -> dict[str, Any]:
     return fxq.qparams(prepared)
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_one_input(name: str) -> None:
-    model = One()
-    scales = expected(model, pieces(images()))
-    prepared = fxq.prepare(model, images(4))
-    fxq.calibrate(prepared, ONE[name]())
-    assert fxq.qparams(prepared) == scales
-    result = fxq.quantize(model, ONE[name]())
-    assert fxq.qparams(result.prepared) == scales
-    assert torch.equal(result.integer(images()), result.prepared(images()))
+@functools.cache
+def known(kind: type[One]) -> tuple[One, fx.GraphModule, dict[str, Any]]:
+    """A model, prepared, and its scales after plain tuples of inputs."""
+    model, inputs = kind(), (images(),) if kind is One else (images(), masks())
+    return model, fxq.prepare(model, tuple(value[:4] for value in inputs)), expected(model, pieces(*inputs))
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_inputs(name: str) -> None:
-    model = Two()
-    scales = expected(model, pieces(images(), masks()))
-    prepared = fxq.prepare(model, (images(4), masks(4)))
-    fxq.calibrate(prepared, TWO[name]())
+@pytest.mark.parametrize(("kind", "name"), [*((One, name) for name in ONE), *((Two, name) for name in TWO)])
+def test_batches_in_every_form_give_the_scales_of_plain_ones(kind: type[One], name: str) -> None:
+    (model, fresh, scales), batches = known(kind), (ONE if kind is One else TWO)[name]
+    prepared = copy.deepcopy(fresh)
+    fxq.calibrate(prepared, batches())
     assert fxq.qparams(prepared) == scales
-    result = fxq.quantize(model, TWO[name]())
+    result, inputs = fxq.quantize(model, batches()), (images(),) if kind is One else (images(), masks())
     assert fxq.qparams(result.prepared) == scales
-    assert torch.equal(result.integer(images(), masks()), result.prepared(images(), masks()))
+    assert torch.equal(result.integer(*inputs), result.prepared(*inputs))
+
+
+def of_one() -> fx.GraphModule:
+    """The model of one input, prepared."""
+    return copy.deepcopy(known(One)[1])
 
 
 def test_keywords() -> None:
@@ -236,7 +225,7 @@ class Counted:
 @pytest.mark.parametrize("number", [1, 3, 5, 100, None])
 def test_no_batch_is_taken_in_vain(number: int | None, show_progress: bool) -> None:
     wanted = 5 if number is None else min(number, 5)
-    prepared = fxq.prepare(One(), images(4))
+    prepared = of_one()
     counted = Counted()
     fxq.calibrate(prepared, counted, number, show_progress=show_progress)
     assert counted.taken == wanted
@@ -247,7 +236,7 @@ def test_no_batch_is_taken_in_vain(number: int | None, show_progress: bool) -> N
 
 def test_the_rest_of_a_generator_can_be_used() -> None:
     generator = iter(images().split(2))
-    prepared = fxq.prepare(One(), images(4))
+    prepared = of_one()
     fxq.calibrate(prepared, generator, 2)
     assert torch.equal(next(generator), images()[4:6])
 
@@ -269,7 +258,7 @@ def test_num_batches_is_what_counts() -> None:
     ],
 )
 def test_what_is_dropped_is_said_once(batches: Callable[[], Any], line: str, caplog: pytest.LogCaptureFixture) -> None:
-    prepared = fxq.prepare(One(), images(4))
+    prepared = of_one()
     with caplog.at_level(logging.INFO, "fxquant"):
         fxq.calibrate(prepared, batches())
         fxq.calibrate(prepared, batches())
@@ -297,7 +286,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_batch_that_cannot_be_used(name: str) -> None:
     batches, because, remedy = BAD[name]
-    prepared = fxq.prepare(One(), images(4))
+    prepared = of_one()
     with pytest.raises(fxq.CalibrationError) as caught:
         fxq.calibrate(prepared, batches(), show_progress=False)
     assert "batch 0 does not fit the model" in str(caught.value)
@@ -306,7 +295,7 @@ def test_a_batch_that_cannot_be_used(name: str) -> None:
 
 
 def test_a_late_batch_is_named() -> None:
-    prepared = fxq.prepare(One(), images(4))
+    prepared = of_one()
     with pytest.raises(fxq.CalibrationError, match="batch 2 does not fit the model"):
         fxq.calibrate(prepared, [images(4), images(4), images(4).numpy()])
 
@@ -318,17 +307,14 @@ def test_quantize_refuses_arrays(batch: Any) -> None:
     assert "torch.from_numpy" in caught.value.remedy
 
 
-@pytest.mark.parametrize("batches", [5, None, One])
-def test_what_yields_no_batches(batches: Any) -> None:
-    prepared = fxq.prepare(One(), images(4))
-    for use in (lambda: fxq.calibrate(prepared, batches), lambda: fxq.quantize(One(), batches)):
-        with pytest.raises(fxq.ConfigurationError, match="yields no batches"):
+@pytest.mark.parametrize(
+    ("batches", "number", "text"),
+    [*((given, None, "yields no batches") for given in (5, None, One)), ([images()], -1, "num_batches=-1 is not usable")],
+)
+def test_what_yields_no_batches(batches: Any, number: int | None, text: str) -> None:
+    for use in (lambda: fxq.calibrate(of_one(), batches, number), lambda: fxq.quantize(One(), batches, num_batches=number)):
+        with pytest.raises(fxq.ConfigurationError, match=text):
             use()
-
-
-def test_a_negative_number_of_batches() -> None:
-    with pytest.raises(fxq.ConfigurationError, match="num_batches=-1 is not usable"):
-        fxq.calibrate(fxq.prepare(One(), images(4)), [images()], -1)
 
 
 def test_verify_takes_the_same_batches(tmp_path: Path) -> None:

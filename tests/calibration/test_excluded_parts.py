@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,26 +17,18 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from tests.shared.contract import same_bytes
+from tests.shared.contract import same_state
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False))
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [torch.rand(16, 3, 8, 8, generator=GENERATOR) for _ in range(4)]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.two(F.relu(self.one(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.dw, self.head = nn.Conv2d(3, 8, 3), Block(), nn.Conv2d(8, 4, 1)
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+        self.dw = nn.Sequential(OrderedDict(one=nn.Conv2d(8, 8, 3, padding=1), act=nn.ReLU(), two=nn.Conv2d(8, 8, 3), last=nn.ReLU()))
         with torch.no_grad():
             for layer in (self.stem, self.dw.one, self.dw.two):
                 layer.weight.mul_(torch.exp2(torch.arange(8.0) % 7 - 3).reshape(-1, 1, 1, 1))
@@ -43,13 +37,24 @@ class Net(nn.Module):
         return self.head(self.dw(F.relu(self.stem(x))))
 
 
-def fresh() -> fx.GraphModule:
+@functools.cache
+def _prepared() -> fx.GraphModule:
     torch.manual_seed(0)
     return fxq.prepare(Net().eval(), BATCHES[0], "nash-e", FOUR_BITS)
 
 
-def calibrate(prepared: fx.GraphModule, **options: Any) -> fx.GraphModule:
-    return fxq.calibrate(prepared, BATCHES, show_progress=False, **options)
+def fresh() -> fx.GraphModule:
+    return copy.deepcopy(_prepared())
+
+
+def calibrate(prepared: fx.GraphModule, batches: list[Tensor] = BATCHES, **options: Any) -> fx.GraphModule:
+    return fxq.calibrate(prepared, batches, show_progress=False, **options)
+
+
+@functools.cache
+def whole() -> fx.GraphModule:
+    """Calibrated in all its parts; whoever changes it changes a copy."""
+    return calibrate(fresh())
 
 
 def part(prepared: fx.GraphModule, name: str = "dw") -> dict[str, QuantizedOperator]:
@@ -67,10 +72,6 @@ def numbers(prepared: fx.GraphModule, name: str = "dw", without: str = "") -> di
     return found
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
-
-
 METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "calibrate": calibrate,
     "all weights": lambda p: calibrate(p, round_weights=True, correct_bias=True),
@@ -85,11 +86,8 @@ METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
 
 
 def test_without_it_everything_is_calibrated() -> None:
-    prepared = fresh()
-    before = numbers(copy.deepcopy(prepared))
-    calibrate(prepared)
-    assert not equal(numbers(prepared), before)
-    assert {each.state for each in quantized_operators(prepared).values()} == {fxq.State.VALIDATE}
+    assert not same_state(numbers(whole()), numbers(fresh()))
+    assert {each.state for each in quantized_operators(whole()).values()} == {fxq.State.VALIDATE}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -101,7 +99,7 @@ def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixt
     last = list(part(prepared))[-1]
     before = numbers(copy.deepcopy(prepared), without=last)
     METHODS[name](prepared)
-    assert equal(numbers(prepared, without=last), before)
+    assert same_state(numbers(prepared, without=last), before)
     states = {node: each.state for node, each in quantized_operators(prepared).items()}
     assert {state for node, state in states.items() if node in part(prepared)} == {fxq.State.FLOAT}
     assert {state for node, state in states.items() if node not in part(prepared)} == {fxq.State.VALIDATE}
@@ -138,7 +136,7 @@ def test_a_single_layer_and_several_are_named_as_well() -> None:
     before = {name: numbers(copy.deepcopy(prepared), name, without="stem") for name in ("stem",)}
     calibrate(prepared)
     assert {node for node, each in quantized_operators(prepared).items() if each.state is fxq.State.FLOAT} >= {"head"}
-    assert equal(numbers(prepared, "stem", without="stem"), before["stem"])
+    assert same_state(numbers(prepared, "stem", without="stem"), before["stem"])
     assert not any(each.weight_quantizer.description for each in (*part(prepared, "stem").values(), *part(prepared, "head").values()))
     assert any(each.weight_quantizer.description for each in part(prepared).values())
 
@@ -152,52 +150,42 @@ def test_a_part_with_scales_computes_with_them(state: str, mode: bool) -> None:
     prepared.train(mode)
     before = numbers(copy.deepcopy(prepared))
     calibrate(prepared)
-    assert equal(numbers(prepared), before)
+    assert same_state(numbers(prepared), before)
     assert {each.state for each in part(prepared).values()} == {fxq.State(state)}
     fxq.set_state(prepared, "validate")
     assert fxq.verify(prepared, fxq.convert(prepared), BATCHES[:1], show_progress=False)
 
 
 def test_one_part_alone_is_calibrated_again() -> None:
-    prepared = calibrate(fresh())
+    prepared = copy.deepcopy(whole())
     others = [name for name in quantized_operators(prepared) if name not in part(prepared)]
     before = {name: quantized_operators(copy.deepcopy(prepared))[name].state_dict() for name in others}
     seen = {name: each.output.observer.count.item() for name, each in part(prepared).items() if each.output.observer is not None}
     fxq.set_state(prepared, "calibrate", "dw")
     calibrate(prepared)
-    assert all(equal(dict(quantized_operators(prepared)[name].state_dict()), dict(before[name])) for name in others)
+    assert all(same_state(quantized_operators(prepared)[name], before[name]) for name in others)
     for name, count in seen.items():
         observer = part(prepared)[name].output.observer
         assert observer is not None
         assert observer.count.item() == 2 * count
 
 
-def test_a_model_that_is_float_as_a_whole_is_calibrated_as_a_whole() -> None:
-    prepared, wanted = fresh(), calibrate(fresh())
-    fxq.set_state(prepared, "float")
-    calibrate(prepared)
-    assert equal(dict(prepared.state_dict()), dict(wanted.state_dict()))
-
-
-def test_a_part_without_scales_is_calibrated_in_any_state_but_float() -> None:
-    prepared, wanted = fresh(), calibrate(fresh())
-    fxq.set_state(prepared, "validate", "dw")
-    calibrate(prepared)
-    assert equal(dict(prepared.state_dict()), dict(wanted.state_dict()))
+@pytest.mark.parametrize("where", [("float",), ("validate", "dw")], ids=["float as a whole", "a part without scales"])
+def test_what_is_calibrated_all_the_same(where: tuple[str, ...]) -> None:
+    """A model that is float as a whole, and a part without scales in any state but float."""
+    prepared = fresh()
+    fxq.set_state(prepared, *where)  # type: ignore[arg-type]
+    assert same_state(calibrate(prepared), whole())
 
 
 def test_what_is_left_out_is_left_out_where_calibration_fails() -> None:
     prepared = fresh()
     fxq.set_state(prepared, "float", "dw")
     with pytest.raises(fxq.FxQuantError):
-        calibrate_with(prepared, [BATCHES[0], BATCHES[1] * math.nan])
+        calibrate(prepared, [BATCHES[0], BATCHES[1] * math.nan])
     assert {each.state for each in part(prepared).values()} == {fxq.State.FLOAT}
-    calibrate_with(prepared, BATCHES[1:])
+    calibrate(prepared, BATCHES[1:])
     wanted = fresh()
     fxq.set_state(wanted, "float", "dw")
     calibrate(wanted)
-    assert equal(dict(prepared.state_dict()), dict(wanted.state_dict()))
-
-
-def calibrate_with(prepared: fx.GraphModule, batches: list[Tensor]) -> None:
-    fxq.calibrate(prepared, batches, show_progress=False)
+    assert same_state(prepared, wanted)

@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.serialization.archive import pack, unpack
-from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, same_bytes
+from tests.shared.contract import Net, assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
 
 ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
 
@@ -59,8 +59,7 @@ def network() -> Network:
 
 def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
     """Prepared and calibrated."""
-    prepared = fxq.prepare(network(), batches()[0], target, qconfig, **options)
-    return fxq.calibrate(prepared, batches(), show_progress=False)
+    return calibrated(network(), batches(), target, qconfig, **options)
 
 
 def restored(seen: fxq.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
@@ -75,12 +74,9 @@ def seen() -> fxq.Observations:
 
 def assert_same_state(one: fx.GraphModule, other: fx.GraphModule) -> None:
     """The same scales, observations and parameters, to the bit, in the same state."""
-    left, right = one.state_dict(), other.state_dict()
-    assert left.keys() == right.keys()
-    assert [name for name in left if not same_bytes(left[name], right[name])] == []  # NaN is what NaN is
-    assert {name: operator.state for name, operator in quantized_operators(one).items()} == {
-        name: operator.state for name, operator in quantized_operators(other).items()
-    }
+    assert same_state(one, other)
+    states = ({name: operator.state for name, operator in quantized_operators(model).items()} for model in (one, other))
+    assert next(states) == next(states)
 
 
 class Halved(fxq.MinMaxObserver):
@@ -219,17 +215,9 @@ def test_quantize_observes_what_is_missing(seen: fxq.Observations) -> None:
 
 def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
     """In float the clamp shows everything it reads; as an integer operator it lets nothing beyond its limits be seen."""
-
-    class Limited(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head, self.limit = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 2, 1), nn.Hardtanh(-0.25, 0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.limit(F.max_pool2d(self.conv(x), 2)))
-
     torch.manual_seed(0)
-    model, default = Limited(), fxq.QConfig()
+    layers = {"conv": nn.Conv2d(2, 4, 1), "head": nn.Conv2d(4, 2, 1), "limit": nn.Hardtanh(-0.25, 0.5)}
+    model, default = Net(lambda s, x: s.head(s.limit(F.max_pool2d(s.conv(x), 2))), **layers), fxq.QConfig()
     before = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=default), batches(), show_progress=False)
     qconfig = Mapping().set_module_name("limit", None)
     prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observations(before))
@@ -292,17 +280,9 @@ def test_sizes_that_differ_are_told(seen: fxq.Observations, caplog: pytest.LogCa
 
 
 def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.left(x), self.right(x)
-
-    model, wide = Fork(), Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
-    one = fxq.calibrate(fxq.prepare(model, batches()[0], "nash-e"), batches(), show_progress=False)
-    two = fxq.calibrate(fxq.prepare(model, batches()[0], "nash-e", wide), batches(), show_progress=False)
+    fork = Net(lambda s, x: (s.left(x), s.right(x)), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1))
+    model, wide = fork, Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
+    one, two = (calibrated(model, batches(), "nash-e", qconfig) for qconfig in (None, wide))
     assert len(fxq.qparams(two)) == len(fxq.qparams(one)) + 1
     assert fxq.observations(one) == fxq.observations(two)
     assert_same_state(fxq.prepare(model, batches()[0], "nash-e", wide, observations=fxq.observations(one)), two)

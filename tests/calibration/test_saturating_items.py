@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.prepared.operators import quantized_operators
+from tests.shared.contract import calibrated
 
 
 class Network(nn.Module):
@@ -50,9 +52,9 @@ def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Modu
                 model(batch)
     model.eval()
     qconfig = None if observer is None else fxq.QConfig(fxq.ActivationConfig(observer=observer))
-    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e", qconfig), batches, show_progress=False)
+    prepared = calibrated(model, batches, "bayes-e", qconfig)
     fxq.set_state(prepared, fxq.State.TRAIN)
-    live = {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()}
+    live = lives(prepared)
     prepared.train()
     with torch.no_grad():
         for _ in range(4):
@@ -87,8 +89,17 @@ def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if "running statistics" in record.getMessage()]
 
 
+@functools.cache
+def _loud() -> tuple[nn.Module, dict[str, bool]]:
+    return trained_statistics(loud=True)[:2]
+
+
+def lives(prepared: nn.Module) -> dict[str, bool]:
+    return {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()}
+
+
 def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> None:
-    trained, live, _ = trained_statistics(loud=True)
+    trained, live = copy.deepcopy(_loud()[0]), _loud()[1]
     fxq.set_state(trained, fxq.State.TRAIN)
     for scales_are_frozen in (False, True):
         fxq.freeze(trained, scales=scales_are_frozen, batch_norm=False)
@@ -100,12 +111,12 @@ def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> N
         after.load_state_dict(trained.state_dict())
         read = fxq.load(fxq.save(trained, tmp_path / "trained.fxq"))
         for prepared in (before, after, read):
-            assert {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()} == live
+            assert lives(prepared) == live
 
 
 def test_the_switches_of_torch_ao_keep_them_too() -> None:
-    trained, live, _ = trained_statistics(loud=True)
+    trained, live = _loud()
     prepared = fxq.prepare(Network().eval(), items(32, loud=True), "bayes-e")
     prepared.load_state_dict(trained.state_dict())
     torch_ao.enable_fake_quant(prepared)
-    assert {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()} == live
+    assert lives(prepared) == live

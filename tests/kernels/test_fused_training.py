@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from unittest import mock
@@ -17,6 +18,7 @@ from fxquant.backends.cpu import native
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
 from fxquant.training import fused_layers
+from tests.shared.contract import compiled
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
 IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a C compiler was not found")
@@ -43,16 +45,20 @@ def images(seed: int = 0) -> Tensor:
     return torch.randn(8, 3, 28, 24, generator=torch.Generator().manual_seed(seed))
 
 
-def prepared_on(target: str, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+@functools.cache
+def _prepared(target: str) -> fx.GraphModule:
     torch.manual_seed(0)
     model = Network()
     with torch.no_grad():
         for _ in range(20):
             model(images())
-    prepared = fxq.prepare(model.eval(), (images(),), target, qconfig)
-    fxq.calibrate(prepared, [images()], show_progress=False)
+    prepared = compiled(model.eval(), [images()], target).prepared
     fxq.set_state(prepared, "train")
     return prepared.train()
+
+
+def prepared_on(target: str) -> fx.GraphModule:
+    return copy.deepcopy(_prepared(target))
 
 
 @contextmanager
@@ -61,12 +67,22 @@ def without_c() -> Iterator[None]:
         yield
 
 
-def step(model: fx.GraphModule, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(1)  # of the dropout
     model.zero_grad()
     output = model(x)
-    (output * torch.arange(5)).sum().backward()
+    (output * torch.arange(float(output.shape[-1]))).sum().backward()
     return output.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def assert_same_step(own: nn.Module, reference: nn.Module, x: Tensor, in_c: bool = True) -> None:
+    """The bits of the primitives, and their gradients."""
+    with nullcontext() if in_c else without_c():
+        found, gradients = step(own, x)
+    with fused_layers.unfused():
+        wanted, expected = step(reference, x)
+    assert torch.equal(found, wanted)
+    assert_alike(gradients, expected)
 
 
 def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
@@ -90,12 +106,7 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool, in_c: bool) -
         fxq.freeze(own)
     reference = copy.deepcopy(own)
     for x in (images(0), images(1).contiguous(memory_format=torch.channels_last)):  # the second finds what the first has moved
-        with nullcontext() if in_c else without_c():
-            found, gradients = step(own, x)
-        with fused_layers.unfused():
-            wanted, expected = step(reference, x)
-        assert torch.equal(found, wanted)
-        assert_alike(gradients, expected)
+        assert_same_step(own, reference, x, in_c)
         for (name, one), other in zip(own.named_buffers(), reference.buffers(), strict=True):
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
 
@@ -107,21 +118,9 @@ def test_a_batch_norm_may_have_one_channel(convolution: bool, target: str, in_c:
     torch.manual_seed(0)
     norm, x = nn.BatchNorm2d(1), torch.randn(6, 3 if convolution else 1, 20, 16)
     model = nn.Sequential(nn.Conv2d(3, 1, 3), norm, nn.ReLU()) if convolution else nn.Sequential(norm)
-    own = fxq.calibrate(fxq.prepare(model.eval(), x, target), [x], show_progress=False)
+    own = compiled(model.eval(), [x], target).prepared
     fxq.set_state(own, "train")
-    reference = copy.deepcopy(own.train())
-
-    def trained(form: nn.Module) -> tuple[Tensor, list[Tensor]]:
-        output = form(x)
-        (output * torch.arange(float(output.shape[-1]))).sum().backward()
-        return output.detach(), [parameter.grad for parameter in form.parameters()]
-
-    with nullcontext() if in_c else without_c():
-        found, gradients = trained(own)
-    with fused_layers.unfused():
-        wanted, expected = trained(reference)
-    assert torch.equal(found, wanted)
-    assert_alike(gradients, expected)
+    assert_same_step(own.train(), copy.deepcopy(own), x, in_c)
 
 
 @IN_C
@@ -201,14 +200,15 @@ def test_what_is_written_on_a_real_tensor_is_read() -> None:
     own = prepared_on("bayes-e")
     fxq.set_state(own, "validate")
     first = next(iter(quantized_operators(own).values()))
+
+    def behind(hook: Callable[..., Tensor]) -> Tensor:
+        handle = first.register_forward_hook(lambda module, arguments, result: hook(result))
+        found: Tensor = own(images())
+        handle.remove()
+        return found
+
     with torch.no_grad():
-        before = own(images())
-        hook = first.register_forward_hook(lambda module, arguments, result: result.mul_(-1))
-        written = own(images())
-        hook.remove()
-        hook = first.register_forward_hook(lambda module, arguments, result: -result)
-        given = own(images())
-        hook.remove()
+        before, written, given = own(images()), behind(lambda result: result.mul_(-1)), behind(lambda result: -result)
     assert not torch.equal(before, written)
     assert torch.equal(written, given)
 
@@ -231,35 +231,23 @@ def test_gradients_can_be_differentiated() -> None:
     assert_alike([each for each in found if each is not None], [each for each in wanted if each is not None])
 
 
-def test_wide_sums_are_formed_once() -> None:
+@pytest.mark.parametrize("channels", [1200, 2400])
+def test_wide_sums_are_formed_once(channels: int) -> None:
     """Layers whose sums can exceed 2^24 for some operand: of this one they do not, or not in parts."""
     torch.manual_seed(0)
-    for channels in (1200, 2400):
-        layer = nn.Linear(channels, 8)
-        nn.init.uniform_(layer.weight, 0.5, 1.0)  # all of a sign, so that sums are as large as they can be
-        x = torch.rand(4, channels) + 0.2
-        prepared = fxq.prepare(layer, (x,), "nash-e")
-        fxq.calibrate(prepared, [x], show_progress=False)
-        prepared.train()
-        fxq.set_state(prepared, "train")
-        fxq.freeze(prepared)
-        reference = copy.deepcopy(prepared)
-        results: list[tuple[Tensor, Tensor]] = []
-        for form, context in ((prepared, nullcontext()), (reference, fused_layers.unfused())):
-            with context:
-                output = form(x)
-                output.sum().backward()
-                results.append((output.detach(), next(form.parameters()).grad))
-        assert torch.equal(results[0][0], results[1][0])
-        assert_alike([results[0][1]], [results[1][1]])
+    layer, x = nn.Linear(channels, 8), torch.rand(4, channels) + 0.2
+    nn.init.uniform_(layer.weight, 0.5, 1.0)  # all of a sign, so that sums are as large as they can be
+    prepared = compiled(layer, [x], "nash-e").prepared
+    fxq.set_state(prepared.train(), "train")
+    fxq.freeze(prepared)
+    assert_same_step(prepared, copy.deepcopy(prepared), x)
 
 
 @pytest.mark.parametrize(("kernel", "padding", "ceil_mode"), [(3, 1, False), (2, 1, True), (3, 0, True), (5, 2, False)])
 def test_maxima_of_padded_windows(kernel: int, padding: int, ceil_mode: bool) -> None:
     x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0)) - 3  # below zero: padding must not win
     layer = nn.MaxPool2d(kernel, 2, padding, ceil_mode=ceil_mode)
-    prepared = fxq.prepare(nn.Sequential(layer), (x,), "bayes-e")
-    fxq.calibrate(prepared, [x], show_progress=False)
+    prepared = compiled(nn.Sequential(layer), [x]).prepared
     with torch.no_grad():
         grid = next(iter(quantized_operators(prepared).values())).output.grid
         assert torch.equal(prepared(x), layer(grid.quantize(x)) * grid.scale)
@@ -283,9 +271,9 @@ def test_observers_count_the_same_in_c(shape: tuple[int, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
-def test_nothing_is_counted_of_what_is_not_finite() -> None:
-    for number, word in ((float("nan"), "NaN"), (float("inf"), "infinite")):
-        value = torch.randn(4, 1000)
-        value[2, 500] = number
-        with pytest.raises(ValueError, match=word):
-            observe_together([HistogramObserver()], value, items=True)
+@pytest.mark.parametrize(("number", "word"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
+def test_nothing_is_counted_of_what_is_not_finite(number: float, word: str) -> None:
+    value = torch.randn(4, 1000)
+    value[2, 500] = number
+    with pytest.raises(ValueError, match=word):
+        observe_together([HistogramObserver()], value, items=True)

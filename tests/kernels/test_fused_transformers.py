@@ -25,6 +25,7 @@ from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saturation_masks
+from tests.shared.contract import compiled
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
 
@@ -51,8 +52,7 @@ class Block(nn.Module):
 def prepared_on(target: str) -> tuple[fx.GraphModule, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(6, 24, 20)
-    prepared = fxq.prepare(Block().eval(), (x,), target)
-    fxq.calibrate(prepared, [x], show_progress=False)
+    prepared = compiled(Block().eval(), [x], target).prepared
     fxq.set_state(prepared, "train")
     return prepared.train(), x
 
@@ -231,15 +231,14 @@ def surrogate(name: str, arithmetic: Arithmetic, tensors: list[Tensor]) -> Tenso
 
 
 def test_what_has_no_pass_is_composed() -> None:
-    a, row = whole((4, 8, 16), 100, 0), whole((1, 1, 16), 100, 1)
-    small = whole((2, 3), 100, 0)
-    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, row, False))) is None  # a gradient over rows
-    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, row.detach(), False))) is not None
-    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a, whole((1, 8, 1), 100, 1), False))) is None
-    assert fused_elementwise.join_of(small) is None
-    assert fused_elementwise.join_of(torch.empty(0, 3)) is None
-    assert fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (a[:, :0], a[:, :0], False))) is None
-    assert fused_elementwise.join_of(a.double()) is None
+    a, row, column = whole((4, 8, 16), 100, 0), whole((1, 1, 16), 100, 1), whole((1, 8, 1), 100, 1)
+
+    def joins(*operands: Tensor) -> bool:
+        return fused_elementwise.join_of(fused_elementwise.Deferred(elementwise.multiply, (*operands, False))) is not None
+
+    assert joins(a, row.detach())
+    assert not any((joins(a, row), joins(a, column), joins(a[:, :0], a[:, :0])))  # a gradient over rows; columns; nothing
+    assert all(fused_elementwise.join_of(alone) is None for alone in (whole((2, 3), 100, 0), torch.empty(0, 3), a.double()))
     with fused_layers.unfused():
         assert fused_elementwise.join_of(a) is None
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
-from tests.shared.contract import all_equal, compiled, flat
+from tests.shared.contract import Net, all_equal, compiled, flat
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
 
@@ -79,6 +80,37 @@ def both(model: nn.Module, target: str, *batches: Tensor, qconfig: Any = None) -
     return integer, fxq.convert(prepared, kernels="reference")
 
 
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "everything": (Everything, (4, 3, 18, 22)),
+    "small": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), (4, 3, 8, 8)),
+    "large": (lambda: nn.Sequential(nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 512)), (4, 256)),
+}
+
+
+@functools.cache
+def _known(name: str, target: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    make, sizes = NETWORKS[name]
+    return both(make(), target, ordinary(*sizes))
+
+
+def known(name: str = "everything", target: str = "nash-e") -> tuple[fx.GraphModule, fx.GraphModule]:
+    """One of the networks with kernels, which are chosen anew, and without."""
+    integer, reference = _known(name, target)
+    return copy.deepcopy(integer), reference
+
+
+def runner_of(integer: fx.GraphModule) -> Runner:
+    found: Runner = integer.__dict__[RUNNER]
+    return found
+
+
+def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:
+    """What the primitives make of the constants as they are."""
+    plain = copy.deepcopy(integer)
+    del plain.__dict__[RUNNER]
+    return plain(x)
+
+
 def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Tensor, runs: int = 2) -> None:
     """Bits and strides, in the first run, which is the primitives', and behind it."""
     wanted = reference(*inputs)
@@ -90,8 +122,7 @@ def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Ten
 
 def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
     """The implementation at each node with a kernel."""
-    runner: Runner = integer.__dict__[RUNNER]
-    return {name: choice.implementation for name, choice in runner.choices()}
+    return {name: choice.implementation for name, choice in runner_of(integer).choices()}
 
 
 @pytest.fixture
@@ -104,7 +135,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -> None:
-    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
+    integer, reference = known(target=target)
     for batch in (1, 3):  # an odd number, too
         assert_same(integer, reference, images(batch, 3, 18, 22, seed=batch))
     assert_same(integer, reference, images(2, 3, 18, 22).contiguous(memory_format=torch.channels_last))
@@ -118,45 +149,32 @@ def test_a_network_of_every_kernel_has_the_bits_of_its_primitives(target: str) -
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_compiler: None) -> None:
-    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
+    integer, reference = known(target=target)
     assert_same(integer, reference, images(3, 3, 18, 22))
     used = set(chosen(integer).values())
     assert not any(name and name.startswith("native") for name in used)
     assert {"PyTorch's maximum", "PyTorch's table", "concatenated bytes"} <= used
 
 
-class Returning(nn.Module):
-    """Returns a constant and its input beside what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.anchors = nn.Buffer(torch.arange(6.0).view(2, 3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.anchors, self.conv(x), x, self.anchors
-
-
 def test_constants_and_inputs_are_returned_by_every_run() -> None:
-    integer, reference = both(Returning(), "bayes-e", ordinary(2, 3, 6, 6))
+    anchors = torch.arange(6.0).view(2, 3)
+    returning = Net(lambda s, x: (s.anchors, s.conv(x), x, s.anchors), conv=nn.Conv2d(3, 4, 3), anchors=nn.Buffer(anchors.clone()))
+    integer, reference = both(returning, "bayes-e", ordinary(2, 3, 6, 6))
     assert_same(integer, reference, images(2, 3, 6, 6), runs=3)
-    x = images(2, 3, 6, 6)
-    assert torch.equal(integer(x)[0], Returning().anchors)
+    assert torch.equal(integer(images(2, 3, 6, 6))[0], anchors)
 
 
-def test_a_window_that_can_be_all_padding_is_not_onednns(no_compiler: None) -> None:
+@pytest.mark.parametrize("padding", [1, 0])
+def test_a_window_that_can_be_all_padding_is_not_onednns(padding: int, no_compiler: None) -> None:
     """There it reads outside of the image, which ends the process where that page is not mapped."""
-    for padding in (1, 0):
-        model = nn.Sequential(nn.Conv2d(8, 4, 1, padding=padding))
-        integer, reference = both(model, "bayes-e", ordinary(2, 8, 5, 5))
-        assert_same(integer, reference, images(2, 8, 5, 5))
-        runner: Runner = integer.__dict__[RUNNER]
-        reasons = [choice.refused.get("oneDNN convolution", "") for _, choice in runner.choices()]  # a processor may have others
-        assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
+    integer, reference = both(nn.Sequential(nn.Conv2d(8, 4, 1, padding=padding)), "bayes-e", ordinary(2, 8, 5, 5))
+    assert_same(integer, reference, images(2, 8, 5, 5))
+    reasons = [choice.refused.get("oneDNN convolution", "") for _, choice in runner_of(integer).choices()]  # a processor may have others
+    assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
 
 
 def test_a_model_without_images_to_run_on_runs_its_primitives() -> None:
-    integer, reference = both(Everything(), "nash-e", ordinary(4, 3, 18, 22))
+    integer, reference = known()
     assert_same(integer, reference, images(0, 3, 18, 22))
 
 
@@ -196,23 +214,18 @@ def test_linear_layers(rows: int, inner: int, outer: int, target: str, last: boo
     assert_same(integer, reference, images(rows, inner), runs=1)
 
 
-def test_affine_tensors_and_narrow_ones() -> None:
-    for target, dtype in (("x86", "int4"), ("nash-e", "int4"), ("x86", "int8")):
-        integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
-        assert_same(integer, reference, images(2, 3, 18, 22), runs=1)
+@pytest.mark.parametrize(("target", "dtype"), [("x86", "int4"), ("nash-e", "int4"), ("x86", "int8")])
+def test_affine_tensors_and_narrow_ones(target: str, dtype: str) -> None:
+    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
+    assert_same(integer, reference, images(2, 3, 18, 22), runs=1)
 
 
 def test_what_runs_on_the_host_has_the_strides_it_had() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.erfinv(torch.tanh(self.first(x)) * 0.5).cumsum(3))
-
+    mixed = Net(
+        lambda s, x: s.second(torch.erfinv(torch.tanh(s.first(x)) * 0.5).cumsum(3)), first=nn.Conv2d(3, 8, 3), second=nn.Conv2d(8, 4, 3)
+    )
     mapping = fxq.QConfigMapping().set_module_name("second", None)
-    integer, reference = both(Mixed(), "nash-e", ordinary(2, 3, 9, 9), qconfig=mapping)
+    integer, reference = both(mixed, "nash-e", ordinary(2, 3, 9, 9), qconfig=mapping)
     assert_same(integer, reference, ordinary(2, 3, 9, 9))
     assert_same(integer, reference, ordinary(2, 3, 9, 9).contiguous(memory_format=torch.channels_last))
 
@@ -225,16 +238,8 @@ class Pair(NamedTuple):
 
 
 def test_what_is_returned_has_the_same_containers() -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Pair:
-            y = self.conv(x)
-            return Pair(y, {"list": [y, x], "tuple": (y, None, 3)})
-
-    integer, reference = both(Returns(), "nash-e", ordinary(2, 3, 5, 5))
+    returns = Net(lambda s, x: Pair(y := s.conv(x), {"list": [y, x], "tuple": (y, None, 3)}), conv=nn.Conv2d(3, 4, 1))
+    integer, reference = both(returns, "nash-e", ordinary(2, 3, 5, 5))
     for _ in range(3):
         found, wanted = integer(ordinary(2, 3, 5, 5)), reference(ordinary(2, 3, 5, 5))
         assert type(found) is type(wanted)
@@ -247,66 +252,55 @@ def test_what_is_returned_has_the_same_containers() -> None:
 
 
 class Wrong:
-    """An implementation that is wrong where an operand is at the end of its range, as sums of 16 bits are."""
+    """oneDNN's convolution, which gives something else for some operands: `change(site, honest)` is what it computes."""
 
-    name = "saturating convolution"
     reads_held = True
 
-    def build(self, site: Any) -> Any:
-        built = tensors.OneDnn().build(site)
-
-        class Built:
-            def bind(self) -> Any:
-                bound = built.bind()
-
-                def wrong(inputs: Any, output: Tensor) -> None:
-                    bound([inputs[0].clamp(1), *inputs[1:]], output)
-
-                return wrong
-
-        return Built()
-
-
-class WrongAtPairs(Wrong):
-    """Wrong for two neighbouring largest integers and zeros else: sums of pairs saturate there, and no limit of the output hides it."""
-
-    name = "saturating pairs"
+    def __init__(self, name: str, change: Callable[[Any, Any], Callable[[Any, Tensor], None]]) -> None:
+        self.name, self.change = name, change
 
     def build(self, site: Any) -> Any:
-        honest, zero = tensors.OneDnn().build(site), site.held(site.match.reads[0]).zero
+        honest = tensors.OneDnn().build(site)
+        return SimpleNamespace(bind=lambda: self.change(site, honest.bind()))
 
-        class Built:
-            def bind(self) -> Any:
-                right = honest.bind()
 
-                def wrong(inputs: Any, output: Tensor) -> None:
-                    right(inputs, output)
-                    pairs, others = inputs[0][:, :2] == 255, inputs[0][:, 2:] == zero
-                    output[pairs.all(1) & others.all(1)] += 1
+def saturates(site: Any, honest: Any) -> Callable[[Any, Tensor], None]:
+    """Where an operand is at the end of its range, as sums of 16 bits do."""
+    return lambda inputs, output: honest([inputs[0].clamp(1), *inputs[1:]], output)
 
-                return wrong
 
-        return Built()
+def saturates_at_pairs(site: Any, honest: Any) -> Callable[[Any, Tensor], None]:
+    """For two neighbouring largest integers and zeros else: sums of pairs saturate there, and no limit of the output hides it."""
+    zero = site.held(site.match.reads[0]).zero
+
+    def wrong(inputs: Any, output: Tensor) -> None:
+        honest(inputs, output)
+        pairs, others = inputs[0][:, :2] == 255, inputs[0][:, 2:] == zero
+        output[pairs.all(1) & others.all(1)] += 1
+
+    return wrong
 
 
 def only(*implementations: Any) -> tuple[Kernel, ...]:
     return tuple(Kernel(each.name, each.match, implementations if each.name == "sum of products" else ()) for each in backends.kernels())
 
 
-def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "KERNELS", only(Wrong()))
-    integer, reference = both(nn.Conv2d(3, 8, 3), "nash-e", ordinary(2, 3, 9, 9))
-    assert_same(integer, reference, images(2, 3, 9, 9))
+@pytest.mark.parametrize(
+    ("wrong", "layer", "target", "given", "x"),
+    [
+        (Wrong("saturating", saturates), nn.Conv2d(3, 8, 3), "nash-e", ordinary(2, 3, 9, 9), images(2, 3, 9, 9)),
+        (Wrong("saturating", saturates_at_pairs), nn.Linear(4, 4), "bayes-e", ordinary(2, 4), torch.tensor([[10.0, 10.0, 0.0, 0.0]])),
+    ],
+    ids=["operands at their ends", "pairs of the largest integer"],
+)
+def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
+    wrong: Wrong, layer: nn.Module, target: str, given: Tensor, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "KERNELS", only(wrong))
+    integer, reference = both(copy.deepcopy(layer), target, given)
+    assert_same(integer, reference, x)
     assert set(chosen(integer).values()) == {None}
-    assert "runs its primitives, not the kernel for a sum of products: saturating convolution: it differs" in fxq.explain(integer)
-
-
-def test_a_small_layer_is_proved_with_pairs_of_the_largest_integer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "KERNELS", only(WrongAtPairs()))
-    integer, reference = both(nn.Linear(4, 4), "bayes-e", ordinary(2, 4))
-    assert_same(integer, reference, torch.tensor([[10.0, 10.0, 0.0, 0.0]]))
-    assert set(chosen(integer).values()) == {None}
-    assert "saturating pairs: it differs from the primitives" in fxq.explain(integer)
+    assert "runs its primitives, not the kernel for a sum of products: saturating: it differs from the primitives" in fxq.explain(integer)
 
 
 def convolution_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -330,40 +324,30 @@ def kernel_in_c(site: Any) -> Any:
         pytest.skip(str(refused))
 
 
-def test_a_requantization_is_compared_on_both_sides_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong for one sum of 2^20 alone, which operands at random would not find."""
-    site = convolution_in_c(nn.Conv2d(4, 4, 1), monkeypatch)
-    layer, built = Layer.of(site), kernel_in_c(site)
-    layer.prove_requantization(site, built.requantized)  # type: ignore[attr-defined]
+def too_late(built: Any, result: int, late: int) -> Callable[[Tensor], Tensor]:
+    """A requantization one of whose results begins that many sums too late."""
 
-    def off_by_one(sums: Tensor) -> Tensor:
-        found = built.requantized(sums).to(torch.int64)  # type: ignore[attr-defined]
-        later = built.requantized(sums - 1).to(torch.int64)  # type: ignore[attr-defined]
-        return torch.where(found == 200, later, found)  # one step a single sum too late
+    def wrong(sums: Tensor) -> Tensor:
+        found, later = (built.requantized(each).to(torch.int64) for each in (sums, sums - late))
+        return torch.where(found == result, later, found)
 
-    with pytest.raises(Refused, match="requantization differs"):
-        layer.prove_requantization(site, off_by_one)
+    return wrong
 
 
-def test_a_requantization_with_a_first_shift_is_compared_where_the_shift_moves_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong from a step to the next multiple of the shift's power: nothing within two sums of the quotient shows it."""
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_requantization_is_compared_where_its_steps_are(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong for one sum of 2^20, which operands at random would not find; with a first shift also from a step to its next multiple."""
     model = nn.Conv2d(4, 4, 1)
-    with torch.no_grad():
-        model.weight.mul_(torch.rand_like(model.weight) + 0.5)
+    if shifted:
+        model.weight.data.mul_(torch.rand_like(model.weight) + 0.5)
     site = convolution_in_c(model, monkeypatch)
     layer, built = Layer.of(site), kernel_in_c(site)
+    layer.prove_requantization(site, built.requantized)
     shift = int(site.constant(site.match.root.args[1]).max())
-    assert shift > 1
-    for late in (1, 2**shift - 1):
-
-        def wrong(sums: Tensor, late: int = late) -> Tensor:
-            found = built.requantized(sums).to(torch.int64)  # type: ignore[attr-defined]
-            later = built.requantized(sums - late).to(torch.int64)  # type: ignore[attr-defined]
-            return torch.where(found == 130, later, found)  # a result that begins that many sums too late
-
+    assert shift > 1 or not shifted
+    for result, late in ((130, 1), (130, 2**shift - 1)) if shifted else ((200, 1),):
         with pytest.raises(Refused, match="requantization differs"):
-            layer.prove_requantization(site, wrong)
-    layer.prove_requantization(site, built.requantized)  # type: ignore[attr-defined]
+            layer.prove_requantization(site, too_late(built, result, late))
 
 
 def test_the_compared_sums_stand_on_both_sides_of_every_step_behind_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +368,7 @@ def test_the_compared_sums_stand_on_both_sides_of_every_step_behind_a_first_shif
 
 
 def test_explain_tells_of_the_machine_when_asked() -> None:
-    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    integer, reference = known()
     assert "runs the kernel" not in fxq.explain(integer)
     told = fxq.explain(integer, machine=True)
     told_of = told.count("runs the kernel for a") + told.count("runs its primitives")
@@ -414,19 +398,18 @@ def test_a_processor_without_dot_products_stays_exact() -> None:
 
 
 def test_the_stage_and_the_reference_graph() -> None:
-    prepared, fused = compiled(Everything().eval(), [ordinary(2, 3, 18, 22)])
-    reference = fxq.convert(prepared, kernels="reference")
+    fused, reference = known()
     assert (fused.meta["stage"], reference.meta["stage"]) == ("FUSED", "INTEGER")
     assert Stage.FUSED > Stage.INTEGER
     assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
     assert all(kernel(node) is None for node in reference.graph.nodes)
-    known = {each.name for each in backends.kernels()} - {"dynamic layer"}  # which tests/quantization/test_dynamic.py holds
-    assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == known
+    kernels = {each.name for each in backends.kernels()} - {"dynamic layer"}  # which tests/quantization/test_dynamic.py holds
+    assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == kernels
     assert "# kernel: sum of products" in fxq.text(fused)
 
 
 def test_a_file_holds_the_primitives_and_kernels_are_fused_when_it_is_loaded(tmp_path: Path) -> None:
-    integer, reference = both(Everything(), "bayes-e", ordinary(2, 3, 18, 22))
+    integer, reference = known(target="bayes-e")
     one, other = fxq.save(integer, tmp_path / "fused.fxq"), fxq.save(reference, tmp_path / "reference.fxq")
     assert one.read_bytes() == other.read_bytes()
     loaded = fxq.load(one)
@@ -441,7 +424,7 @@ def chosen_after(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, str | No
 
 
 def test_copies_run_on_their_own_and_follow_their_constants() -> None:
-    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    integer, reference = known()
     x = images(2, 3, 18, 22)
     before = integer(x)
     assert_same(integer, reference, x)
@@ -464,27 +447,20 @@ def test_copies_run_on_their_own_and_follow_their_constants() -> None:
 
 
 def test_several_threads_run_one_model_at_once() -> None:
-    integer, reference = both(Everything(), "bayes-e", ordinary(2, 3, 18, 22))
+    integer, reference = known(target="bayes-e")
     batches = [images(1 + index % 3, 3, 18, 22, seed=index) for index in range(6)]
     wanted = [reference(batch) for batch in batches]
-    wrong: list[int] = []
 
-    def run(first: int) -> None:
-        for step in range(12):
-            index = (first + step) % len(batches)
-            if not all_equal(integer(batches[index]), wanted[index]):
-                wrong.append(index)
+    def run(first: int) -> bool:
+        turns = [(first + step) % len(batches) for step in range(12)]
+        return all(all_equal(integer(batches[index]), wanted[index]) for index in turns)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
 
 
 def test_any_number_of_threads_gives_the_same() -> None:
-    integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
+    integer, reference = known()
     try:
         for threads in (2, 3):
             torch.set_num_threads(threads)
@@ -512,13 +488,9 @@ def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
 # ---- sizes that are remembered --------------------------------------------------------------------------------------
 
 
-def small(target: str = "nash-e") -> tuple[fx.GraphModule, fx.GraphModule]:
-    return both(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), target, ordinary(4, 3, 8, 8))
-
-
 def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
-    integer, reference = small()
-    runner: Runner = integer.__dict__[RUNNER]
+    integer, reference = known("small")
+    runner = runner_of(integer)
     x = images(MOST_PROGRAMS + 4, 3, 8, 8)
     wanted = [reference(x[:size]) for size in range(len(x) + 1)]
     for _ in range(3):
@@ -534,7 +506,7 @@ def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
 
 
 def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
-    integer, reference = small()
+    integer, reference = known("small")
     x = images(MOST_PROGRAMS + 4, 3, 8, 8)
     wanted = [reference(x[:size]) for size in range(len(x) + 1)]
 
@@ -548,22 +520,13 @@ def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
 
 def test_what_was_chosen_for_sizes_is_bounded() -> None:
     """Rows of a reshaped tensor that grow with the batch are sizes of their own for a proof."""
-
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.relu(self.first(x).permute(1, 0, 2)))
-
-    integer, reference = both(Rows(), "nash-e", ordinary(4, 5, 6))
-    runner: Runner = integer.__dict__[RUNNER]
+    rows = Net(lambda s, x: s.second(torch.relu(s.first(x).permute(1, 0, 2))), first=nn.Linear(6, 8), second=nn.Linear(8, 4))
+    integer, reference = both(rows, "nash-e", ordinary(4, 5, 6))
     for size in range(1, 40):
         x = images(size, 5, 6)
         assert_same(integer, reference, x, runs=2)
     kernels = sum(kernel(node) is not None for node in integer.graph.nodes)
-    assert 0 < len(runner.chosen) <= MOST_PROGRAMS * kernels
+    assert 0 < len(runner_of(integer).chosen) <= MOST_PROGRAMS * kernels
 
 
 # ---- constants that are written to ----------------------------------------------------------------------------------
@@ -591,7 +554,7 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
-    integer, _ = small()
+    integer, _ = known("small")
     x = images(2, 3, 8, 8)
     before = integer(x)
     integer(x), integer(x)
@@ -601,26 +564,18 @@ def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
     if edit == "strides":
         for _ in range(len(list(integer.buffers()))):  # one tensor is compared in each call
             integer(x)
-    plain = copy.deepcopy(integer)
-    del plain.__dict__[RUNNER]
-    assert not torch.equal(plain(x), before)
-    assert torch.equal(integer(x), plain(x))
-    assert torch.equal(integer(x), plain(x))
+    wanted = plain_result(integer, x)
+    assert not torch.equal(wanted, before)
+    assert torch.equal(integer(x), wanted)
+    assert torch.equal(integer(x), wanted)
 
 
 def large() -> tuple[fx.GraphModule, Tensor, Tensor]:
     """An integer model with more constants than one call looks at, its input, and the weight of its second layer."""
-    integer, _ = both(nn.Sequential(nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 512)), "nash-e", ordinary(4, 256))
+    integer, _ = known("large")
     weight = next(buffer for buffer in integer.buffers() if buffer.dtype == torch.int8 and buffer.shape == (512, 300))
     assert weight.nbytes > 2 * EACH_CALL
     return integer, ordinary(2, 256), weight
-
-
-def plain_result(integer: fx.GraphModule, x: Tensor) -> Tensor:
-    plain = copy.deepcopy(integer)
-    del plain.__dict__[RUNNER]
-    result: Tensor = plain(x)
-    return result
 
 
 @pytest.mark.parametrize("compiler", [True, False])

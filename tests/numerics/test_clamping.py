@@ -21,6 +21,7 @@ from fxquant.primitives.record import PRIMITIVES
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from fxquant.training import fused_layers
+from tests.shared import contract
 
 LOW, HIGH = -0.5, 1.25
 
@@ -66,15 +67,8 @@ def test_it_can_be_transformed_and_differentiated_twice() -> None:
 
 
 def test_what_traces_a_graph_meets_clamp() -> None:
-    class Limited(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return clamped(x * self.weight, 0.0, 1.0)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-    program = torch.export.export(Limited(), (torch.ones(3),))
+    limited = contract.Net(lambda s, x: clamped(x * s.weight, 0.0, 1.0), weight=nn.Parameter(torch.ones(3)))
+    program = torch.export.export(limited, (torch.ones(3),))
     assert torch.ops.aten.clamp.default in {node.target for node in program.graph.nodes}
 
 
@@ -141,14 +135,9 @@ def test_integers_of_a_real_tensor_have_it(fused: bool) -> None:
 @pytest.mark.parametrize("target", ["nash-e", "x86"])
 def test_gradients_of_a_model_with_elements_on_its_limits_are_exact(target: str, training: str) -> None:
     """x → int4 → times 1 → clamp(-1, 1): integers are -8 … 7 of half a step; at the limits of both the gradient passes."""
-
-    class Limits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * 2.0).clamp(-2.0, 2.0)
-
     x = torch.tensor([[-9.0, -4.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 3.5, 4.0, 9.0]])
     qconfig = fxq.QConfig(fxq.ActivationConfig("int4", training=training))
-    prepared = fxq.prepare(Limits(), x, target, qconfig)
+    prepared = fxq.prepare(contract.Net(lambda s, x: (x * 2.0).clamp(-2.0, 2.0)), x, target, qconfig)
     fxq.set_qparams(prepared, {"x_quantize": 0.5, "mul": 0.5})
     fxq.set_state(prepared, fxq.State.TRAIN)
     wanted = ((x >= -1.0) & (x <= 1.0)) * 2.0

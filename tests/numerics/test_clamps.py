@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import compiled
+from tests.shared.contract import Net, compiled
 
 
-class Limited(nn.Module):
+def limited(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """A convolution, and what is done with its output."""
-
-    def __init__(self, function: Callable[[Limited, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv, self.last, self.function = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), function
-        self.low, self.high = nn.Buffer(torch.full((8, 1, 1), 1.0)), nn.Buffer(torch.full((8, 1, 1), -0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, self.conv(x))
+    low, high = (nn.Buffer(torch.full((8, 1, 1), value)) for value in (1.0, -0.5))
+    return Net(lambda s, x: function(s, s.conv(x)), conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1), low=low, high=high)
 
 
-CROSSING: dict[str, Callable[[Limited, Tensor], Tensor]] = {
+CROSSING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "function": lambda model, x: torch.clamp(x, 1.0, -1.0), "positive": lambda model, x: x.clip(0.5, 0.2),
     "in place, read by a layer": lambda model, x: model.last(x.clamp_(0.9, -0.9)),
     "two clamps": lambda model, x: x.clamp(min=1.0).clamp(max=-1.0), "behind relu": lambda model, x: torch.relu(x).clamp(3.0, 2.0),
@@ -44,7 +39,7 @@ CROSSING: dict[str, Callable[[Limited, Tensor], Tensor]] = {
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "x86"])
 def test_limits_that_cross_leave_the_upper_one(target: str, form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Limited(CROSSING[form]).eval(), torch.randn(2, 3, 8, 8)
+    model, x = limited(CROSSING[form]).eval(), torch.randn(2, 3, 8, 8)
     prepared, integer = compiled(model, [x], target)
     wanted = integer(x)  # by its primitives
     assert torch.equal(integer(x), wanted)
@@ -59,7 +54,7 @@ def test_limits_that_cross_leave_the_upper_one(target: str, form: str, tmp_path:
 @pytest.mark.parametrize("name", ["min", "max"])
 def test_a_bound_that_is_nan_leaves_the_clamp_in_float(name: str) -> None:
     x = torch.randn(2, 3, 8, 8)
-    prepared, integer = compiled(Limited(lambda model, x: x.clamp(**{name: math.nan})).eval(), [x])
+    prepared, integer = compiled(limited(lambda model, x: x.clamp(**{name: math.nan})).eval(), [x])
     assert f"its bound '{name}' is NaN" in fxq.explain(integer)
     for form in (integer, integer, prepared):
         assert bool(torch.isnan(form(x)).all())
@@ -67,7 +62,7 @@ def test_a_bound_that_is_nan_leaves_the_clamp_in_float(name: str) -> None:
 
 @pytest.mark.parametrize("bounds", [(math.inf, None), (None, -math.inf), (math.inf, 1.0), (-1.0, -math.inf)])
 def test_infinite_bounds_on_the_wrong_side(bounds: tuple[float | None, float | None]) -> None:
-    model, x = Limited(lambda model, x: x.clamp(*bounds)).eval(), torch.randn(2, 3, 8, 8)
+    model, x = limited(lambda model, x: x.clamp(*bounds)).eval(), torch.randn(2, 3, 8, 8)
     if bounds == (math.inf, 1.0):  # they cross, and leave 1
         assert (compiled(model, [x]).integer(x) - 1.0).abs().max() < 0.01
         return
@@ -77,7 +72,7 @@ def test_infinite_bounds_on_the_wrong_side(bounds: tuple[float | None, float | N
 
 def test_training_with_limits_that_cross() -> None:
     x = torch.randn(2, 3, 8, 8)
-    prepared, _ = compiled(Limited(lambda model, x: model.last(x.clamp(1.0, -1.0))).eval(), [x])
+    prepared, _ = compiled(limited(lambda model, x: model.last(x.clamp(1.0, -1.0))).eval(), [x])
     fxq.set_state(prepared, "train")
     fxq.freeze(prepared)
     output = prepared(x)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,16 +21,9 @@ from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.pooling.pool import _windows, window_divisor
 from fxquant.primitives.arithmetic import _without_last_bits
 from tests.shared import oracle
-
-EXACT = settings(deadline=None, derandomize=True, max_examples=100)
-SLOW = settings(EXACT, max_examples=30)
-
+from tests.shared.drawn import EXACT, SLOW, float32
 
 Row = tuple[Fraction, Fraction, Fraction]
-
-
-def float32(value: Fraction | float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float32)
 
 
 def stack(values: Iterable[Fraction | float]) -> Tensor:
@@ -57,6 +50,15 @@ def ratio_of(rows: list[Row]) -> tuple[Ratio, list[Fraction]]:
     """The ratio s_x · s_w / s_y of every row, for the implementation and exactly."""
     input, weight, output = (stack(column) for column in zip(*rows, strict=True))
     return Ratio((input, weight), (output,)), [x * w / y for x, w, y in rows]
+
+
+def listed(fixed: rescaling.FixedRequantization) -> list[tuple[int, int, int]]:
+    """The shift, the multiplier and the right shift of every row."""
+    return list(zip(*(part.flatten().tolist() for part in (fixed.shift, fixed.multiplier, fixed.right_shift)), strict=True))
+
+
+def mantissas_of(ratio: Ratio, *settings: int) -> list[tuple[int, int]]:
+    return list(zip(*(part.flatten().tolist() for part in ratio.mantissa(*settings)), strict=True))
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
@@ -116,24 +118,21 @@ def test_clamp_bound_of_nothing_and_of_ties() -> None:
 
 
 @EXACT
-@given(st.lists(triples, min_size=1, max_size=12))
-def test_exact_ratio(rows: list[Row]) -> None:
+@given(
+    st.lists(triples, min_size=1, max_size=12), st.integers(-2, 30), st.sampled_from([8, 15, 21, 24]), st.sampled_from([1000, 31, 10])
+)  # fmt: skip
+def test_a_ratio(rows: list[Row], bits: int, mantissa_bits: int, largest: int) -> None:
+    """Exactly, rounded at powers of two, as a mantissa, and as a float32 number."""
     ratio, exact = ratio_of(rows)
     assert ratio.exact() == exact
+    assert ratio.over(torch.tensor(7.0)).exact() == [value / 7 for value in exact]
     assert torch.allclose(ratio.approximate(), torch.tensor([float(value) for value in exact], dtype=torch.float64), rtol=2**-50, atol=0)
-    more = torch.tensor(7.0)
-    assert ratio.over(more).exact() == [value / 7 for value in exact]
-
-
-@EXACT
-@given(st.lists(triples, min_size=1, max_size=12), st.integers(-2, 30))
-def test_rounded_ratio(rows: list[Row], bits: int) -> None:
-    ratio, exact = ratio_of(rows)
     exponents = [bits - 1 - oracle.exponent_of(value) for value in exact]  # results of `bits` bits
-    expected = [oracle.half_even(value * Fraction(2) ** e) for value, e in zip(exact, exponents, strict=True)]
-    result = ratio.rounded(torch.tensor(exponents))
-    assert result.dtype == torch.int64
-    assert result.tolist() == expected
+    rounded, multiplier = ratio.rounded(torch.tensor(exponents)), rescaling.real_multiplier(ratio)
+    assert (rounded.dtype, multiplier.dtype) == (torch.int64, torch.float32)
+    assert rounded.tolist() == [oracle.half_even(value * Fraction(2) ** e) for value, e in zip(exact, exponents, strict=True)]
+    assert mantissas_of(ratio, mantissa_bits, largest) == [oracle.mantissa(value, mantissa_bits, largest) for value in exact]
+    assert [Fraction(value) for value in multiplier.tolist()] == [oracle.float32(value) for value in exact]
 
 
 long_odd = st.integers(2**22, 2**23 - 1).map(lambda n: 2 * n + 1)
@@ -163,17 +162,8 @@ def test_ties_that_float64_arithmetic_loses(rows: list[tuple[int, int, int, int]
         expected = [oracle.half_even(Fraction(value, 2**twos)) for value in odd]
         assert ratio.rounded(torch.full((len(rows),), -twos)).tolist() == expected
     for bits in (8, 12, 15, 21):
-        mantissa, k = ratio.mantissa(bits)
-        assert list(zip(mantissa.tolist(), k.tolist(), strict=True)) == [oracle.mantissa(Fraction(value), bits) for value in odd]
+        assert mantissas_of(ratio, bits) == [oracle.mantissa(Fraction(value), bits) for value in odd]
     assert rescaling.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
-
-
-@EXACT
-@given(st.lists(triples, min_size=1, max_size=12), st.sampled_from([8, 15, 21, 24]), st.sampled_from([1000, 31, 10]))
-def test_mantissa(rows: list[Row], bits: int, largest: int) -> None:
-    ratio, exact = ratio_of(rows)
-    mantissa, exponent = ratio.mantissa(bits, largest)
-    assert list(zip(mantissa.tolist(), exponent.tolist(), strict=True)) == [oracle.mantissa(value, bits, largest) for value in exact]
 
 
 @EXACT
@@ -193,8 +183,7 @@ def test_ratio_at_the_edges_of_a_power_of_two() -> None:
     rows = [(one + d, one - e) for d in range(4) for e in range(4)] + [(4097 * 2048, 4095 * 2048)]
     ratio, exact = ratio_of([(Fraction(a, one), Fraction(b, one), Fraction(1)) for a, b in rows])
     for bits in (2, 15, 21, 24):
-        mantissa, k = ratio.mantissa(bits)
-        assert list(zip(mantissa.tolist(), k.tolist(), strict=True)) == [oracle.mantissa(value, bits) for value in exact]
+        assert mantissas_of(ratio, bits) == [oracle.mantissa(value, bits) for value in exact]
     fifth = Ratio((torch.ones(4),), (torch.tensor([1.0, 2.0, 4.0, 5.0]),))
     assert [column.tolist() for column in fifth.mantissa(15)] == [[16384, 16384, 16384, 26214], [14, 15, 16, 17]]
 
@@ -202,14 +191,13 @@ def test_ratio_at_the_edges_of_a_power_of_two() -> None:
 def test_ratio_broadcasts() -> None:
     channels, window = torch.tensor([0.5, 0.3, 0.7]).reshape(3, 1, 1), torch.tensor([[4.0, 6.0], [6.0, 9.0]])
     ratio = Ratio((torch.tensor(0.1), channels), (window, torch.tensor(0.2)))
-    mantissa, k = ratio.mantissa(15)
-    assert mantissa.shape == k.shape == (3, 2, 2)
+    assert [part.shape for part in ratio.mantissa(15)] == [(3, 2, 2)] * 2
     exact = [
         Fraction(torch.tensor(0.1).item()) * Fraction(c) / Fraction(w) / Fraction(torch.tensor(0.2).item())
         for c in channels.flatten().tolist() for w in window.flatten().tolist()
     ]  # fmt: skip
     assert ratio.exact() == exact
-    assert list(zip(mantissa.flatten().tolist(), k.flatten().tolist(), strict=True)) == [oracle.mantissa(value, 15) for value in exact]
+    assert mantissas_of(ratio, 15) == [oracle.mantissa(value, 15) for value in exact]
 
 
 # ---- requantization parameters -----------------------------------------------------------------------------------------
@@ -223,8 +211,7 @@ def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows
     ratio, exact = ratio_of(rows)
     fixed = rescaling.fixed_requantization(ratio, WIDTHS[name], dtype, bits)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
-    columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
-    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
+    assert listed(fixed) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", INT8), ("int16", INT16)])
@@ -238,10 +225,8 @@ def test_measured_parameters(name: str, dtype: IntType, layer: bool, rows: list[
         ratio, exact = ratio_of(chosen)
         scalars = [Ratio(tuple(f[0] for f in ratio.numerators), (ratio.denominators[0][0],))] if len(chosen) == 1 else []
         for known in (ratio, *scalars):
-            made = MEASURED[name].constants(known, dtype, bits, layer)
-            columns = (made.shift.flatten().tolist(), made.multiplier.flatten().tolist(), made.right_shift.flatten().tolist())
-            expected = [oracle.measured_parameters(value, dtype.bits, bits, layer) for value in exact]
-            assert list(zip(*columns, strict=True)) == expected
+            made = listed(MEASURED[name].constants(known, dtype, bits, layer))
+            assert made == [oracle.measured_parameters(value, dtype.bits, bits, layer) for value in exact]
 
 
 def test_measured_shifts_at_every_multiplier() -> None:
@@ -267,9 +252,8 @@ def test_fixed_parameters_of_other_widths(rows: list[Row], intermediate: int, mu
         return
     ratio, exact = ratio_of(rows)
     fixed = rescaling.fixed_requantization(ratio, rescaling.FixedWidths(intermediate, multiplier, True), dtype)
-    columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
     widths = oracle.Widths(intermediate, multiplier, True)
-    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
+    assert listed(fixed) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
 
 
 def test_first_shift_at_every_multiplier() -> None:
@@ -282,15 +266,6 @@ def test_first_shift_at_every_multiplier() -> None:
         assert torch.equal(fixed.shift, shift)
         assert torch.equal(fixed.right_shift, (k - shift).clamp_max(31))
         assert torch.equal(fixed.multiplier, torch.where(k - shift > 31, 0, mantissas.int()))
-
-
-@EXACT
-@given(st.lists(triples, min_size=1, max_size=12))
-def test_real_multiplier_is_correctly_rounded(rows: list[Row]) -> None:
-    ratio, exact = ratio_of(rows)
-    multiplier = rescaling.real_multiplier(ratio)
-    assert multiplier.dtype == torch.float32
-    assert [Fraction(value) for value in multiplier.tolist()] == [oracle.float32(value) for value in exact]
 
 
 def test_real_multiplier_differs_from_products_and_quotients_in_sequence() -> None:
@@ -406,54 +381,29 @@ def _broken(x: float) -> float:
 @SLOW
 @given(input_scale=scales, output_scale=scales)
 def test_table(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
-    scales = float(input_scale), float(output_scale)
-    result = grids.table(function, *(Grid(INT8, torch.tensor(scale)) for scale in scales))
-    assert result.dtype == torch.int8
-    assert result.tolist() == oracle.table(function, *scales, range(-128, 128), -128, 127)
-
-
-@pytest.mark.parametrize("function", [_sigmoid, math.exp, math.tanh, float, _broken])
-@SLOW
-@given(input_scale=scales, output_scale=scales)
-def test_table_in_float32(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
+    """By float64 numbers, and by float32 ones."""
     from_, to = (Grid(INT8, float32(scale)) for scale in (input_scale, output_scale))
-    result = grids.table(function, from_, to, in_float32=True)
-    assert result.dtype == torch.int8
-    expected = oracle.measured_table(function, input_scale, oracle.Grid(output_scale, -128, 127, 8), range(-128, 128))
-    assert result.tolist() == expected
+    plain = oracle.table(function, float(input_scale), float(output_scale), range(-128, 128), -128, 127)
+    measured = oracle.measured_table(function, input_scale, oracle.Grid(output_scale, -128, 127, 8), range(-128, 128))
+    for in_float32, expected in ((False, plain), (True, measured)):
+        result = grids.table(function, from_, to, in_float32=in_float32)
+        assert result.dtype == torch.int8
+        assert result.tolist() == expected
 
 
-def test_table_in_float32_rounds_halves_away_from_zero() -> None:
-    assert grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=True).tolist() == [
-        *(-4, -4, -3, -3, -2, -2, -1, -1),
-        *(0, 1, 1, 2, 2, 3, 3, 4),
-    ]
+UP, AWAY = "-4 -3 -3 -2 -2 -1 -1 0 0 1 1 2 2 3 3 4", "-4 -4 -3 -3 -2 -2 -1 -1 0 1 1 2 2 3 3 4"
 
 
-def test_table_rounds_half_up_and_saturates() -> None:
-    assert grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [
-        -4,
-        -3,
-        -3,
-        -2,
-        -2,
-        -1,
-        -1,
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        4,
-    ]
+@pytest.mark.parametrize(("in_float32", "halves"), [(False, UP), (True, AWAY)])
+def test_a_table_rounds_halves_up_or_away_from_zero(in_float32: bool, halves: str) -> None:
+    found = grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=in_float32)
+    assert found.tolist() == [int(value) for value in halves.split()]
+
+
+def test_a_table_saturates() -> None:
     assert grids.table(lambda x: x * 100, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
     wide = grids.table(math.exp, Grid(INT16, ONE), Grid(INT16, ONE))  # overflows float64 at the far end
-    assert wide.dtype == torch.int16
-    assert wide.shape == (65536,)
-    assert wide[-1] == 32767
+    assert (wide.dtype, wide.shape, wide[-1]) == (torch.int16, (65536,), 32767)
     assert wide[:3].tolist() == [0, 0, 0]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,8 +18,9 @@ from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.primitives import accumulate
 from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.requantize import HALF_STEPS, NEAREST_HALF_STEP, _rounded_floor, _rounded_half_step, half_step, requantize_fixed
+from tests.shared.contract import Net
+from tests.shared.drawn import EXACT
 
-EXACT = settings(deadline=None, derandomize=True, max_examples=60)
 SIXTEEN_BITS = torch.arange(-(2**15), 2**15)
 mantissas = st.lists(st.integers(2**14, 2**15 - 1), min_size=1, max_size=4)
 shifts = st.integers(14, 31)
@@ -136,18 +138,16 @@ def test_what_saturates_before_its_last_shift_is_no_division() -> None:
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
+def network() -> nn.Module:
     """Layers with and without a ReLU, a residual, a linear layer; live for normal inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.deep, self.wide = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 24, 1)
-        self.head = nn.Linear(24, 5)
+    def forward(s: Any, x: Tensor) -> Tensor:
+        x = F.relu(s.stem(x))
+        x = F.relu(s.deep(x) + x)
+        return s.head(F.relu6(s.wide(x)).mean((2, 3)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.stem(x))
-        x = F.relu(self.deep(x) + x)
-        return self.head(F.relu6(self.wide(x)).mean((2, 3)))
+    deep, wide = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 24, 1)
+    return Net(forward, stem=nn.Conv2d(3, 16, 3, padding=1), deep=deep, wide=wide, head=nn.Linear(24, 5))
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -160,7 +160,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
 def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(2, 3, 12, 12) for _ in range(3)]
-    result = fxq.quantize(Net().eval(), batches, target=target)
+    result = fxq.quantize(network().eval(), batches, target=target)
     path = result.export(tmp_path / "model.onnx", style="exact")
     assert result.verify(path, batches).mismatches == 0
     kinds = operators(onnx.load(path))
@@ -169,23 +169,13 @@ def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Pa
     assert len(doubles) == (target == "bernoulli")  # its mean, whose steps lie on no line
 
 
-class Deep(nn.Module):
-    """A convolution of so many channels that its sums exceed 2^24."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spread, self.deep = nn.Conv2d(3, 300, 1), nn.Conv2d(300, 8, 3, padding=1)
-        nn.init.uniform_(self.deep.weight, 0.5, 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.deep(torch.tanh(self.spread(x)))
-
-
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 def test_wide_sums_are_formed_from_blocks_of_channels(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
-    result = fxq.quantize(Deep().eval(), batches, target=target)
+    deep = Net(lambda s, x: s.deep(torch.tanh(s.spread(x))), spread=nn.Conv2d(3, 300, 1), deep=nn.Conv2d(300, 8, 3, padding=1))
+    nn.init.uniform_(deep.deep.weight, 0.5, 1.0)  # of so many channels, sums exceed 2^24
+    result = fxq.quantize(deep.eval(), batches, target=target)
     assert any(node.target is accumulate.convolution_wide for node in result.integer.graph.nodes)
     path = result.export(tmp_path / "model.onnx", style="exact")
     assert result.verify(path, [*batches, 100 * batches[0]]).mismatches == 0

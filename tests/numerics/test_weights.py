@@ -100,13 +100,10 @@ def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, powe
 ])  # fmt: skip
 def test_least_errors_hold_the_contract_after_training(target: str, config: fxq.WeightConfig, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    prepared = contract.compiled(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config)).prepared
+    prepared = contract.calibrated(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config))
     train(prepared, 2)
     assert all(float(layer.weight.grad.abs().max()) > 0 for layer in (prepared.conv, prepared.head))
-    integer = fxq.convert(prepared)
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
-    contract.assert_train_is_validate(prepared, batches()[1])
+    contract.assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
 
 
 def test_a_learned_scale_starts_where_it_is_kept() -> None:
@@ -153,7 +150,7 @@ def batches() -> list[Tensor]:
 def adaptive(training: str = "statistics", target: str = "bayes-e") -> fx.GraphModule:
     torch.manual_seed(1)
     qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4", training=training, rounding=Adaptive))
-    return contract.compiled(Net(), batches(), target, qconfig).prepared
+    return contract.calibrated(Net(), batches(), target, qconfig)
 
 
 def train(prepared: fx.GraphModule, steps: int = 3) -> None:
@@ -186,10 +183,7 @@ def test_another_rounding_holds_the_contract_after_training(training: str, targe
     prepared = adaptive(training, target)
     train(prepared)
     assert all(0 < int((offset > 0).sum()) < offset.numel() for offset in offsets(prepared).values())
-    integer = fxq.convert(prepared)
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
-    contract.assert_train_is_validate(prepared, batches()[1])
+    integer = contract.assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
     if training == "statistics" and target != "bernoulli":
         weight, offset = prepared.head.weight.tolist(), offsets(prepared)["quantized.head.weight_quantizer.rounding.offset"].tolist()
         expected = []

@@ -47,10 +47,8 @@ def with_last(weight: str, activation: str = "int8", last: str = "last") -> fxq.
 
 
 def assert_contract(model: nn.Module, batch: Tensor, target: str, qconfig: Any, tmp_path: Path) -> Any:
-    prepared, integer = compiled(model.eval(), [batch], target, qconfig)
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
-    contract.assert_train_is_validate(prepared, batch)
+    prepared = contract.calibrated(model.eval(), [batch], target, qconfig)
+    integer = contract.assert_contract(prepared, tmp_path / "model.onnx", batch)
     contract.assert_gradients_reach_every_parameter(prepared, batch)
     return integer
 
@@ -119,15 +117,6 @@ def test_an_operand_gives_up_the_fewest_bits_that_make_its_sum_fit(tmp_path: Pat
     assert float((integer(batch) - expected).abs().max()) < 1e-2 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("bits", [1, 3, 8])
-def test_shifting_right_rounds_half_up(bits: int) -> None:
-    values = torch.arange(-32768, 32768, dtype=torch.int16)
-    expected = [math.floor(v / 2**bits + 0.5) for v in values.tolist()]
-    assert elementwise.shift_right(values, bits).tolist() == expected
-    assert elementwise.shift_right(values.float(), bits).tolist() == expected
-    assert elementwise.shift_right(values.long() << 20, 20 + bits).tolist() == expected
-
-
 # ---- mixed precision ------------------------------------------------------------------------------------------------
 
 
@@ -171,19 +160,11 @@ def test_int16_is_far_nearer_to_float_than_int8(target: str, weight: str) -> Non
     assert gain > (100 if weight == "int16" else 2)  # int8 weights stay as coarse as they are
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(16, 600), nn.Linear(16, 600)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) @ self.right(x).transpose(1, 2)
-
-
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_a_product_of_int16_activations_has_48_bits(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, batch = Attention(), torch.randn(2, 4, 16)
+    model = contract.Net(lambda s, x: s.left(x) @ s.right(x).transpose(1, 2), left=nn.Linear(16, 600), right=nn.Linear(16, 600))
+    batch = torch.randn(2, 4, 16)
     integer = assert_contract(model, batch, target, wide_config("int8"), tmp_path)
     assert max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes) > 32
     with torch.no_grad():
@@ -200,25 +181,25 @@ def test_a_target_without_int16_says_so(target: str) -> None:
 # ---- 32-bit outputs --------------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    def __init__(self, layer: nn.Module, behind: Callable[[Tensor], Tensor] = lambda x: x, residual: bool = False) -> None:
-        super().__init__()
-        self.first, self.last, self.behind, self.residual = nn.Conv2d(3, 6, 3, padding=1), layer, behind, residual
+def head(last: nn.Module, behind: Callable[[Any, Tensor], Tensor] = lambda y, x: y) -> nn.Module:
+    """A layer of 32 bits behind another one, and what is done with its result and its operand."""
+    rows = isinstance(last, nn.Linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.first(x))
-        y = self.last(x.mean((2, 3)) if isinstance(self.last, nn.Linear) else x)
-        return self.behind(y + x if self.residual else y)
+    def forward(s: Any, x: Tensor) -> Tensor:
+        x = F.relu(s.first(x))
+        return behind(s.last(x.mean((2, 3)) if rows else x), x)
+
+    return contract.Net(forward, first=nn.Conv2d(3, 6, 3, padding=1), last=last)
 
 
 HEADS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: Head(nn.Linear(6, 4)),
-    "convolution": lambda: Head(nn.Conv2d(6, 4, 3)),
-    "transposed": lambda: Head(nn.ConvTranspose2d(6, 4, 2, 2)),
-    "relu": lambda: Head(nn.Conv2d(6, 4, 1), torch.relu),
-    "bounds": lambda: Head(nn.Conv2d(6, 4, 1), lambda x: x.clamp(-0.2, 0.3)),
-    "residual": lambda: Head(nn.Conv2d(6, 6, 1), residual=True),
-    "reshaped in float": lambda: Head(nn.Conv2d(6, 4, 1), lambda x: x.flatten(1)),
+    "linear": lambda: head(nn.Linear(6, 4)),
+    "convolution": lambda: head(nn.Conv2d(6, 4, 3)),
+    "transposed": lambda: head(nn.ConvTranspose2d(6, 4, 2, 2)),
+    "relu": lambda: head(nn.Conv2d(6, 4, 1), lambda y, x: torch.relu(y)),
+    "bounds": lambda: head(nn.Conv2d(6, 4, 1), lambda y, x: y.clamp(-0.2, 0.3)),
+    "residual": lambda: head(nn.Conv2d(6, 6, 1), lambda y, x: y + x),
+    "reshaped in float": lambda: head(nn.Conv2d(6, 4, 1), lambda y, x: y.flatten(1)),
 }
 
 
@@ -263,17 +244,17 @@ def test_a_32_bit_output_has_no_scale_to_set() -> None:
     assert math.isnan(before["last"])
 
 
-def test_what_reads_a_32_bit_output_stays_in_float_and_says_why() -> None:
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ("0", "the 32-bit output of %_0 is not read by another integer operator"),
+        ("1", "sigmoid has no 32-bit output: it forms no sum of products"),
+    ],
+)
+def test_what_has_or_reads_no_32_bit_output_says_why(layer: str, said: str) -> None:
+    qconfig = fxq.QConfigMapping().set_module_name(layer, fxq.QConfig(fxq.ActivationConfig("int32")))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
-    qconfig = fxq.QConfigMapping().set_module_name("0", fxq.QConfig(fxq.ActivationConfig("int32")))
-    explained = fxq.explain(fxq.prepare(model, torch.randn(2, 3, 4, 4), qconfig=qconfig))
-    assert "the 32-bit output of %_0 is not read by another integer operator" in explained
-
-
-def test_an_operator_without_sums_has_no_32_bit_output() -> None:
-    qconfig = fxq.QConfigMapping().set_module_name("1", fxq.QConfig(fxq.ActivationConfig("int32")))
-    explained = fxq.explain(fxq.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()), torch.randn(2, 3, 4, 4), qconfig=qconfig))
-    assert "sigmoid has no 32-bit output: it forms no sum of products" in explained
+    assert said in fxq.explain(fxq.prepare(model, torch.randn(2, 3, 4, 4), qconfig=qconfig))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

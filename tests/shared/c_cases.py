@@ -96,6 +96,7 @@ def _requantizations(draw: Draw) -> Calls:
     yield "accumulator_output", draw.whole(5, dtype=I32, low=-(2**31), high=2**31 - 1)
     limits = draw.whole(3, 1, dtype=I32, low=-900, high=-2), draw.whole(3, 1, dtype=I32, low=0, high=900)
     yield "clamp_accumulator", draw.whole(2, 3, 4, dtype=I32, low=-2000, high=2000), *limits
+    yield "clamp_accumulator", draw.whole(2, 3, 4, dtype=I32, low=-(2**29), high=2**29), *(each * 2**19 for each in limits)
 
 
 def _fixed(scale: Tensor, out: torch.dtype, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,6 +118,7 @@ def _sums(draw: Draw) -> Calls:
         wide = draw.whole(4, 4 // groups, *kernel, dtype=I16)
         yield "convolution_wide", draw.whole(2, 4, *sizes, dtype=I16), wide, None, stride, padding, dilation, groups, [2, 8, 2, 8]
         yield "convolution_wide", draw.whole(2, 4, *sizes, dtype=I16), weight, bias, stride, padding, dilation, groups, [2, 8, 1, 8]
+        yield "convolution_wide", draw.whole(2, 4, *sizes), weight, bias, stride, padding, dilation, groups, [2, 4, 1, 8]
         turned, more = draw.whole(4, 3, *kernel, low=-127), draw.whole(3 * groups, dtype=I32, low=-5000, high=5000)
         out = [int(draw.whole(low=0, high=s - 1)) for s in stride]
         yield "transposed_convolution", draw.whole(2, 4, *sizes), turned, more, stride, padding, out, dilation, groups
@@ -124,6 +126,7 @@ def _sums(draw: Draw) -> Calls:
         yield "transposed_convolution_wide", longer, turned, None, stride, padding, out, dilation, groups, [2, 8, 1, 8]
     yield "linear", draw.whole(2, 3, 7), draw.whole(5, 7), draw.whole(5, dtype=I32, low=-900, high=900)
     yield "linear_wide", draw.whole(2, 7, dtype=I16), draw.whole(5, 7, dtype=I16), None
+    yield "linear_wide", draw.whole(2, 7), draw.whole(5, 7, low=-127), draw.whole(5, dtype=I32, low=-(2**20), high=2**20)
     yield "matrix_product", draw.whole(2, 1, 3, 5), draw.whole(4, 5, 2)
     yield "matrix_product_wide", draw.whole(3, 5, dtype=I16), draw.whole(2, 5, 2, dtype=I16)
     yield "scale_channels", draw.whole(2, 3, 4), draw.whole(3), draw.whole(3, dtype=I32, low=-900, high=900), 1
@@ -158,19 +161,15 @@ def _weights(draw: Draw, out: int, size: int, bits: int) -> Tensor:
 def _elementwise(draw: Draw) -> Calls:
     multiplier, shift = draw.whole(3, 1, dtype=I32, low=2**14, high=2**15 - 1), draw.whole(3, 1, dtype=I32, low=0, high=31)
     yield "align_fixed", draw.whole(2, 3, 4), multiplier, shift
-    yield (
-        "align_fixed",
-        draw.whole(2, 3, dtype=I16),
-        draw.whole(dtype=I32, low=2**13, high=2**16 - 1),
-        draw.whole(dtype=I32, low=0, high=31),
-        True,
-    )
+    fine = draw.whole(dtype=I32, low=2**13, high=2**16 - 1), draw.whole(dtype=I32, low=0, high=31)
+    yield "align_fixed", draw.whole(2, 3, dtype=I16), *fine, True
     yield "align_real", draw.whole(2, 3, 4), draw.real(3, 1, high=14.0)
     yield "align_real", draw.whole(2, 3, dtype=I16), draw.real(high=14.0), True
     a, b = draw.whole(2, 3, 4, dtype=I32, low=-(2**30), high=2**30 - 1), draw.whole(3, 1, dtype=I32, low=-(2**30), high=2**30 - 1)
     for name in ("add", "subtract", "add_constant"):
         yield name, a, b
         yield name, a.to(I64) * 2**13, b
+    yield "negate", a
     yield "multiply", draw.whole(2, 1, 4), draw.whole(3, 1)
     yield "multiply", draw.whole(2, 3, dtype=I16), draw.whole(2, 3, dtype=I16), True
     yield "multiply", draw.whole(2, 3), draw.whole(3, dtype=I16), True
@@ -193,12 +192,13 @@ def _elementwise(draw: Draw) -> Calls:
     for relation in ("eq", "ne", "lt", "le", "gt", "ge"):
         yield "compare", draw.whole(4, 5, low=-2, high=2), draw.whole(5, low=-2, high=2), relation
         yield "compare", draw.whole(9, dtype=U8), draw.whole(dtype=I32, low=-(2**20), high=2**20), relation
+        yield "compare", 2**62 - draw.whole(9, dtype=I64, low=0, high=2), 2**62 - draw.whole(9, dtype=I64, low=0, high=2), relation
     yield "compare", draw.whole(9, dtype=I64, low=-3, high=3), torch.tensor(0.5), "gt"
     for operation in ("and", "or", "xor"):
         yield "logic", draw.truth(3, 4), draw.truth(4), operation
     yield "opposite", draw.truth(7)
     yield "choose", draw.whole(2, 3), draw.whole(3), draw.truth(2, 1)
-    yield "choose", draw.whole(3, dtype=I64, low=-9, high=9), draw.whole(2, 1, dtype=I64, low=-9, high=9), draw.truth(3)
+    yield "choose", draw.whole(3, dtype=I64, low=-(2**62), high=2**62), draw.whole(2, 1, dtype=I64, low=-9, high=9), draw.truth(3)
 
 
 def _windows(draw: Draw) -> Calls:
@@ -213,18 +213,8 @@ def _windows(draw: Draw) -> Calls:
         yield "sum_pool", draw.whole(2, 3, *sizes), kernel, stride, begin, end
         level = draw.whole(2, 3, *sizes, low=-2, high=2)  # many equal ones
         yield "pool_indices", level, kernel, stride, begin, end, dilation, sizes, True
-    yield (
-        "pool_indices",
-        level,
-        kernel,
-        stride,
-        begin,
-        end,
-        dilation,
-        sizes,
-        True,
-        torch.randperm(level[0, 0].numel(), generator=draw.generator),
-    )
+    named = torch.randperm(level[0, 0].numel(), generator=draw.generator)
+    yield "pool_indices", level, kernel, stride, begin, end, dilation, sizes, True, named
     indices = torch.stack([torch.randperm(12, generator=draw.generator)[:4] for _ in range(6)]).reshape(2, 3, 2, 2)
     yield "unpool", draw.whole(2, 3, 2, 2), indices, [3, 4], -128
 
@@ -254,18 +244,20 @@ def _places(draw: Draw) -> Calls:
     yield "concatenate", [x, draw.whole(2, 1, 4), x], 1
     yield "concatenate", [x.to(I16), draw.whole(2, 3, 2, dtype=I16)], -1
     yield "crop", x, [2, 1], [-3, 1], [2**63 - 1, 3], [2, 1]
-    yield "select", x, 1, torch.tensor([2, 0, 2, 1])
+    yield "crop", x, [2], [draw.one(0, 1, 2)], [-1], [draw.one(1, 2)]
+    yield "select", x, 1, draw.whole(4, dtype=I64, low=0, high=2)
     yield "rows", draw.whole(5, 3), draw.whole(2, 4, dtype=I64, low=0, high=4)
     yield "expand", draw.whole(3, 1), [2, -1, 4]
-    yield "tile", x, [2, 1, 2, 3]
-    yield "pad", x, [0, 1, 2], [1, 0, 3], -5
+    yield "tile", x, [draw.one(1, 2), 1, draw.one(1, 2, 3)]
+    yield "pad", x, [0, 1, draw.one(0, 1, 2)], [1, 0, draw.one(0, 3)], -5
     yield "pad", x.to(I16), [0, 0, 1], [0, 2, 0], 300
     yield "pick", x, 1, torch.tensor([[0, -1], [2, -3]])
     index = draw.whole(2, 2, 3, dtype=I64, low=0, high=2)
     yield "take_along", x, 1, index
-    yield "take_along", x.to(I64), 1, index
+    yield "take_along", draw.whole(2, 3, 3, dtype=I64, low=-(2**62), high=2**62), 1, index
     unique = torch.stack([torch.randperm(3, generator=draw.generator)[:2] for _ in range(6)]).reshape(2, 3, 2).transpose(1, 2).contiguous()
-    yield "put_along", x, draw.whole(2, 3, 4), 1, unique
+    yield "put_along", x, draw.whole(2, 2, 3), 1, unique
+    yield "put_along", x.to(I64) * 2**55 + 1, draw.whole(2, 2, 3, dtype=I64, low=-(2**62), high=2**62), 1, unique
     yield "put_along", x, draw.whole(), 1, unique, True
     yield "sum_along", draw.whole(2, 5, 3), 1, draw.whole(2, 5, 3, dtype=I64, low=0, high=3), 4, False
     yield "sum_along", draw.whole(5, dtype=I16), 0, draw.whole(5, dtype=I64, low=0, high=1), 2, True

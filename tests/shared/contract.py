@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,19 @@ NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "f
 Inputs = tuple[Tensor, ...]
 
 
+class Net(nn.Module):
+    """Layers by name, and a forward of one input that uses them."""
+
+    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
 class Compiled(NamedTuple):
     """A model in two forms."""
 
@@ -41,6 +54,11 @@ def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", 
     prepared = fxq.prepare(model, batches[0], target, qconfig, **options)
     fxq.calibrate(prepared, batches, show_progress=False)
     return Compiled(prepared, fxq.convert(prepared))
+
+
+def calibrated(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> fx.GraphModule:
+    """The model prepared on the first batch and calibrated on all of them, with options of the calibration."""
+    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, show_progress=False, **options)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -115,6 +133,12 @@ def all_equal(one: Any, other: Any) -> bool:
     return len(left) == len(right) > 0 and all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
 
 
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two models, or two dicts of tensors, hold the same names with equal bytes; NaN is what NaN is."""
+    left, right = (each.state_dict() if isinstance(each, nn.Module) else each for each in (one, other))
+    return left.keys() == right.keys() and all(same_bytes(left[name], right[name]) for name in left)
+
+
 # ---- the contract ---------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +174,15 @@ def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequenc
     for inputs in batches:
         found = session.run(None, {entry.name: value.numpy() for entry, value in zip(session.get_inputs(), inputs, strict=True)})
         assert all_equal([torch.from_numpy(value) for value in found], integer(*inputs))
+
+
+def assert_contract(prepared: fx.GraphModule, path: Path, *inputs: Tensor, few: int = 1) -> fx.GraphModule:
+    """E1 to E3 of a calibrated model, on the inputs, for the file also on their first items; returns the integer model."""
+    integer = fxq.convert(prepared)
+    assert_validate_is_integer(prepared, integer, *inputs)
+    assert_integer_is_onnx(integer, path, [inputs, tuple(value[:few] for value in inputs)])
+    assert_train_is_validate(prepared, *inputs)
+    return integer
 
 
 def assert_train_is_validate(prepared: fx.GraphModule, *inputs: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -32,23 +34,23 @@ def network() -> nn.Module:
     return model
 
 
-class Vector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x.mean(0))
-
-
 def batches(seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(8, 3, 16, 16, generator=generator) for _ in range(8)]
 
 
+@functools.cache
+def _calibrated(target: str, correct_bias: bool | None, qconfig: fxq.QConfig | None) -> fx.GraphModule:
+    return contract.calibrated(network(), batches(), target, qconfig, correct_bias=correct_bias)
+
+
 def calibrated(target: str, correct_bias: bool | None = None, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
-    prepared = fxq.prepare(network(), batches()[0], target, qconfig)
-    return fxq.calibrate(prepared, batches(), correct_bias=correct_bias, show_progress=False)
+    return copy.deepcopy(_calibrated(target, correct_bias, qconfig))
+
+
+def unchanged(model: nn.Module, inputs: list[Tensor]) -> fx.GraphModule:
+    """Calibrated, without what is done by samples."""
+    return contract.calibrated(model, inputs, qconfig=FOUR_BITS, round_weights=False, correct_bias=False)
 
 
 def corrected(prepared: fx.GraphModule) -> list[str]:
@@ -81,24 +83,22 @@ def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig
 def test_by_fewer_samples_only_where_asked_for() -> None:
     few = batches()[:7]
     for asked in (None, True, False):
-        prepared = fxq.calibrate(fxq.prepare(network(), few[0]), few, correct_bias=asked, show_progress=False)
+        prepared = contract.calibrated(network(), few, correct_bias=asked)
         assert bool(corrected(prepared)) == (asked is True)
 
 
 def test_it_is_repeatable_and_goes_on_where_more_is_observed() -> None:
-    prepared = [fxq.prepare(network(), batches()[0], "bernoulli") for _ in range(2)]
+    first, model = calibrated("bernoulli"), network()
     state = torch.get_rng_state()
-    first, second = (fxq.calibrate(each, batches(), show_progress=False).state_dict() for each in prepared)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+    assert contract.same_state(contract.calibrated(model, batches(), "bernoulli"), first)
     assert torch.equal(torch.get_rng_state(), state)
-    again = fxq.calibrate(calibrated("bernoulli"), batches(), show_progress=False)
-    assert noise(again) < 1.1 * noise(calibrated("bernoulli"))
+    before = noise(first)
+    assert noise(fxq.calibrate(first, batches(), show_progress=False)) < 1.1 * before
 
 
 def test_one_sample_corrects_nothing() -> None:
     one = batches()[0][:1]
-    prepared = fxq.calibrate(fxq.prepare(network(), one, "bernoulli"), [one], show_progress=False)
+    prepared = contract.calibrated(network(), [one], "bernoulli")
     assert not corrected(prepared)
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
 
@@ -119,15 +119,14 @@ def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, co
 def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 samples not all are kept, and still there are enough."""
     monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
-    assert corrected(calibrated("bernoulli"))
+    assert corrected(contract.calibrated(network(), batches(), "bernoulli"))
 
 
 def test_a_vector_without_a_batch_is_tuned() -> None:
     torch.manual_seed(0)
-    model, square = Vector().eval(), torch.randn(6, 6)
+    model, square = contract.Net(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, 4)).eval(), torch.randn(6, 6)
     turned = [square, square.flip(0), square.flip(1), square.T]
-    prepared = fxq.prepare(model, square, qconfig=FOUR_BITS)
-    fxq.calibrate(prepared, turned, correct_bias=True, show_progress=False)
+    prepared = contract.calibrated(model, turned, qconfig=FOUR_BITS, correct_bias=True)
     assert corrected(prepared) or "weight rounded by samples" in fxq.explain(prepared)
     for learn in (fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill):
         learn(prepared, turned, steps=5, show_progress=False)
@@ -172,8 +171,7 @@ def test_a_layer_is_corrected_behind_its_limits() -> None:
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
     inputs = torch.randn(256, 32, generator=generator)
-    prepared = fxq.prepare(model, inputs, qconfig=fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    prepared = unchanged(model, [inputs])
     found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), [[inputs]], False)
     assert found
     bias.settle(prepared, found)
@@ -190,8 +188,7 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
     generator = torch.Generator().manual_seed(0)
     model = nn.Linear(32, 16).eval()
     learned, alike = (torch.rand(32, 32, generator=generator) for _ in range(2))
-    prepared = fxq.prepare(model, learned, qconfig=FOUR_BITS)
-    fxq.calibrate(prepared, [learned, -learned], round_weights=False, correct_bias=False, show_progress=False)
+    prepared = unchanged(model, [learned, -learned])
     samples = cut(prepared, [[learned]], 4)
     with caplog.at_level(logging.DEBUG, "fxquant"):
         assert bias.corrections(prepared, samples, [[-alike]], False) == {}
@@ -205,17 +202,13 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
 
 def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = torch.rand(64, 32, generator=torch.Generator().manual_seed(0))
-    prepared = fxq.prepare(nn.Linear(32, 16).eval(), inputs, qconfig=FOUR_BITS)
-    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    prepared = unchanged(nn.Linear(32, 16).eval(), [inputs])
     samples, judging = cut(prepared, [[inputs]], 8), [[inputs]]
     right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if each.operator.sums]
     operator.weight_quantizer.correct(None)
 
-    def doubled(*arguments: Any) -> Any:
-        return 2.2 * whole(*arguments)
-
-    monkeypatch.setattr(bias, "_correction", doubled)
+    monkeypatch.setattr(bias, "_correction", lambda *arguments: 2.2 * whole(*arguments))
     monkeypatch.setattr(bias, "_tried", _kept)
     halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)

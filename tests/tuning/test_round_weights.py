@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
@@ -36,15 +38,9 @@ def images(first: int, count: int) -> Tensor:
 BATCHES, UNSEEN = list(torch.split(images(0, 48), 16)), images(100, 64)
 
 
-class Product(nn.Module):
+def product() -> nn.Module:
     """A matrix parameter on the right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(8, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix
+    return contract.Net(lambda s, x: x @ s.matrix, matrix=nn.Parameter(torch.randn(8, 5)))
 
 
 def network() -> nn.Module:
@@ -53,9 +49,20 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 6)).eval()
 
 
-def prepared_of(model: nn.Module, target: str = "bayes-e", round_weights: bool | None = None) -> torch.fx.GraphModule:
-    prepared = fxq.prepare(model, BATCHES[0], target, FOUR_BITS)
-    return fxq.calibrate(prepared, BATCHES, round_weights=round_weights, show_progress=False)
+@functools.cache
+def _prepared(target: str, round_weights: bool | None) -> fx.GraphModule:
+    return contract.calibrated(network(), BATCHES, target, FOUR_BITS, round_weights=round_weights)
+
+
+def prepared_of(target: str = "bayes-e", round_weights: bool | None = None) -> fx.GraphModule:
+    """The network, calibrated; weights are rounded by samples unless told."""
+    return copy.deepcopy(_prepared(target, round_weights))
+
+
+def by_itself(layer: nn.Module, x: Tensor) -> tuple[fx.GraphModule, fx.Node]:
+    """A layer of few bits, calibrated by one batch, and its node."""
+    prepared = contract.calibrated(layer.eval(), [x], qconfig=FOUR_BITS)
+    return prepared, weighted_nodes(prepared)[0]
 
 
 def error(prepared: nn.Module, model: nn.Module) -> float:
@@ -67,7 +74,7 @@ def error(prepared: nn.Module, model: nn.Module) -> float:
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(8, 5), (4, 3, 8)),
-    "matrix": (Product, (4, 3, 8)),
+    "matrix": (product, (4, 3, 8)),
     "strided, dilated": (lambda: nn.Conv2d(4, 6, 3, 2, 1, dilation=2), (4, 4, 9, 9)),
     "depthwise": (lambda: nn.Conv2d(4, 8, (3, 1), groups=4), (4, 4, 6, 6)),
     "one dimension": (lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 4, 9)),
@@ -84,8 +91,7 @@ def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
     if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
         nn.init.zeros_(bias)
     x = torch.randn(shape)
-    prepared = fxq.calibrate(fxq.prepare(layer, x, qconfig=FOUR_BITS), [x], show_progress=False)
-    (node,) = weighted_nodes(prepared)
+    prepared, node = by_itself(layer, x)
     operator, samples = quantized_operators(prepared)[node.name], Samples([[x]])
     with torch.no_grad():
         found = _Layer.of(node, operator, Walk(prepared, samples.chunks, exact=False).at(node.all_input_nodes))
@@ -104,8 +110,7 @@ def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
 def test_of_large_images_parts_are_looked_at() -> None:
     torch.manual_seed(0)
     layer, x = nn.Conv2d(1, 2, 3, padding=1), torch.rand(2, 1, 2 * WINDOW, WINDOW)
-    prepared = fxq.calibrate(fxq.prepare(layer, x, qconfig=FOUR_BITS), [x], show_progress=False)
-    (node,) = weighted_nodes(prepared)
+    prepared, node = by_itself(layer, x)
     with torch.no_grad():
         operands = Walk(prepared, [[x]], exact=False).at(node.all_input_nodes)
         found = _Layer.of(node, quantized_operators(prepared)[node.name], operands)
@@ -169,8 +174,7 @@ def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
         model[0].bias.copy_(torch.tensor([50.0, 50.0, 0.0, -50.0]))
         model[2].weight.copy_(torch.tensor([[1.0, -1.0, 0.0, 1.0]]))
     x = torch.randn(16, 6)
-    prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=FOUR_BITS), [x], show_progress=False)
-    first = weighted_nodes(prepared)[0]
+    prepared, first = by_itself(model, x)
     found = output_effects(prepared, [[x]], [first])[first]
     whole = torch.zeros(4, 4)
     whole[:2, :2] = torch.tensor([[2.0, -2.0], [-2.0, 2.0]])  # with a mean of 1 on the diagonal
@@ -186,30 +190,16 @@ class Stairs(torch.autograd.Function):
         return x.floor()
 
 
-class Odd(nn.Module):
-    """A product of vectors in front of a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x.mean(1) @ x)
-
-
 def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = Odd().eval()
-    square = torch.randn(3, 3)
-    vectors = fxq.calibrate(fxq.prepare(model, square, qconfig=FOUR_BITS), [square], show_progress=False)
+    odd, square = contract.Net(lambda s, x: s.last(x.mean(1) @ x), last=nn.Linear(3, 2)), torch.randn(3, 3)  # a product of vectors
+    vectors, _ = by_itself(odd, square)
     contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
-    model = network()
-    prepared = prepared_of(model)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
         batches = [batch.clone() for batch in BATCHES]
-        inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, show_progress=False)
+        inferred = contract.calibrated(network(), batches, qconfig=FOUR_BITS)
     with torch.no_grad():
-        assert torch.equal(inferred(UNSEEN), prepared(UNSEEN))
+        assert torch.equal(inferred(UNSEEN), prepared_of()(UNSEEN))
     assert not [record for record in caplog.records if "layer by layer" in record.message]
     original = walk.run
 
@@ -219,14 +209,13 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
 
     monkeypatch.setattr(output_effect, "run", without_gradient)
     with caplog.at_level(logging.WARNING, "fxquant"):
-        alone = prepared_of(model)
+        alone = contract.calibrated(network(), BATCHES, qconfig=FOUR_BITS)
     assert [record for record in caplog.records if "layer by layer" in record.message]
     contract.assert_validate_is_integer(alone, fxq.convert(alone), UNSEEN)
 
 
 def test_results_are_as_large_as_in_float() -> None:
-    model = network()
-    plain, prepared = prepared_of(model, round_weights=False), prepared_of(model)
+    plain, prepared = prepared_of(round_weights=False), prepared_of()
     beyond = {}
     for name, each in (("plain", plain), ("prepared", prepared)):
         (values,) = Walk(each, [[torch.cat(BATCHES)]], exact=False).at(node for node in each.graph.nodes if node.op != "output")
@@ -241,39 +230,42 @@ def test_results_are_as_large_as_in_float() -> None:
     assert all(beyond["plain", name] > 0.02 for name in names)
 
 
-@pytest.mark.parametrize("target", ["bernoulli", "x86"])
-def test_calibration_rounds_weights_of_few_bits(target: str, tmp_path: Path) -> None:
-    model = network()
-    plain, prepared = prepared_of(model, target, round_weights=False), prepared_of(model, target)
-    assert error(prepared, model) < 0.7 * error(plain, model)
-    integer = fxq.convert(prepared)
-    contract.assert_validate_is_integer(prepared, integer, UNSEEN)
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [UNSEEN[:4]], show_progress=False)
+def assert_trains_and_loads(prepared: fx.GraphModule, integer: fx.GraphModule, tmp_path: Path) -> None:
     contract.assert_train_is_validate(prepared, UNSEEN)
     loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
     with torch.no_grad():
         assert torch.equal(loaded(UNSEEN), integer(UNSEEN))
 
 
+@pytest.mark.parametrize("target", ["bernoulli", "x86"])
+def test_calibration_rounds_weights_of_few_bits(target: str, tmp_path: Path) -> None:
+    model = network()
+    plain, prepared = prepared_of(target, round_weights=False), prepared_of(target)
+    assert error(prepared, model) < 0.7 * error(plain, model)
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, UNSEEN)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [UNSEEN[:4]], show_progress=False)
+    assert_trains_and_loads(prepared, integer, tmp_path)
+
+
 def test_with_8_bits_only_where_asked_for() -> None:
-    model, found = network(), {}
+    found = {}
     for asked in (None, True, False):
-        prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0]), BATCHES, round_weights=asked, show_progress=False)
+        prepared = contract.calibrated(network(), BATCHES, round_weights=asked)
         found[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
     assert found[None] == found[False] == {fxq.Nearest}
     assert fxq.AdaptiveRounding in found[True]
 
 
 def test_it_is_repeatable_and_moves_no_generator() -> None:
-    model, state = network(), torch.get_rng_state()
-    first, second = (prepared_of(model).state_dict() for _ in range(2))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+    first, model = prepared_of(), network()
+    state = torch.get_rng_state()
+    assert contract.same_state(contract.calibrated(model, BATCHES, qconfig=FOUR_BITS), first)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_figures_are_those_of_what_is_held_out() -> None:
-    prepared = prepared_of(network(), round_weights=False)
+    prepared = prepared_of(round_weights=False)
     result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     assert result.kept
     assert all((layer.after < layer.before) == layer.kept for layer in result)
@@ -285,8 +277,7 @@ def test_the_figures_are_those_of_what_is_held_out() -> None:
 
 
 def test_one_sample_is_enough_for_calibration() -> None:
-    model = network()
-    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0][:1], qconfig=FOUR_BITS), [BATCHES[0][:1]], show_progress=False)
+    prepared = contract.calibrated(network(), [BATCHES[0][:1]], qconfig=FOUR_BITS)
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), UNSEEN)
 
 
@@ -295,20 +286,15 @@ def test_weights_whose_scale_is_learned_are_rounded_as_well(training: str, tmp_p
     """The scale with the least error cuts some weights off, and training starts from what the samples have found."""
     model, qconfig = network(), fxq.QConfig(weight=fxq.WeightConfig("int4", training=training))
 
-    def calibrated(round_weights: bool | None, *parts: list[Tensor]) -> torch.fx.GraphModule:
+    def calibrated(round_weights: bool | None, *parts: list[Tensor]) -> fx.GraphModule:
         prepared = fxq.prepare(model, BATCHES[0], qconfig=qconfig)
         for part in parts:
             fxq.calibrate(prepared, part, round_weights=round_weights, correct_bias=False, show_progress=False)
         return prepared
 
     plain, prepared = calibrated(False, BATCHES), calibrated(None, BATCHES)
-    whole, again = prepared.state_dict(), calibrated(None, BATCHES[:2], BATCHES[2:]).state_dict()
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name].nan_to_num(), again[name].nan_to_num()) for name in whole)
+    assert contract.same_state(prepared, calibrated(None, BATCHES[:2], BATCHES[2:]))
     assert error(prepared, model) < 0.7 * error(plain, model)
     integer = fxq.convert(prepared)
     contract.assert_validate_is_integer(prepared, integer, UNSEEN)
-    contract.assert_train_is_validate(prepared, UNSEEN)
-    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
-    with torch.no_grad():
-        assert torch.equal(loaded(UNSEEN), integer(UNSEEN))
+    assert_trains_and_loads(prepared, integer, tmp_path)

@@ -42,8 +42,7 @@ def images(loud: float, seed: int = 0) -> Tensor:
 
 
 def calibrated(batches: list[Tensor], target: str, balance: bool | None, bounded: bool = True) -> fx.GraphModule:
-    prepared = fxq.prepare(Classifier(bounded).eval(), batches[0], target)
-    return fxq.calibrate(prepared, batches, correct_bias=False, balance_samples=balance, show_progress=False)
+    return contract.calibrated(Classifier(bounded).eval(), batches, target, correct_bias=False, balance_samples=balance)
 
 
 def noise(prepared: fx.GraphModule, inputs: Tensor) -> float:

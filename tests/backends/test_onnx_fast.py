@@ -1,0 +1,262 @@
+"""Style "fast" gives the integer model's bits by kernels of bytes; what a runtime computes otherwise is written as in style "exact"."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.backends.onnx import fast, fast_kernels, fast_tables
+from fxquant.backends.onnx.metadata import PRECISE
+from fxquant.ir.integer import qparams
+from fxquant.primitives import elementwise
+from tests.shared.contract import VNNI, needs_vnni
+from tests.shared.onnx_files import (
+    MODELS,
+    Net,
+    assert_takes_integers,
+    assert_verified,
+    batch,
+    conv,
+    exported,
+    integer_of,
+    kernels_of,
+    known,
+    operators,
+    run,
+)  # fmt: skip
+
+REAL_TARGETS = ("nash-e", "nash-m", "x86", "qnnpack")
+KERNELS = {  # that style "fast" makes of each
+    "convolution": {"QLinearConv": 1}, "depthwise": {"QLinearConv": 2}, "grouped": {"QLinearConv": 2}, "linear": {"MatMulInteger": 2},
+    "rows": {"MatMulInteger": 1}, "residual": {"QLinearConv": 1}, "addition": {"QLinearConv": 1}, "concatenation": {"QLinearConv": 2},
+    "pooling": {"QLinearConv": 1}, "resizing": {"QLinearConv": 2}, "silu": {"QLinearConv": 2}, "transposed": {"QLinearConv": 1},
+    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1}, "padding": {"QLinearConv": 1},
+    "margins": {"QLinearConv": 2},
+}  # fmt: skip
+
+
+def computed(path: Path) -> int:
+    """How many tables of a file are computed by operators."""
+    return len(fxq.onnx_metadata(path)["kernels"]["computed"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fast_files_give_the_integer_models_bits(name: str, tmp_path: Path) -> None:
+    path = fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
+    report = assert_verified(known(name), path)
+    assert {node.name for node in known(name).graph.nodes if qparams(node) is not None} <= report.names  # every quantized tensor
+    assert sum(kernels_of(path)) == sum(KERNELS[name].values())
+    counts = {kernel: operators(path).count(kernel) for kernel in ("QLinearConv", "QLinearMatMul", "MatMulInteger")}
+    assert not VNNI or {kernel: count for kernel, count in counts.items() if count} == KERNELS[name]
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {  # and the operators of the file that compute each
+    "sigmoid": (torch.sigmoid, ["Sigmoid"]), "silu": (F.silu, ["Sigmoid", "Mul"]), "gelu": (F.gelu, ["Gelu"]),
+    "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), ["Gelu"]), "hardswish": (F.hardswish, ["HardSwish"]),
+    "hardsigmoid": (F.hardsigmoid, ["HardSigmoid"]), "leaky_relu": (lambda x: F.leaky_relu(x, 0.1), ["LeakyRelu"]),
+    "elu": (lambda x: F.elu(x, 0.7), ["Elu"]), "tanh of a sum": (lambda x: torch.tanh(x * 2 + 0.5), ["Tanh"]),
+    "softplus": (lambda x: F.softplus(x, 2.0), ["Softplus"]),
+}  # fmt: skip
+
+
+def on_scales(model: nn.Module, target: str, scales: dict[int, float]) -> fx.GraphModule:
+    """The model as integers, with the scales of some tensors given, by their place."""
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), (batch(),), target=target), [batch()], show_progress=False)
+    names = list(fxq.qparams(prepared))
+    fxq.set_qparams(prepared, {names[place]: scale for place, scale in scales.items()})
+    return fxq.convert(prepared)
+
+
+@pytest.mark.parametrize("target", ["nash-e", "x86"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_table_is_computed_where_no_rounding_can_change_an_entry(name: str, target: str, tmp_path: Path) -> None:
+    function, computing = FUNCTIONS[name]
+    torch.manual_seed(0)
+    integer = on_scales(Net(lambda s, x: s.b(function(s.a(x))), a=conv(3, 8), b=conv(8, 4)), target, {1: 0.0217, 2: 0.0181})
+    path = exported(integer, tmp_path / "model.onnx", style="fast")
+    assert computed(path) == 1
+    assert set(computing) <= set(operators(path))
+    assert not {"Gather", "GatherElements"} & set(operators(path))
+
+
+@pytest.mark.parametrize(("scale", "wanted"), [(1 / 32, 0), (0.0301, 1)])
+def test_a_table_with_an_entry_beside_a_tie_is_looked_up(scale: float, wanted: int, tmp_path: Path) -> None:
+    """A quarter of a step below 0 and a half are ties on the same grid."""
+    integer = on_scales(Net(lambda s, x: F.leaky_relu(s.a(x), 0.25), a=conv(3, 8)), "nash-e", {1: 1 / 32, 2: scale})
+    path = exported(integer, tmp_path / "model.onnx", style="fast")
+    assert computed(path) == wanted
+    assert operators(path).count("GatherElements") == 1 - wanted
+
+
+def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) -> None:
+    integer = integer_of(Net(lambda s, x: s.a(x).round(decimals=1), a=conv(3, 8)))
+    assert computed(exported(integer, tmp_path / "model.onnx", style="fast")) == 0
+
+
+def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
+    integer = copy.deepcopy(known("silu"))
+    node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)
+    assert fast_tables.computes(integer, node, 21)
+    assert not fast_tables.computes(integer, node, 17)
+    integer.get_submodule(node.args[1].target.rpartition(".")[0]).table[100] += 1
+    assert not fast_tables.computes(integer, node, 21)
+
+
+@needs_vnni
+def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fast_tables, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
+    path = exported(known("silu"), tmp_path / "model.onnx", style="fast")
+    kernels = fxq.onnx_metadata(path)["kernels"]
+    assert (kernels["computed"], len(kernels["refused"])) == ([], 2)
+
+
+# ---- targets, numbers and widths ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", REAL_TARGETS)
+@pytest.mark.parametrize("opset", [17, 19, 21])
+def test_fast_files_on_every_target_and_opset(target: str, opset: int, tmp_path: Path) -> None:
+    exported(known("residual", target), tmp_path / "model.onnx", style="fast", opset=opset)
+
+
+def test_products_far_beyond_what_is_stored_saturate_in_every_runtime(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    prepared = fxq.calibrate(fxq.prepare(model, x, "nash-e"), [x], show_progress=False)
+    fxq.set_qparams(prepared, {"_2": 1e-14})
+    exported(fxq.convert(prepared), tmp_path / "model.onnx", [x], style="fast")
+
+
+@pytest.mark.parametrize("level", ["ORT_ENABLE_ALL", "ORT_DISABLE_ALL"])
+def test_what_is_no_number_is_zero_in_fast_files_as_well(level: str, tmp_path: Path) -> None:
+    path = fxq.export_onnx(known("convolution"), tmp_path / "model.onnx", style="fast")
+    odd, options = batch(1), onnxruntime.SessionOptions()
+    odd[0, :, 0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    assert torch.equal(run(path, odd, options=options)[0], known("convolution")(odd))
+
+
+@pytest.mark.parametrize(("activation", "weight"), [("int16", "int8"), ("int16", "int16"), ("int8", "int16")])
+def test_wider_integers_are_as_in_style_exact(activation: str, weight: str, tmp_path: Path) -> None:
+    path = exported(known("silu", "nash-e", activation, weight), tmp_path / "model.onnx", style="fast")
+    assert "QLinearConv" not in operators(path)
+
+
+@pytest.mark.parametrize("name", ["silu", "pooling", "residual", "concatenation"])
+@pytest.mark.parametrize(("activation", "weight"), [("int4", "int4"), ("int8", "int4")])
+def test_narrower_integers_are_stored_as_int8_are(activation: str, weight: str, name: str, tmp_path: Path) -> None:
+    path = exported(known(name, "nash-e", activation, weight), tmp_path / "model.onnx", style="fast")
+    assert fxq.onnx_metadata(path)["tensors"]["x_quantize"]["dtype"] == activation
+    assert kernels_of(path)[0] >= 1
+
+
+def test_a_mixture_of_widths_crosses_between_the_storages(tmp_path: Path) -> None:
+    wide = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
+    path = exported(integer_of(MODELS["silu"](), qconfig=wide), tmp_path / "model.onnx", style="fast")
+    storages = {entry["storage"] for entry in fxq.onnx_metadata(path)["tensors"].values() if entry["kind"] == "quantized"}
+    assert {"uint8", "int16"} <= storages
+
+
+@pytest.mark.parametrize("name", ["silu", "linear", "products"])
+def test_the_session_options_for_processors_without_vnni_change_no_bit(name: str, tmp_path: Path) -> None:
+    path, options = fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast"), onnxruntime.SessionOptions()
+    for key, value in fxq.onnx_metadata(path)["session_options_without_vnni"].items():
+        options.add_session_config_entry(key, value)
+    assert torch.equal(run(path, batch(), options=options)[0], known(name)(batch()))
+
+
+def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> None:
+    assert_takes_integers(known("silu"), fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast", io="integer"))
+
+
+def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -> None:
+    net = Net(lambda s, x: (((x * 3).long() ^ ((x + x.flip(3)) * 2).long()).float(), s.a(x)), a=conv(3, 3))
+    integer = integer_of(net)
+    words = {value for node in integer.graph.nodes for value in node.args if isinstance(value, str)}
+    assert words & {node.name for node in integer.graph.nodes}
+    exported(integer, tmp_path / "model.onnx", [batch()], style="fast")
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@needs_vnni
+def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = fast._kernel_is_exact
+    monkeypatch.setattr(fast, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        path = exported(known("silu"), tmp_path / "model.onnx", style="fast")
+    assert fxq.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["silu", "silu_1"], "refused": ["b"]}
+    assert fxq.onnx_metadata(path)["session_options"] == PRECISE
+    assert "1 of 2 operators, which are written as in style 'exact': b" in caplog.text
+    assert operators(path).count("QLinearConv") == 1
+
+
+@needs_vnni
+def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = next(node for node in known("silu").graph.nodes if node.name == "b")
+    assert fast._kernel_is_exact(known("silu"), node, 21, {})
+    honest = fast._run
+    monkeypatch.setattr(fast, "_run", lambda *given: {name: value.clamp(max=254) for name, value in honest(*given).items()})
+    assert not fast._kernel_is_exact(known("silu"), node, 21, {})
+
+
+def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(writer: fast_kernels.FastWriter, node: fx.Node, *arguments: Any) -> str:
+        return writer.emitter.node("Identity", writer.shifted(node.args[0]))
+
+    monkeypatch.setitem(fast_kernels.FORMS, elementwise.lookup, wrong)
+    with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):
+        fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- single operators -----------------------------------------------------------------------------------------------------
+
+POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "behind a convolution": (lambda s, x: F.max_pool2d(F.relu(s.a(x)), 3, 2, 1), 1),
+    "behind a convolution that is not clamped": (lambda s, x: F.max_pool2d(s.a(x), (2, 3), (1, 2), (0, 1), dilation=(2, 1)), 1),
+    "behind an addition": (lambda s, x: F.max_pool2d(s.a(x) + s.b(x), 2), 1),
+    "one behind another, with padding": (lambda s, x: F.max_pool2d(F.max_pool2d(s.a(x), 3, 1, 1), 5, 1, 2), 2),
+    "behind zeros": (lambda s, x: F.max_pool2d(F.pad(s.a(x), (1, 1, 1, 1)), 3), 0),
+    "of the input": (lambda s, x: s.a(F.max_pool2d(x, 3, 2, 1)), 0),
+}
+
+
+@needs_vnni
+@pytest.mark.parametrize("target", ["nash-e/requantize", "x86"])
+@pytest.mark.parametrize("name", POOLS)
+def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
+    forward, bytewise = POOLS[name]
+    torch.manual_seed(0)
+    integer = fxq.quantize(Net(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target, show_progress=False).integer
+    path = exported(integer, tmp_path / "model.onnx", style="fast")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
+    types = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.output)}
+    pools = [types[node.output[0]] for node in graph.node if node.op_type == "MaxPool"]
+    assert pools.count(TensorProto.UINT8) == bytewise
+    assert pools.count(TensorProto.FLOAT) == len(pools) - bytewise
+
+
+@needs_vnni
+def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    integer = integer_of(Net(lambda s, x: s.b(torch.logaddexp(s.a(x), 0.5 * s.a(x))), a=conv(3, 8), b=conv(8, 4)))
+    path = exported(integer, tmp_path / "model.onnx", [batch(), batch(1)], style="fast")
+    assert operators(path).count("QLinearConv") == 3

@@ -1,0 +1,381 @@
+"""Every primitive on integers, on the same integers as floats and as ONNX in two runtimes, against its definition on Python's integers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+from torch import Tensor
+
+from fxquant.backends.onnx.emitter import Emitter, value_info
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.primitives import BY_NAME, PRIMITIVES
+from tests.shared import oracle
+from tests.shared.c_cases import Case, cases
+
+Array = Any  # of Python's integers and exact fractions: numpy's indexing, and no arithmetic of its own
+CASES: dict[str, list[Case]] = {}
+for one in (case for seed in range(8) for case in cases(seed)):
+    CASES.setdefault(one.primitive.__name__, []).append(one)
+
+
+def exact(value: Any) -> Any:
+    """An operand as an array of exact numbers; what is no number of a grid stays as it is."""
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        return [exact(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    floating = value.is_floating_point() and bool(torch.isfinite(value).all())
+    numbers = [Fraction(number) if floating else number for number in value.flatten().tolist()]
+    return np.array([*numbers, None], dtype=object)[:-1].reshape(tuple(value.shape))
+
+
+def each(function: Callable[..., Any]) -> Callable[..., Array]:
+    """A function of numbers, for arrays."""
+    return np.frompyfunc(lambda *numbers: function(*numbers), function.__code__.co_argcount, 1)
+
+
+# ---- windows and places -----------------------------------------------------------------------------------------------
+
+
+def taps(
+    x: Array, kernel: Sequence[int], stride: Sequence[int], begin: Sequence[int], end: Sequence[int], dilation: Any, fill: Any
+) -> Array:
+    """The elements of every window, in a last dimension of their own."""
+    padded = np.pad(x, [(0, 0), (0, 0), *zip(begin, end, strict=True)], constant_values=fill)
+    counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)]
+    found = []
+    for tap in itertools.product(*map(range, kernel)):
+        axes = [slice(t * d, t * d + s * (count - 1) + 1, s) for t, d, s, count in zip(tap, dilation, stride, counts, strict=True)]
+        found.append(padded[(slice(None), slice(None), *axes)])
+    return np.stack(found, -1)
+
+
+def pool_indices(
+    x: Array, kernel: Any, stride: Any, begin: Any, end: Any, dilation: Any, sizes: Any, wide: bool, places: Any = None
+) -> Array:
+    """Of equal ones the first."""
+    numbers = np.array(range(math.prod(sizes)), dtype=object).reshape(1, 1, *sizes) if places is None else places.reshape(1, 1, *sizes)
+    values, named = taps(x, kernel, stride, begin, end, dilation, -(2**20)), taps(numbers, kernel, stride, begin, end, dilation, -1)
+    return np.take_along_axis(np.broadcast_to(named, values.shape), np.argmax(values, -1)[..., None], -1)[..., 0]
+
+
+def unpool(x: Array, indices: Array, sizes: Sequence[int], outside: int) -> Array:
+    found = np.full((*x.shape[:2], math.prod(sizes)), outside, dtype=object)
+    np.put_along_axis(found, indices.reshape(*x.shape[:2], -1).astype(int), x.reshape(*x.shape[:2], -1), 2)
+    return found.reshape(*x.shape[:2], *sizes)
+
+
+def places(index: Array, dim: int) -> tuple[Array, ...]:
+    """Where the elements of an index point to."""
+    found: list[Array] = list(np.indices(index.shape))
+    found[dim] = index.astype(int)
+    return tuple(found)
+
+
+def put_along(x: Array, source: Array, dim: int, index: Array, number: bool = False) -> Array:
+    found = x.copy()
+    found[places(index, dim)] = source if number else source[tuple(map(slice, index.shape))]
+    return found
+
+
+def gathered(start: Array, source: Array, dim: int, index: Array, join: Any) -> Array:
+    found = start.copy()
+    for place, at in zip(zip(*(axis.flatten() for axis in places(index, dim)), strict=True), np.ndindex(index.shape), strict=True):
+        found[place] = join(found[place], source[at])
+    return found
+
+
+def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
+    axes = [slice(None)] * x.ndim
+    for dim, *ends in zip(dims, starts, stops, steps, strict=True):
+        axes[dim] = slice(*ends)
+    return x[tuple(axes)]
+
+
+# ---- sums of products -------------------------------------------------------------------------------------------------
+
+
+def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
+    windows = taps(x, weight.shape[2:], stride, padding, padding, dilation, 0)
+    parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
+    found = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
+    return plus(np.concatenate(found, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))
+
+
+def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, more: Any, dilation: Any, groups: int, *cut: Any) -> Array:
+    """Each element, times the kernel, added where the kernel lies around it; what lies in the padding is cut off."""
+    outputs, rank = weight.shape[1] * groups, len(stride)
+    sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
+    found = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
+    for tap in itertools.product(*map(range, weight.shape[2:])):
+        factors = weight[(slice(None), slice(None), *tap)].reshape(groups, -1, weight.shape[1])
+        parts = zip(np.split(x, groups, 1), factors, strict=True)
+        sums = np.concatenate([np.moveaxis(np.tensordot(part, factor, (1, 0)), -1, 1) for part, factor in parts], 1)
+        axes = [slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, x.shape[2:], stride, strict=True)]
+        found[(slice(None), slice(None), *axes)] += sums
+    kept = [slice(p, n - p + m) for p, n, m in zip(padding, sizes, more, strict=True)]
+    return plus(found[(slice(None), slice(None), *kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
+
+
+def plus(total: Array, bias: Any) -> Array:
+    return total if bias is None else total + bias
+
+
+def scale_channels(x: Array, weight: Array, bias: Any, trailing: int) -> Array:
+    shape = -1, *[1] * trailing
+    return plus(x * weight.reshape(shape), None if bias is None else bias.reshape(shape))
+
+
+def resize_linear(x: Array, rows: Any, columns: Any, bits: int, wide: bool, nearest: bool = True) -> Array:
+    total = x if columns is None else x @ columns.T
+    total, one = total if rows is None else rows @ total, 2 ** (bits * sum(each is not None for each in (rows, columns)))
+    return (total + (one // 2 if nearest else 0)) // one
+
+
+# ---- images at places between their pixels ------------------------------------------------------------------------------
+
+
+def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
+    """The pixel that stands for one outside; None for what is outside of all."""
+    if padding == "reflection":
+        turn = max(2 * size - 2, 1) if corners else 2 * size
+        place %= turn
+        place = min(place, (turn if corners else turn - 1) - place) if size > 1 else 0
+    return min(max(place, 0), size - 1) if padding != "zeros" else place if 0 <= place < size else None
+
+
+def sample_cubic(x: Array, where: Array, weights: Array, sizes: Any, bits: int, padding: str, corners: bool, wide: bool) -> Array:
+    def along(position: int, size: int) -> list[tuple[int, int]]:
+        first, rest = divmod(position, 2**bits)
+        found = [(inside(first + tap - 1, size, padding, corners), weight) for tap, weight in enumerate(weights[rest])]
+        return [(place, weight) for place, weight in found if place is not None]
+
+    def element(index: tuple[int, ...]) -> int:
+        across, down = (along(position, size) for position, size in zip(where[(index[0], *index[2:])], sizes[::-1], strict=True))
+        return sum(x[(*index[:2], row, column)] * one * other for row, one in down for column, other in across)
+
+    return np.array(oracle.nested((*x.shape[:2], *where.shape[1:3]), element), dtype=object)
+
+
+# ---- rounding -----------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: Any, scale: Any, low: int, high: int, dtype: Any, zero: int = 0) -> Any:
+    return each(lambda number, step: oracle.quantize(float(oracle_float(number)), Fraction(step), low, high) + zero)(x, scale)
+
+
+def oracle_float(number: float) -> Any:
+    return number if not math.isfinite(number) else oracle.float32(number)
+
+
+def truncated(q: int, scale: Fraction, margin: Fraction) -> int:
+    product = oracle.float32(q * scale)
+    return math.trunc(oracle.float32(product + (margin if q > 0 else -margin if q < 0 else 0)))
+
+
+def wrapped(x: Array, dtype: torch.dtype) -> Array:
+    limits = torch.iinfo(dtype)
+    return each(lambda q: (int(q) - limits.min) % (limits.max - limits.min + 1) + limits.min)(x)
+
+
+JOINED: dict[str, Any] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "quotient": operator.floordiv, "remainder": operator.mod,
+    "larger": np.maximum, "smaller": np.minimum, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
+REDUCED: dict[str, Any] = {"sum": np.sum, "largest": np.max, "smallest": np.min}
+
+
+def reduced(x: Array, dim: Sequence[int], keepdim: bool, operation: str) -> Array:
+    return REDUCED[operation](x, axis=tuple(dim), keepdims=keepdim)
+
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "convolution": convolution,
+    "convolution_wide": convolution,
+    "transposed_convolution": transposed,
+    "transposed_convolution_wide": transposed,
+    "linear": lambda x, w, b: plus(x @ w.T, b),
+    "linear_wide": lambda x, w, b: plus(x @ w.T, b),
+    "matrix_product": operator.matmul,
+    "matrix_product_wide": operator.matmul,
+    "scale_channels": scale_channels,
+    "scale_channels_wide": scale_channels,
+    "rectify": lambda x, above, below, wide=False: above * np.maximum(x, 0) + below * np.minimum(x, 0),
+    "transform": lambda x, matrix, dim, rank, wide: np.moveaxis(np.tensordot(matrix, x, (1, dim)), 0, dim),
+    "resize_linear": resize_linear,
+    "add_residual": lambda acc, r, k: acc + r * k,
+    "add_residual_shifted": lambda acc, r, k, n: acc + r * k // 2**n,
+    "align_fixed": lambda x, k, n, wide=False: x * k // 2**n,
+    "align_real": lambda x, k, wide=False: each(lambda q, factor: oracle.align_real(q, factor))(x, k),
+    "add": operator.add,
+    "subtract": operator.sub,
+    "add_constant": operator.add,
+    "multiply": lambda x, y, wide=False: x * y,
+    "widen": lambda x: x,
+    "negate": operator.neg,
+    "centre": operator.sub,
+    "shift_right": lambda x, bits: (x + 2 ** (bits - 1)) // 2**bits,
+    "clamp": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "clamp_accumulator": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "accumulator_output": lambda x: x,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "lookup": lambda x, table, first=None: table[(x - (-(len(table) // 2) if first is None else first)).astype(int)],
+    "compare": lambda x, y, relation: getattr(operator, relation)(x, y),
+    "logic": lambda x, y, operation: JOINED[operation](x, y),
+    "opposite": np.logical_not,
+    "choose": lambda x, y, condition: np.where(condition.astype(bool), x, y),
+    "chosen": lambda x, y, condition: np.where(condition.astype(bool), x, y),
+    "max_pool": lambda x, kernel, stride, begin, end, dilation: taps(x, kernel, stride, begin, end, dilation, -(2**20)).max(-1),
+    "sum_pool": lambda x, kernel, stride, begin, end, wide=False: taps(x, kernel, stride, begin, end, [1] * len(kernel), 0).sum(-1),
+    "pool_indices": pool_indices,
+    "unpool": unpool,
+    "sum": lambda x, dim, keepdim, wide=False: reduced(x, dim, keepdim, "sum"),
+    "least": lambda x, dim, keepdim: reduced(x, dim, keepdim, "smallest"),
+    "count": lambda x, dim, keepdim: reduced(x, dim, keepdim, "sum"),
+    "truth": lambda x, dim, keepdim, every: reduced(x, dim, keepdim, "smallest" if every else "largest"),
+    "reduced": lambda x, dim, keepdim, operation: wrapped(reduced(x, dim, keepdim, operation), torch.int64),
+    "running": lambda x, dim: wrapped(np.cumsum(x, axis=dim), torch.int64),
+    "arg_extremum": lambda x, dim, keepdim, largest: (np.argmax if largest else np.argmin)(x, axis=dim, keepdims=keepdim),
+    "ranking": lambda x, dim, count, largest: np.take(np.argsort(-x if largest else x, axis=dim, kind="stable"), range(count), dim),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "permute": np.transpose,
+    "concatenate": np.concatenate,
+    "crop": crop,
+    "select": lambda x, dim, index: np.take(x, index.astype(int), dim),
+    "rows": lambda table, index: table[index.astype(int)],
+    "expand": lambda x, sizes: np.broadcast_to(x, [old if new == -1 else new for old, new in zip((1, *x.shape), sizes, strict=True)]),
+    "tile": np.tile,
+    "pad": lambda x, begin, end, value: np.pad(x, list(zip(begin, end, strict=True)), constant_values=value),
+    "pick": lambda x, dim, index: np.take(x, index.astype(int), dim),
+    "take_along": lambda x, dim, index: x[places(index, dim)],
+    "put_along": put_along,
+    "sum_along": lambda x, dim, index, size, wide: gathered(
+        np.full((*x.shape[:dim], size, *x.shape[dim + 1 :]), 0, dtype=object), x, dim, index, operator.add
+    ),
+    "extremum_along": lambda x, source, dim, index, terms, largest: gathered(x, source, dim, index, max if largest else min),
+    "sample_cubic": sample_cubic,
+    "quantize": quantize,
+    "requantize_fixed": lambda acc, a, m, b, bits, rounding, low, high, dtype: each(
+        lambda q, first, factor, last: oracle.requantize_fixed(q, first, factor, last, bits, rounding, low, high)
+    )(acc, a, m, b),
+    "requantize_real": lambda acc, m, low, high, dtype, zero=0: each(
+        lambda q, factor: oracle.requantize_real(q, factor, low, high) + zero
+    )(acc, m),
+    "joined": lambda x, y, operation: wrapped(JOINED[operation](x, y), torch.int64),
+    "converted": wrapped,
+    "truncated": lambda x, scale, margin: each(truncated)(x, scale, margin),
+}  # fmt: skip
+ELSEWHERE = {"sample", "dynamic_linear", "dequantize"}  # held by the oracle in tests of operators; rounded floats
+
+
+def test_every_primitive_has_a_definition() -> None:
+    assert DEFINITIONS.keys() | ELSEWHERE == CASES.keys() == set(BY_NAME)
+
+
+def storage(case: Case) -> torch.dtype:
+    """The dtype of a result: that of the grid; of a sum int32, or int64 where two int16 meet or an operand is int64."""
+    record, name = PRIMITIVES[case.primitive], case.primitive.__name__
+    said = next((argument for argument in case.arguments if isinstance(argument, torch.dtype)), None)
+    tensors = [each for one in case.arguments for each in (one if isinstance(one, list) else [one]) if isinstance(each, Tensor)]
+    if record.kind == "quantized" or name in ("converted", "shift_right"):
+        return said or tensors[name == "lookup"].dtype
+    if record.kind == "plain":
+        return torch.bool if name in ("compare", "logic", "opposite", "truth") else torch.int64
+    dtypes = [each.dtype for each in tensors]
+    long = torch.int64 in dtypes and name != "sum_along"  # whose places are int64
+    wide = dtypes.count(torch.int16) == 2 and name != "multiply"
+    return torch.int64 if long or wide or name == "sample_cubic" or (name == "transform" and case.arguments[-1]) else torch.int32
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_primitive_is_its_definition(name: str) -> None:
+    for case in CASES[name][:: max(1, len(CASES[name]) // 48)]:
+        found = case.primitive(*case.arguments)
+        assert found.dtype == storage(case), case
+        assert found.tolist() == np.asarray(DEFINITIONS[name](*map(exact, case.arguments)), dtype=object).tolist(), case
+
+
+# ---- as floats, and as ONNX ---------------------------------------------------------------------------------------------
+
+TENSORS = (
+    "input",
+    "other",
+    "tensors",
+    "source",
+    "accumulator",
+    "residual",
+)  # which are floats while a model trains, as the rows of a table
+PLACES = ("index", "indices", "condition", "coordinates")
+
+
+def floats(value: Tensor) -> Tensor:
+    return value.double() if value.double().abs().max() >= 2**24 else value.float()
+
+
+def map_tensors(case: Case, names: Sequence[str], function: Callable[[Tensor], Any]) -> list[Any]:
+    """The arguments, with these tensors replaced."""
+
+    def mapped(value: Any) -> Any:
+        return [mapped(each) for each in value] if isinstance(value, list) else function(value) if isinstance(value, Tensor) else value
+
+    parameters = PRIMITIVES[case.primitive].signature.parameters
+    return [mapped(value) if name in names else value for name, value in zip(parameters, case.arguments, strict=False)]
+
+
+TRAINS = [record.name for record in PRIMITIVES.values() if record.kind in ("quantized", "accumulator") and record.name != "quantize"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", TRAINS)
+def test_integers_as_floats_give_the_same_numbers(name: str) -> None:
+    quantized = PRIMITIVES[CASES[name][0].primitive].kind == "quantized" and name != "clamp_accumulator"
+    for case in CASES[name]:
+        arguments = map_tensors(case, (*TENSORS, "table") if name == "rows" else TENSORS, floats)
+        first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
+        if quantized and first.dtype == torch.float64 and not name.startswith("requantize"):
+            continue  # int64 is no grid's: these are never floats
+        if name.startswith("add_residual"):
+            arguments[1] = arguments[1].to(first.dtype)
+        found, wanted = case.primitive(*arguments), case.primitive(*case.arguments)
+        bound = PRIMITIVES[case.primitive].signature.bind(*arguments).arguments
+        wide = name.endswith("_wide") or bound.get("wide", False) or first.dtype == torch.float64
+        assert found.dtype == (torch.float64 if wide and not quantized else torch.float32), case
+        assert torch.equal(found.double(), (wanted.float() if name == "accumulator_output" else wanted).double()), case
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None:
+    """Accumulators are floats in a file, and so are operands that are accumulators."""
+    for case in CASES[name][:: len(CASES[name]) // 8]:
+        emitter, feeds = Emitter({}, 21, taken={f"given_{index}" for index in range(9)}), {}
+
+        def given(value: Tensor, emitter: Emitter = emitter, feeds: dict[str, Tensor] = feeds) -> str:
+            value = floats(value) if value.dtype == torch.int32 or (name in ("add", "subtract") and value.dtype == torch.int64) else value
+            feeds[f"given_{len(feeds)}"] = value
+            emitter.types[f"given_{len(feeds) - 1}"] = value.dtype
+            return f"given_{len(feeds) - 1}"
+
+        arguments = map_tensors(case, TENSORS if name in ("select", "rows") else (*TENSORS, *PLACES), given)
+        result, wanted = PRIMITIVES[case.primitive].onnx(emitter, *arguments), case.primitive(*case.arguments)
+        inputs = [value_info(each, value.dtype, value.shape) for each, value in feeds.items()]
+        outputs = [value_info(result, emitter.types[result], wanted.shape)]
+        graph = helper.make_graph(emitter.nodes, "one", inputs, outputs, emitter.initializers)
+        domains = [helper.make_opsetid("", 21), helper.make_opsetid("fxquant", 1)]
+        model = helper.make_model(graph, opset_imports=domains, ir_version=10, functions=list(emitter.functions.values()))
+        onnx.checker.check_model(model)
+        for _, level, threads in (RUNTIMES[0], RUNTIMES[-1]):
+            found = Runner(model, level, threads, None, {})(feeds)[result]
+            assert found.dtype == wanted.dtype or PRIMITIVES[case.primitive].kind == "accumulator"
+            assert torch.equal(found.double(), wanted.double()), case
