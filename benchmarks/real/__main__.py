@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import benchmarks.real as package
 from benchmarks.accuracy.floats import CACHE
 from benchmarks.real import voices
 from benchmarks.real.measure import COMPARED, SETTINGS, Cell, ours, outputs_of, theirs
-from benchmarks.real.networks import NETWORKS
+from benchmarks.real.networks import NETWORKS, TESTED
 from benchmarks.real.table import markdown
 from fxquant.errors import ConfigurationError
 
@@ -26,6 +27,9 @@ def parser() -> argparse.ArgumentParser:
     for name, known in (("networks", tuple(NETWORKS)), ("targets", TARGETS), ("settings", ("W8A8", "W4A8"))):
         made.add_argument(f"--{name}", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     made.add_argument("--peers", nargs="*", choices=COMPARED, default=None, metavar="NAME", help=f"all, or some of {', '.join(COMPARED)}")
+    made.add_argument(
+        "--samples", type=int, default=TESTED, help=f"how many test samples (default: {TESTED}); one point of agreement needs some 432"
+    )
     made.add_argument("--cache", type=Path, default=CACHE, help="where the environments of peers are")
     return made
 
@@ -36,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows: dict[tuple[str, str], dict[str, Cell]] = {}
     for name in options.networks:
-        network = NETWORKS[name]
+        network = replace(NETWORKS[name], tested=options.samples)
         wanted = outputs_of(network.load(), network.data.test_inputs)
         for setting in (SETTINGS[each] for each in options.settings):
             cells = rows.setdefault((name, setting.name), {})

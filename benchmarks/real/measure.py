@@ -84,6 +84,7 @@ def _outputs(network: Network, peer: Peer, setting: Setting, cache: Path) -> Ten
     with tempfile.TemporaryDirectory() as place:
         written = Path(place) / "outputs.pt"
         command = [environments.python(peer, cache), "-m", "benchmarks.real.process", peer.name, network.name, setting.name, written]
+        command.append(str(network.tested))
         programs = os.pathsep.join((str(environments.folder(peer, cache) / "bin"), os.environ.get("PATH", "")))
         variables = {**os.environ, **environments.VARIABLES, "PATH": programs}
         done = subprocess.run(

