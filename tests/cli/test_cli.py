@@ -74,9 +74,9 @@ def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(tmp_path: Path,
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[run.Outcome]:
     """What the demonstrations of this test returned; they train briefly, on few of the images."""
     digits = load_digits_dataset()
-    cut = {name: getattr(digits, name)[: 320 if "train" in name else 64] for name in digits._fields}
+    cut = {name: getattr(digits, name)[: 192 if "train" in name else 64] for name in digits._fields}
     monkeypatch.setattr(run, "load_digits_dataset", lambda: digits._replace(**cut))
-    monkeypatch.setattr(run, "FLOAT_EPOCHS", 2)
+    monkeypatch.setattr(run, "FLOAT_EPOCHS", 1)
     monkeypatch.setattr(run, "QUANTIZED_EPOCHS", 1)
     kept: list[run.Outcome] = []
     original: Callable[..., run.Outcome] = run.run_demo

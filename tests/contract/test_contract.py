@@ -114,24 +114,6 @@ def take_training_steps(prepared: fx.GraphModule, batch: Tensor, count: int) -> 
         optimizer.step()
 
 
-@every_target
-def test_threads_and_autocast_change_nothing(target: str) -> None:
-    prepared, integer = compiled("demo network", target)
-    batch = images("demo network", 5)
-    threads = torch.get_num_threads()
-    expected = integer(batch)
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(integer(batch), expected)
-            assert torch.equal(prepared(batch), expected)
-    finally:
-        torch.set_num_threads(threads)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(integer(batch), expected)
-        assert torch.equal(prepared(batch), expected)
-
-
 @pytest.mark.parametrize(("name", "target"), [PAIRS[0], PAIRS[-1]])
 def test_a_batch_of_one_gives_the_bits_of_the_same_image_among_others(name: str, target: str) -> None:
     integer, batch = compiled(name, target).integer, images(name, 4)
