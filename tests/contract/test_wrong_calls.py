@@ -47,6 +47,9 @@ class Writer:
     def add_histogram_raw(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+RULES = fxq.QConfigMapping()
+
+
 class World:
     """Models in every form, and files, made once; the calls under test are to change none of them."""
 
@@ -72,9 +75,6 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     torch.manual_seed(0)
     return World(tmp_path_factory.mktemp("world"))
-
-
-RULES = fxq.QConfigMapping()
 
 
 class Colour(enum.Enum):
@@ -591,23 +591,12 @@ def test_a_state_by_name_is_that_state(world: World) -> None:
     assert fxq.WeightConfig(torch.int8).dtype == "int8"
 
 
-# ---- places: files where folders are wanted, and the reverse ----------------------------------------------------------------------
+# ---- arguments that do not fit together; of paths see tests/support/test_files.py ------------------------------------------------
 
-PLACES: dict[str, Callable[[World], Any]] = {
-    "dump: a file": lambda w: fxq.prepare(w.model, batch(), dump=w.text),
-    "dump: below a file": lambda w: fxq.prepare(w.model, batch(), dump=w.text / "graphs"),
-    "dump of a graph: a file": lambda w: fxq.dump(w.integer, w.text),
-    "save: a folder": lambda w: fxq.save(w.integer, w.directory),
-    "save: below a file": lambda w: fxq.save(w.integer, w.text / "model.fxq"),
-    "export: a folder": lambda w: fxq.export_onnx(w.integer, w.directory),
-    "export of a program: a folder": lambda w: fxq.export_torchscript(w.integer, w.directory),
-    "export: below a file": lambda w: fxq.export_onnx(w.integer, w.text / "model.onnx"),
-    "load: a folder": lambda w: fxq.load(w.directory),
+TOGETHER: dict[str, Callable[[World], Any]] = {
     "load: a text": lambda w: fxq.load(w.text),
     "load: an ONNX file": lambda w: fxq.load(w.onnx),
-    "metadata: a folder": lambda w: fxq.onnx_metadata(w.directory),
     "metadata: a text": lambda w: fxq.onnx_metadata(w.text),
-    "verify: a folder": lambda w: fxq.verify(w.integer, w.directory, [batch()]),
     "verify: a saved model": lambda w: fxq.verify(w.integer, w.file, [batch()]),
     "verify: two files": lambda w: fxq.verify(w.onnx, w.onnx, [batch()]),
     "observations of another model": lambda w: fxq.prepare(nn.Linear(6, 2), batch(), observations=w.observations),
@@ -623,8 +612,8 @@ PLACES: dict[str, Callable[[World], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", PLACES.values(), ids=PLACES)
-def test_a_place_that_does_not_suit(call: Callable[[World], Any], world: World) -> None:
+@pytest.mark.parametrize("call", TOGETHER.values(), ids=TOGETHER)
+def test_what_does_not_fit_together(call: Callable[[World], Any], world: World) -> None:
     with pytest.raises(fxq.FxQuantError) as caught:
         call(world)
     assert_ours(caught.value)

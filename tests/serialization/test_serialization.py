@@ -457,41 +457,41 @@ def test_every_primitive_says_what_it_can_reach() -> None:
     assert [record.name for record in PRIMITIVES.values() if (record.bounds is None) != (record.kind == "float")] == []
 
 
-def constant_of(document: Any, node: str, position: int) -> str:
-    """The name of the tensor that stands at a place among the arguments of a node."""
-    entries = {entry["name"]: entry for entry in document["nodes"]}
-    return str(entries[entries[node]["args"][position]["node"]]["target"])
+Tamper = Callable[[Any, dict[str, Tensor]], None]  # of a document and its tensors
 
 
-def first_of(document: Any, primitive: str) -> str:
-    return next(str(entry["name"]) for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
+def entry_of(document: Any, primitive: str) -> Any:
+    return next(entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
 
 
-def change(primitive: str, position: int, edit: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[str, Tensor]], None]:
-    def apply(document: Any, tensors: dict[str, Tensor]) -> None:
-        name = constant_of(document, first_of(document, primitive), position)
-        tensors[name] = edit(tensors[name]).contiguous()
-
-    return apply
-
-
-def parameter(name: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[str, Tensor]], None]:
+def parameter(name: str, edit: Callable[[Tensor], Tensor]) -> Tamper:
     def apply(document: Any, tensors: dict[str, Tensor]) -> None:
         tensors[name] = edit(tensors[name]).contiguous()
 
     return apply
 
 
-def argue(primitive: str, position: int, value: Any) -> Callable[[Any, dict[str, Tensor]], None]:
+def change(primitive: str, position: int, edit: Callable[[Tensor], Tensor]) -> Tamper:
+    """Change the constant that stands at a place among the arguments of a primitive."""
+
     def apply(document: Any, tensors: dict[str, Tensor]) -> None:
-        entry = next(entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
+        constant = entry_of(document, primitive)["args"][position]["node"]
+        name = next(str(entry["target"]) for entry in document["nodes"] if entry["name"] == constant)
+        parameter(name, edit)(document, tensors)
+
+    return apply
+
+
+def argue(primitive: str, position: int, value: Any) -> Tamper:
+    def apply(document: Any, tensors: dict[str, Tensor]) -> None:
+        entry = entry_of(document, primitive)
         assert entry["args"][position] != value
         entry["args"][position] = value
 
     return apply
 
 
-def say(primitive: str, key: str, edit: Callable[[Any], Any]) -> Callable[[Any, dict[str, Tensor]], None]:
+def say(primitive: str, key: str, edit: Callable[[Any], Any]) -> Tamper:
     def apply(document: Any, tensors: dict[str, Tensor]) -> None:
         entry = next(entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}" and key in entry["meta"])
         entry["meta"][key] = edit(entry["meta"][key])
@@ -505,13 +505,13 @@ def with_(field: str, value: Any) -> Callable[[Any], Any]:
 
 def narrow(document: Any, tensors: dict[str, Tensor]) -> None:
     """A sum beyond 2^24 by the primitive for smaller ones."""
-    entry = next(entry for entry in document["nodes"] if entry["target"] == "primitive:convolution_wide")
+    entry = entry_of(document, "convolution_wide")
     entry["target"] = "primitive:convolution"
     entry["args"] = entry["args"][:7]
 
 
 SCALE = "quantized.head.output.base_scale"
-TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] = {
+TAMPERED: dict[str, tuple[str, Tamper, str]] = {
     "a bias beyond 2^24": ("bayes-e", change("convolution", 2, lambda t: torch.full_like(t, 2**30)), "is exact below 16777216"),
     "a bias beyond int32": ("nash-e", change("linear", 2, lambda t: torch.full_like(t, 2**31 - 1)), "its sum can reach"),
     "a weight of another shape": ("bayes-e", change("convolution", 1, lambda t: t[..., :1]), "declared as"),
