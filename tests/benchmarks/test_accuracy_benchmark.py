@@ -36,20 +36,8 @@ def test_a_row_goes_through_the_benchmark_and_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [
-        "--task",
-        "tiny",
-        "--network",
-        "edsr",
-        "--setting",
-        "W8A8",
-        "--method",
-        OURS,
-        "torch.ao",
-        "--seeds",
-        "0",
-        "--mode",
-        CALIBRATION,
-    ]
+        "--task", "tiny", "--network", "edsr", "--setting", "W8A8", "--method", OURS, "torch.ao", "--seeds", "0", "--mode", CALIBRATION
+    ]  # fmt: skip
     main([*arguments, "--cache", str(tmp_path)])
     printed = capsys.readouterr().out
     result = rows.measure(EDSR_ROW, OURS, 0, tmp_path)

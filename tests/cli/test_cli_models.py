@@ -347,23 +347,3 @@ def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatc
 def test_a_report_needs_plotly_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("fxquant.cli.quantizing.find_spec", lambda name: None)
     assert_refused(called(capsys, "quantize", "absent:Network", "--data", "absent.npy", "--out", "out"), "plotly", "--no-report")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["quantize"],
-        ["quantize", "networks:Network"],
-        ["check", "networks:Network"],
-        ["check", "networks:Network", "--shape", "1,2,x"],
-        ["check", "networks:Network", "--shape", "1,0,8"],
-        ["check", "networks:Network", "--shape", "1,2,8,8", "--data", "images.npy"],
-        ["quantize", "networks:Network", "--data", "images.npy", "--style", "other"],
-        ["quantize", "networks:Network", "--data", "images.npy", "--fixed-batch", "0"],
-    ],
-)
-def test_misuse_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert f"usage: fxquant {arguments[0]}" in capsys.readouterr().err

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim
 
 import fxquant as fxq
@@ -20,24 +23,24 @@ from fxquant.ir.graph import fact
 from fxquant.tuning.first_samples import FirstSamples
 from tests.backends import test_reference_c
 from tests.shared import contract
+from tests.shared.networks import Network
 
 BATCH = Dim("batch")
 
 
-class Steps(nn.Module):
+def steps(m: Any, x: Tensor) -> Tensor:
     """A recurrent layer over sequences that have their steps in front: (T, B, 6)."""
+    return m.head(m.cells(x)[0])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.cells(x)[0])
-        return found
+def attention(m: Any, x: Tensor) -> Tensor:
+    """Attention over sequences that have their steps in front, with a position for each of them."""
+    x = m.project(x) + m.positions
+    return x + m.attention(x, x, x, need_weights=False)[0]
 
 
 class States(nn.Module):
-    """The same that takes its states, (layers, B, 4), and returns the next ones."""
+    """A recurrent layer that takes its states, (layers, B, 4), and returns the next ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,30 +51,19 @@ class States(nn.Module):
         return self.head(y), h, c
 
 
-class Attention(nn.Module):
-    """Attention over sequences that have their steps in front, with a position for each of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2)
-        self.positions = nn.Parameter(torch.randn(5, 1, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.project(x) + self.positions
-        found: Tensor = x + self.attention(x, x, x, need_weights=False)[0]
-        return found
-
-
-def drawn(sizes: list[list[int]], seed: int) -> tuple[Tensor, ...]:
+def inputs(name: str, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
+    sizes = [[5, batch, 6], *([[2, batch, 4]] * 2 if name == "states" else [])]
     return tuple(torch.rand(size, generator=generator) * 2 - 1 for size in sizes)
 
 
-def inputs(name: str, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
-    return drawn([[5, batch, 6], *([[2, batch, 4]] * 2 if name == "states" else [])], seed)
-
-
-MODELS = {"lstm": Steps, "attention": Attention, "states": States}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: Network(steps, cells=nn.LSTM(6, 4), head=nn.Linear(4, 3)),
+    "attention": lambda: Network(
+        attention, project=nn.Linear(6, 8), attention=nn.MultiheadAttention(8, 2), positions=nn.Parameter(torch.randn(5, 1, 8))
+    ),
+    "states": States,
+}
 SHAPES: dict[str, Any] = {
     "lstm": ({1: BATCH},),
     "attention": {"x": (None, Dim.DYNAMIC, None)},
@@ -84,14 +76,22 @@ def made(name: str) -> nn.Module:
     return MODELS[name]().eval()
 
 
+@functools.cache
+def compiled(name: str, target: str = "bayes-e") -> contract.Compiled:
+    """A model that tests leave as it is."""
+    batches = [inputs(name, size, seed) for seed, size in enumerate((4, 4, 3))]
+    return contract.compiled(made(name), batches, target, dynamic_shapes=SHAPES[name])
+
+
+def input_shapes(graph: fx.GraphModule) -> list[str]:
+    return [str(fact(node)) for node in graph.graph.find_nodes(op="placeholder")]
+
+
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bits(name: str, target: str, tmp_path: Path) -> None:
-    model, batches = made(name), [inputs(name, size, seed) for seed, size in enumerate((4, 4, 3))]
-    prepared, integer = contract.compiled(model, batches, target, dynamic_shapes=SHAPES[name])
-    assert [str(fact(node)) for node in integer.graph.find_nodes(op="placeholder")] == [
-        f"f32[{len(value)},B,{value.shape[2]}]" for value in batches[0]
-    ]
+    prepared, integer = copy.deepcopy(compiled(name, target))
+    assert input_shapes(integer) == [f"f32[{len(value)},B,{value.shape[2]}]" for value in inputs(name, 4)]
     for size in (2, 7):
         contract.assert_validate_is_integer(prepared, integer, *inputs(name, size, 9))
     path = tmp_path / "model.onnx"
@@ -107,13 +107,11 @@ def test_the_c_program_has_its_batch_there(tmp_path: Path) -> None:
     if not test_reference_c.COMPILERS:
         assert shutil.which("gcc") is None
         return
-    batches = [inputs("states", 4, seed) for seed in range(3)]
-    _, integer = contract.compiled(made("states"), batches, dynamic_shapes=SHAPES["states"])
-    test_reference_c.assert_equal(integer, inputs("states", 3, 9), tmp_path / "states.c", 3)
+    test_reference_c.assert_equal(compiled("states").integer, inputs("states", 3, 9), tmp_path / "states.c", 3)
 
 
 def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
-    _, integer = contract.compiled(made("attention"), [inputs("attention", 4)], dynamic_shapes=SHAPES["attention"])
+    integer = compiled("attention").integer
     program = torch.export.load(fxq.export_pt2(integer, tmp_path / "attention.pt2")).module()
     assert contract.all_equal(program(*inputs("attention", 7, 9)), integer(*inputs("attention", 7, 9)))
 
@@ -133,7 +131,7 @@ def test_samples_are_counted_and_cut_along_the_batch() -> None:
 
 def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() -> None:
     batches = [inputs("attention", size, seed) for seed, size in enumerate((4, 3))]
-    prepared, integer = contract.compiled(made("attention"), batches, dynamic_shapes=SHAPES["attention"])
+    prepared, integer = compiled("attention")
     assert fxq.compare(made("attention"), integer, batches, advice=False, show_progress=False).batches == 2
     assert fxq.compare(prepared, made("attention"), batches, advice=False, show_progress=False).batches == 2
 
@@ -146,7 +144,7 @@ def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
 
 
 def test_a_file_of_data_is_cut_along_the_batch(tmp_path: Path) -> None:
-    _, integer = contract.compiled(made("states"), [inputs("states", 4)], dynamic_shapes=SHAPES["states"])
+    integer = compiled("states").integer
     names = [str(node.target) for node in integer.graph.find_nodes(op="placeholder")]
     np.savez(tmp_path / "data.npz", **{name: value.numpy() for name, value in zip(names, inputs("states", 70), strict=True)})
     found = batches_from(tmp_path / "data.npz", integer, 32)
@@ -198,7 +196,7 @@ FORMS: dict[str, tuple[Any, list[str]]] = {
 def test_every_form_of_torch_export_is_taken(form: str) -> None:
     said, wanted = FORMS[form]
     traced = fxq.trace(Nested(), nest(), said)
-    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == [f"f32[{sizes}]" for sizes in wanted]
+    assert input_shapes(traced) == [f"f32[{sizes}]" for sizes in wanted]
 
 
 def test_a_collection_of_shapes_is_taken() -> None:
@@ -207,13 +205,13 @@ def test_a_collection_of_shapes_is_taken() -> None:
     for value in (x, h, c):
         shapes[value] = {1: BATCH}
     traced = fxq.trace(made("states"), (x, h, c), shapes)
-    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
+    assert input_shapes(traced) == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
 
 
 def test_inputs_behind_a_star_have_their_own_entries() -> None:
     x = torch.ones(5, 3, 2)
     traced = fxq.trace(Nested(), (x, (x, x), {"y": x}, x, x[:1]), ({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2))
-    assert [str(fact(node)) for node in traced.graph.find_nodes(op="placeholder")] == [*["f32[5,B,2]"] * 5, "f32[1,B,2]"]
+    assert input_shapes(traced) == [*["f32[5,B,2]"] * 5, "f32[1,B,2]"]
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

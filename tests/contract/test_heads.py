@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.shared import contract
 from tests.shared.contract import compiled, flat
+from tests.shared.networks import Network, held, sqnr
 
 Parts = dict[str, Tensor]  # what a head computes
 WORST = 3.0  # dB that a part may lose by being put together with others
@@ -76,10 +77,6 @@ def yolo_v5(head: Head, parts: Parts) -> Parts:
     return {"centre": rows(centre), "size": rows(size), "score": rows(parts["score"].sigmoid())}
 
 
-def yolo_v8(head: Head, parts: Parts) -> Parts:
-    return {"box": parts["box"].flatten(2) * 20 + 100, "score": parts["score"].flatten(2).sigmoid()}
-
-
 def yolo_v10(head: Head, parts: Parts) -> Parts:
     score, label = rows(parts["score"].sigmoid()).max(-1, keepdim=True)
     return {"box": rows(parts["box"]) * 200 + 300, "score": score, "label": label.float()}
@@ -90,33 +87,9 @@ def ssd(head: Head, parts: Parts) -> Parts:
     return {"near": rows(near), "far": rows(far), "score": rows(parts["score"].sigmoid()), "low": rows(parts["more"]) * 0.01}
 
 
-def retina(head: Head, parts: Parts) -> Parts:
-    return {"box": parts["box"].permute(0, 2, 3, 1).reshape(-1, 64, 4) * 100, "score": parts["score"].sigmoid().permute(0, 2, 3, 1)}
-
-
-def fcos(head: Head, parts: Parts) -> Parts:
-    return {"box": parts["box"].exp() * 64, "centre": parts["more"][:, :1].sigmoid(), "score": parts["score"].sigmoid()}
-
-
-def center_net(head: Head, parts: Parts) -> Parts:
-    return {"heat": parts["score"].sigmoid(), "size": parts["box"][:, :2] * 128, "offset": parts["more"]}
-
-
-def detr(head: Head, parts: Parts) -> Parts:
-    return {"box": rows(parts["box"]).sigmoid() * 640, "score": rows(parts["score"]).sigmoid()}
-
-
-def masks(head: Head, parts: Parts) -> Parts:
-    return {"box": rows(parts["box"]) * 400, "coefficient": rows(parts["more"]).tanh(), "proto": parts["score"].relu()}
-
-
 def keypoints(head: Head, parts: Parts) -> Parts:
     place = (rows(parts["box"]).view(-1, 64, 2, 2) + 3) * 60
     return {"place": place, "seen": rows(parts["more"]).sigmoid().view(-1, 64, 2, 1)}
-
-
-def turned(head: Head, parts: Parts) -> Parts:
-    return {"box": parts["box"] * 250, "score": parts["score"].sigmoid(), "more": parts["more"] * 0.1}
 
 
 def last(parts: Parts) -> Tensor:
@@ -146,26 +119,32 @@ def stacked(parts: Parts) -> Any:
 HEADS: dict[str, tuple[Callable[[Head, Parts], Parts], Callable[[Parts], Any]]] = {
     "YOLOv3": (yolo_v3, last),
     "YOLOv5": (yolo_v5, lambda parts: (last(parts), list(parts.values()))),
-    "YOLOv8": (yolo_v8, split_again),
+    "YOLOv8": (lambda head, p: {"box": p["box"].flatten(2) * 20 + 100, "score": p["score"].flatten(2).sigmoid()}, split_again),
     "YOLOv10": (yolo_v10, last),
     "SSD": (
         ssd,
         lambda parts: (torch.cat((parts["near"], parts["far"]), 1), torch.cat((parts["score"].flatten(1), parts["low"].flatten(1)), 1)),
     ),
-    "RetinaNet": (retina, lambda parts: torch.cat((parts["box"], parts["score"].reshape(-1, 64, 3)), -1)),
-    "FCOS": (fcos, written),
-    "CenterNet": (center_net, stacked),
-    "Deformable DETR": (detr, lambda parts: torch.cat((parts["score"], parts["box"]), -1).transpose(1, 2)),
-    "masks": (masks, lambda parts: {"rows": torch.dstack((parts["box"], parts["coefficient"])), "proto": parts["proto"]}),
+    "RetinaNet": (
+        lambda head, p: {"box": p["box"].permute(0, 2, 3, 1).reshape(-1, 64, 4) * 100, "score": p["score"].sigmoid().permute(0, 2, 3, 1)},
+        lambda parts: torch.cat((parts["box"], parts["score"].reshape(-1, 64, 3)), -1),
+    ),
+    "FCOS": (lambda head, p: {"box": p["box"].exp() * 64, "centre": p["more"][:, :1].sigmoid(), "score": p["score"].sigmoid()}, written),
+    "CenterNet": (lambda head, p: {"heat": p["score"].sigmoid(), "size": p["box"][:, :2] * 128, "offset": p["more"]}, stacked),
+    "Deformable DETR": (
+        lambda head, p: {"box": rows(p["box"]).sigmoid() * 640, "score": rows(p["score"]).sigmoid()},
+        lambda parts: torch.cat((parts["score"], parts["box"]), -1).transpose(1, 2),
+    ),
+    "masks": (
+        lambda head, p: {"box": rows(p["box"]) * 400, "coefficient": rows(p["more"]).tanh(), "proto": p["score"].relu()},
+        lambda parts: {"rows": torch.dstack((parts["box"], parts["coefficient"])), "proto": parts["proto"]},
+    ),
     "keypoints": (keypoints, lambda parts: torch.cat((parts["place"], parts["seen"]), -1).flatten(2)),
-    "turned": (turned, lambda parts: torch.hstack(list(parts.values())).flatten(2).permute(2, 0, 1).contiguous()),
+    "turned": (
+        lambda head, p: {"box": p["box"] * 250, "score": p["score"].sigmoid(), "more": p["more"] * 0.1},
+        lambda parts: torch.hstack(list(parts.values())).flatten(2).permute(2, 0, 1).contiguous(),
+    ),
 }
-
-
-def quality(wanted: Tensor, found: Tensor) -> float:
-    """How far a tensor is from another, in dB."""
-    noise = (wanted.double() - found.double()).square().mean()
-    return float(10 * torch.log10(wanted.double().square().mean() / noise.clamp_min(1e-30)))
 
 
 def places(head: Head, x: Tensor) -> list[list[Tensor]]:
@@ -189,33 +168,26 @@ def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 3, 16, 16, generator=generator) for _ in range(2)]
     head, apart = Head(name).eval(), Head(name, apart=True).eval()
-    prepared, integer = compiled(head, batches, target)
-    alone = compiled(apart, batches, target).integer
+    integer = held(head, [batches[0], batches[1][:1]], tmp_path / "head.onnx", target, train=False).integer
+    alone = compiled(apart, [batches[0], batches[1][:1]], target).integer
     x = batches[0]
     with torch.no_grad():
         wanted, found = flat(head(x)), flat(integer(x))
-        bounds = [quality(one, other) for one, other in zip(apart(x), alone(x), strict=True)]
+        bounds = [sqnr(one, other) for one, other in zip(apart(x), alone(x), strict=True)]
         for bound, masks_of in zip(bounds, places(head, x), strict=True):
             there = [(one[mask], other[mask]) for one, other, mask in zip(wanted, found, masks_of, strict=True) if mask.any()]
             assert there
-            assert all(quality(one, other) >= bound - WORST for one, other in there)
-    contract.assert_validate_is_integer(prepared, integer, x)
-    contract.assert_integer_is_onnx(integer, tmp_path / "head.onnx", [(x,), (batches[1][:1],)])
+            assert all(sqnr(one, other) >= bound - WORST for one, other in there)
 
 
 # ---- what else is to hold ------------------------------------------------------------------------------------------------
 
 
-class Pair(nn.Module):
+def pair(together: Callable[[Tensor, Tensor], Any]) -> nn.Module:
     """Boxes in pixels and scores, which a function puts together."""
-
-    def __init__(self, together: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.box, self.score, self.together = nn.Conv2d(3, 4, 4, 4), nn.Conv2d(3, 4, 4, 4), together
-
-    def forward(self, x: Tensor) -> Any:
-        return self.together(self.box(x) * 200 + 300, self.score(x).sigmoid())
+    torch.manual_seed(3)
+    layers = {"box": nn.Conv2d(3, 4, 4, 4), "score": nn.Conv2d(3, 4, 4, 4)}
+    return Network(lambda m, x: together(m.box(x) * 200 + 300, m.score(x).sigmoid()), **layers).eval()
 
 
 def assigned(box: Tensor, score: Tensor) -> Tensor:
@@ -260,12 +232,12 @@ def image(count: int = 4) -> Tensor:
 def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
     x = image()
     for name, together in TOGETHER.items():
-        model = Pair(together).eval()
+        model = pair(together)
         integer = compiled(model, [x], target).integer
         with torch.no_grad():
             for wanted, found in zip(flat(model(x)), flat(integer(x)), strict=True):
                 small = (wanted > 0) & (wanted < 1.5)
-                assert not small.any() or quality(wanted[small], found[small]) > 24, name
+                assert not small.any() or sqnr(wanted[small], found[small]) > 24, name
 
 
 def test_class_numbers_are_whole() -> None:
@@ -279,19 +251,19 @@ def test_class_numbers_are_whole() -> None:
 def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
     config = fxq.QConfig(fxq.ActivationConfig("int16"))
     for mapping in (fxq.QConfigMapping().set_object_type(torch.cat, config), fxq.QConfigMapping().set_module_name("cat", config)):
-        prepared = compiled(Pair(TOGETHER["cat"]), [image()], qconfig=mapping).prepared
+        prepared = compiled(pair(TOGETHER["cat"]), [image()], qconfig=mapping).prepared
         assert next(layer for layer in fxq.layers(prepared) if layer.name == "cat").dtype == "int16"
 
 
 def test_parts_of_one_tensor_stay_integer() -> None:
     for together in (lambda box, score: torch.cat((box, box.flip(1)), 1), lambda box, score: score.masked_fill(score > 0.5, 0.0)):
-        prepared = compiled(Pair(together), [image()]).prepared
+        prepared = compiled(pair(together), [image()]).prepared
         assert "none is left in float" in fxq.explain(prepared)
 
 
 def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their_own(tmp_path: Path) -> None:
     x = image()
-    integer = compiled(Pair(lambda box, score: (torch.cat((box, score), 1), score)), [x]).integer
+    integer = compiled(pair(lambda box, score: (torch.cat((box, score), 1), score)), [x]).integer
     path = fxq.export_onnx(integer, tmp_path / "head.onnx", io="integer")
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     assert [output.type for output in session.get_outputs()] == ["tensor(float)", "tensor(int8)"]
@@ -304,11 +276,11 @@ def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their
 def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
     x = image()
     for target, style in (("x86", "fast"), ("bayes-e", "qdq")):
-        integer = compiled(Pair(TOGETHER["in place"]), [x], target).integer
+        integer = compiled(pair(TOGETHER["in place"]), [x], target).integer
         path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        assert quality(integer(x), found) > (200 if style == "fast" else 30)
+        assert sqnr(integer(x), found) > (200 if style == "fast" else 30)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler was not found")
@@ -318,9 +290,9 @@ def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
 
     def every(box: Tensor, score: Tensor) -> list[Tensor]:
         label = score.argmax(1, keepdim=True).float()
-        return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((len(score), 1, 8, 8), 9.0)), 1)]
+        return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((score.shape[0], 1, 8, 8), 9.0)), 1)]
 
-    integer = compiled(Pair(every), [x]).integer
+    integer = compiled(pair(every), [x]).integer
     fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
     subprocess.run(["cc", "-std=c99", "-O1", "-ffp-contract=off", "head.c", "head_main.c", "-o", "head"], cwd=tmp_path, check=True)
     x.numpy().tofile(tmp_path / "x.raw")
@@ -333,14 +305,14 @@ def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_training_is_validating_through_parts(target: str) -> None:
     x = image()
-    prepared = compiled(Pair(TOGETHER["in place"]), [x], target).prepared
+    prepared = compiled(pair(TOGETHER["in place"]), [x], target).prepared
     contract.assert_train_is_validate(prepared, x)
     contract.assert_gradients_reach_every_parameter(prepared, x)
 
 
 def test_a_common_scale_in_the_middle_is_told() -> None:
     x = image()
-    model = Pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
+    model = pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
     prepared = compiled(model, [x]).prepared
     assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
     advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.ir.integer import notes
 from tests.shared.contract import all_equal, flat, graph_values
+from tests.shared.networks import Network
 
 SHAPE = (3, 6, 8)
 
@@ -302,15 +303,6 @@ def test_hooks_of_the_users_own_may_be_added_and_removed() -> None:
 # ---- E4: what is proved is proved for every batch size -------------------------------------------------------------------
 
 
-class Reduces(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 OVER_THE_BATCH: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(0),
     "sum": lambda x: x.sum((0, 1)),
@@ -335,7 +327,7 @@ OVER_THE_BATCH: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_reduces_the_batch_is_not_integer_or_is_proved_for_every_batch(name: str) -> None:
     """An accumulator is proved before the batch is known: one that grows with it must stay in float."""
     torch.manual_seed(0)
-    model = Reduces(OVER_THE_BATCH[name])
+    model = Network(lambda _, x: OVER_THE_BATCH[name](x))
     outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
     integer = outcome.integer
     proved = {node.name: notes(node)["accumulator_bits"] for node in integer.graph.nodes if "accumulator_bits" in notes(node)}
@@ -373,7 +365,7 @@ CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
 def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_elsewhere(name: str) -> None:
     function, smallest, largest = CUT[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Reduces(function)).eval()
+    model = Network(lambda m, x: function(m.layer(x)), layer=nn.Linear(6, 6)).eval()
     outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
     for batch in (1, 2, 3, 5, 20, 21, 40):
         x = torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))
@@ -391,16 +383,16 @@ def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_e
 
 def test_an_example_beyond_what_the_shapes_allow_is_refused_with_its_line() -> None:
     with pytest.raises(fxq.TraceError, match="too small") as error:
-        fxq.trace(Reduces(lambda x: x[:2].relu()), torch.randn(1, 6))
+        fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6))
     assert "x[:2]" in str(error.value)
     with pytest.raises(fxq.TraceError, match="too large"):
-        fxq.trace(Reduces(lambda x: x[:20].relu()), torch.randn(30, 6))
-    fxq.trace(Reduces(lambda x: x[:2].relu()), torch.randn(1, 6), {})
+        fxq.trace(Network(lambda _, x: x[:20].relu()), torch.randn(30, 6))
+    fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6), {})
 
 
 def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Reduces(lambda x: x[-20:].relu())).eval()
+    model = Network(lambda m, x: m.layer(x)[-20:].relu(), layer=nn.Linear(6, 6)).eval()
     outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
     fxq.save(outcome.integer, tmp_path / "model.fxq")
     with pytest.raises(fxq.ConfigurationError, match="up to a batch of 20"):

@@ -16,6 +16,7 @@ from fxquant.ir.graph import annotation
 from fxquant.ops import OPERATORS
 from tests.shared import contract
 from tests.shared.contract import all_equal, compiled
+from tests.shared.networks import Network, held, sqnr
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of truth values
 
@@ -81,9 +82,9 @@ LARGE = 2**40
 OF_REAL_NUMBERS = ("to_real", "truncated", "in_dtype", "finely")
 
 
-class Exact(nn.Module):
-    def forward(self, x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Any:
-        return [function(x, y, n, m) for functions in OF_WHOLE_NUMBERS.values() for function in functions]
+def exact() -> nn.Module:
+    functions = [function for functions in OF_WHOLE_NUMBERS.values() for function in functions]
+    return Network(lambda _, *inputs: [function(*inputs) for function in functions]).eval()
 
 
 def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
@@ -95,7 +96,7 @@ def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
 
 
 def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -> None:
-    model, batches = Exact().eval(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
+    model, batches = exact(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
     prepared, integer = compiled(model, batches[:1])
     assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer]
     for batch in batches:
@@ -111,49 +112,41 @@ def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -
 
 
 def test_each_becomes_its_operator() -> None:
-    prepared = fxq.prepare(Exact().eval(), inputs_of(4), until="canonical.rewrite")
+    prepared = fxq.prepare(exact(), inputs_of(4), until="canonical.rewrite")
     found = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
     assert found >= OF_WHOLE_NUMBERS.keys() - {"ne"}
 
 
-class Casts(nn.Module):
-    """Bytes become real numbers, and real numbers whole ones."""
+def casts(_: Any, x: Tensor, image: Tensor) -> Any:
+    """Bytes become floats, and floats integers."""
+    pixels = image.permute(0, 3, 1, 2).float() / 255 - 0.5
+    rounded = [cast(x.round()) for cast in (Tensor.long, Tensor.int, Tensor.short, Tensor.char)]
+    real = [x.half(), x.to(torch.float64), x.half().float() * 2, x.bfloat16().float() + 1, (x > 0).sum(1, keepdim=True) * x]
+    return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, x.argmax(1).float() / 6]
 
-    def forward(self, x: Tensor, image: Tensor) -> Any:
-        pixels = image.permute(0, 3, 1, 2).float() / 255 - 0.5
-        rounded = [cast(x.round()) for cast in (Tensor.long, Tensor.int, Tensor.short, Tensor.char)]
-        real = [x.half(), x.to(torch.float64), x.half().float() * 2, x.bfloat16().float() + 1, (x > 0).sum(1, keepdim=True) * x]
-        return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, x.argmax(1).float() / 6]
+
+def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: Path, target: str = "bayes-e", qconfig: Any = None) -> Any:
+    """Hold a model to the contract, all of it in integers; returns the float results and the integer model's of the second batch."""
+    prepared, integer = held(model, batches, path, target, qconfig)
+    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
+    return zip(model(*batches[1]), integer(*batches[1]), strict=True)
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
 def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    model = Casts()
 
     def batch(count: int) -> tuple[Tensor, ...]:
         images = torch.randint(0, 256, (count, 6, 6, 3), generator=generator, dtype=torch.uint8)
         return torch.randn(count, 3, 6, 6, generator=generator) * 3, images
 
-    batches = [batch(4), batch(3)]
-    prepared, integer = compiled(model, batches, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
-    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
-    contract.assert_validate_is_integer(prepared, integer, *batches[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
-    contract.assert_train_is_validate(prepared, *batches[0])
-    for wanted, found in zip(model(*batches[1]), integer(*batches[1]), strict=True):
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype))
+    for wanted, found in integer_contract(Network(casts), [batch(4), batch(3)], tmp_path / "model.onnx", target, qconfig):
         assert wanted.dtype == found.dtype
         if wanted.dtype.is_floating_point:
-            assert float((wanted.double() - found.double()).pow(2).mean() / wanted.double().pow(2).mean()) < 10**-2.2  # 22 dB
+            assert sqnr(wanted, found) > 22
         else:
             assert float((wanted == found).double().mean()) > 0.93
-
-
-class Powers(nn.Module):
-    """Numbers on both sides of 0, and 0, to powers that are whole numbers."""
-
-    def forward(self, x: Tensor, n: Tensor) -> Any:
-        return [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n]
 
 
 def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Path) -> None:
@@ -164,37 +157,30 @@ def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Pat
         x[0, 0] = 0
         return x, torch.randint(1, 4, (count, 6, 8), generator=generator)
 
-    model, batches = Powers(), [batch(8), batch(4)]
-    prepared, integer = compiled(model, batches)
-    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
-    contract.assert_validate_is_integer(prepared, integer, *batches[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
-    contract.assert_train_is_validate(prepared, *batches[0])
-    for wanted, found in zip(model(*batches[0]), integer(*batches[0]), strict=True):
-        assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5  # 25 dB
+    model = Network(lambda _, x, n: [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n])
+    for wanted, found in integer_contract(model, [batch(4), batch(8)], tmp_path / "model.onnx"):
+        assert sqnr(wanted, found) > 25
         large = wanted.abs() > 0.1 * float(wanted.abs().max())
         assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
         assert torch.equal(wanted[large].sign(), found[large].sign())
 
 
-class Masks(nn.Module):
+def masks(_: Any, x: Tensor, kept: Tensor, padding: Tensor, real: Tensor) -> Any:
     """Attention masks that are given, added and filled in, each in front of a softmax."""
-
-    def forward(self, x: Tensor, kept: Tensor, padding: Tensor, real: Tensor) -> Any:
-        columns, given = padding[:, None, :], (1.0 - padding[:, None, :].float()) * torch.finfo(x.dtype).min
-        causal = torch.full((5, 5), -1e9).triu(1)
-        return [
-            (x + torch.where(kept, 0.0, -1e9)).softmax(-1),
-            x.masked_fill(~kept, -1e9).softmax(-1),
-            x.masked_fill(~kept, -torch.inf).softmax(-1).nan_to_num(0.0),
-            (x + given).softmax(-1),
-            (x + (columns.float() - 1) * 1e9 + causal).softmax(-1),
-            (x + (1 - columns.float()) * -1e9).softmax(-1),
-            (x * 0.5 + (causal + (1 - columns.float()) * -1e9)).softmax(-1),
-            (x + (1 - real[:, None, :]) * -1e9).softmax(-1),
-            (x + kept.float() * -1e4).softmax(-1),
-            nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=given),
-        ]
+    columns, given = padding[:, None, :], (1.0 - padding[:, None, :].float()) * torch.finfo(x.dtype).min
+    causal = torch.full((5, 5), -1e9).triu(1)
+    return [
+        (x + torch.where(kept, 0.0, -1e9)).softmax(-1),
+        x.masked_fill(~kept, -1e9).softmax(-1),
+        x.masked_fill(~kept, -torch.inf).softmax(-1).nan_to_num(0.0),
+        (x + given).softmax(-1),
+        (x + (columns.float() - 1) * 1e9 + causal).softmax(-1),
+        (x + (1 - columns.float()) * -1e9).softmax(-1),
+        (x * 0.5 + (causal + (1 - columns.float()) * -1e9)).softmax(-1),
+        (x + (1 - real[:, None, :]) * -1e9).softmax(-1),
+        (x + kept.float() * -1e4).softmax(-1),
+        nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=given),
+    ]
 
 
 def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
@@ -205,39 +191,28 @@ def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
         padding = torch.randint(0, 2, (count, 5), generator=generator)
         return torch.randn(count, 5, 5, generator=generator) * 2, truth, padding, padding.flip(0).float()
 
-    model, batches = Masks(), [batch(16), batch(8)]
-    prepared, integer = compiled(model, batches)
+    model, batches = Network(masks), [batch(16), batch(8)]
+    prepared, integer = held(model, batches, tmp_path / "model.onnx")
     left = [node.name for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None]
     assert all(name.endswith("dequantize") for name in left), left
-    contract.assert_validate_is_integer(prepared, integer, *batches[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
-    contract.assert_train_is_validate(prepared, *batches[0])
     for index, (wanted, found) in enumerate(zip(model(*batches[1]), integer(*batches[1]), strict=True)):
-        assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5, index  # 25 dB
+        assert sqnr(wanted, found) > 25, index
 
 
-class Buckets(nn.Module):
+def buckets(model: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Distances of positions that are given, in buckets that grow with them: the logarithm of 0 is passed over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.biases, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        apart = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).abs()
-        far = 4 + (torch.log(apart.float() / 4) / 3.0 * 4).to(torch.long)
-        far = torch.min(far, torch.full_like(far, 7))
-        return self.linear(x) + self.biases(torch.where(apart < 4, apart, far)).sum(2)
+    apart = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).abs()
+    far = 4 + (torch.log(apart.float() / 4) / 3.0 * 4).to(torch.long)
+    far = torch.min(far, torch.full_like(far, 7))
+    return model.linear(x) + model.biases(torch.where(apart < 4, apart, far)).sum(2)
 
 
 def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path: Path) -> None:
-    model = Buckets().eval()
+    model = Network(buckets, biases=nn.Embedding(8, 4), linear=nn.Linear(4, 4)).eval()
     batches = [(torch.randn(3, 5, 4), torch.randint(0, 200, (3, 5))) for _ in range(2)]
     prepared, integer = contract.compiled(model, batches)
     assert fxq.verify(prepared, integer, batches, show_progress=False)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)
     wanted, found = model(*batches[0]), integer(*batches[0])
-    assert (
-        float((wanted - found).detach().norm() / wanted.detach().norm()) < 0.03
-    )  # in another bucket it would be the whole of an embedding
+    assert sqnr(wanted, found) > 30.5  # in another bucket it would be the whole of an embedding
     assert "before they are truncated" in fxq.explain(prepared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fxquant.errors import ExportError
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import Network, held, sqnr
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli")  # both arithmetics, and the one whose scales are powers of two
 # A uniform int8 grid over a normal tensor's range leaves 38 to 44 dB; a power-of-two grid, and floor, some 10 dB less.
@@ -30,23 +32,12 @@ def spikes() -> Tensor:
     return torch.where(torch.rand(4, 3, 16, 16) < 0.01, torch.randn(4, 3, 16, 16) * 1000, normal())
 
 
-class Around(nn.Module):
-    """`form` of a convolution and the input."""
-
-    def __init__(self, form: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv, self.form = nn.Conv2d(3, 8, 3, padding=1), form
-        self.pool = nn.MaxPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(self, x)
+def around(form: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """`form` of a convolution, a pool and the input."""
+    return Network(form, conv=nn.Conv2d(3, 8, 3, padding=1), pool=nn.MaxPool2d(2)).eval()
 
 
-def sqnr(exact: Tensor, found: Tensor) -> float:
-    return float(10 * torch.log10(exact.pow(2).sum() / (exact - found).pow(2).sum()))
-
-
-LIMITED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[], Tensor]]] = {
+LIMITED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Tensor]]] = {
     "a clamp of the input": (lambda m, x: m.conv(x.clamp(-1, 1)), spikes),
     "relu6 of the input": (lambda m, x: m.conv(F.relu6(x)), spikes),
     "hardtanh behind moves": (lambda m, x: m.conv(F.hardtanh(x.flip(3).permute(0, 1, 3, 2).contiguous())), spikes),
@@ -64,18 +55,18 @@ LIMITED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[], Ten
 }  # fmt: skip
 
 
+def quality(form: Callable[[Any, Tensor], Any], data: Callable[[], Tensor], target: str) -> float:
+    model, batches = around(form), [data(), data()]
+    return sqnr(model(batches[0]), compiled(model, batches, target).integer(batches[0]))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", LIMITED)
 def test_no_scale_is_spent_on_what_is_thrown_away(name: str, target: str) -> None:
-    form, data = LIMITED[name]
-    model, batches = Around(form).eval(), [data(), data()]
-    result = fxq.quantize(model, batches, target=target, show_progress=False)
-    with torch.no_grad():
-        found = sqnr(model(batches[0]), result.integer(batches[0]))
-    assert found > LEAST[target], (found, fxq.qparams(result.prepared))
+    assert quality(*LIMITED[name], target) > LEAST[target]
 
 
-PADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+PADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "larger": lambda m, x: F.pad(m.conv(x), (1, 1, 1, 1), value=5.0),
     "much larger, negative": lambda m, x: F.pad(x, (1, 0, 2, 1), value=-50.0),
     "twice": lambda m, x: F.pad(F.pad(m.conv(x), (1, 1), value=5.0), (0, 0, 1, 1), value=-7.0),
@@ -91,22 +82,16 @@ PADDED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PADDED)
 def test_a_padding_constant_lies_on_the_scale(name: str, target: str) -> None:
-    model, batches = Around(PADDED[name]).eval(), [normal(), normal()]
-    result = fxq.quantize(model, batches, target=target, show_progress=False)
-    with torch.no_grad():
-        found = sqnr(model(batches[0]), result.integer(batches[0]))
-    assert found > LEAST[target] - 4, (found, fxq.qparams(result.prepared))  # the constant takes a share of the range
+    assert quality(PADDED[name], normal, target) > LEAST[target] - 4  # the constant takes a share of the range
 
 
 @pytest.mark.parametrize("value", [-1e9, -5.0, float("-inf")])
 def test_a_padding_that_never_wins_a_pool_costs_nothing(value: float) -> None:
     """TensorFlow's "same" pooling: what is put around the tensor is there to lose."""
     x = normal()
-    model = Around(lambda m, x: F.max_pool2d(F.pad(m.conv(x), (0, 1, 0, 1), value=value), 3, 2))
+    model = around(lambda m, x: F.max_pool2d(F.pad(m.conv(x), (0, 1, 0, 1), value=value), 3, 2))
     padded = compiled(model, [x])
-    with torch.no_grad():
-        exact = model(x)
-    assert sqnr(exact, padded.integer(x)) > 38
+    assert sqnr(model(x), padded.integer(x)) > 38
     assert [o.operator.name for o in quantized_operators(padded.prepared).values() if o.owns_output] == ["quantize", "conv2d"]
 
 
@@ -115,26 +100,15 @@ EVERY = {**{name: form for name, (form, _) in LIMITED.items()}, **PADDED}
 
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_all_forms_are_equal(target: str, tmp_path: Path) -> None:
-    class All(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2)
-
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [form(self, x) for form in EVERY.values()]
-
     x = spikes()[:, :, :8, :8]
-    prepared, integer = compiled(All().eval(), [x, x + 0.1], target)
-    contract.assert_all_is_integer(prepared)
-    contract.assert_validate_is_integer(prepared, integer, x)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
-    contract.assert_train_is_validate(prepared, x)
+    model = around(lambda m, x: [form(m, x) for form in EVERY.values()])
+    contract.assert_all_is_integer(held(model, [x], tmp_path / "model.onnx", target).prepared)
 
 
 def test_training_follows_what_calibration_observed() -> None:
     """In TRAIN the scale moves with the range of what survives, so a batch like those of calibration leaves it where it is."""
     batches = [spikes() for _ in range(3)]
-    prepared = compiled(Around(lambda m, x: m.conv(x.clamp(-1, 1))), batches).prepared
+    prepared = compiled(around(lambda m, x: m.conv(x.clamp(-1, 1))), batches).prepared
     before = fxq.qparams(prepared)["x_quantize"]
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
@@ -145,7 +119,7 @@ def test_training_follows_what_calibration_observed() -> None:
 
 def test_explain_says_what_a_scale_covers_and_a_saved_model_keeps_it(tmp_path: Path) -> None:
     x = spikes()
-    prepared = fxq.prepare(Around(lambda m, x: m.conv(F.relu6(x))), (x,))
+    prepared = fxq.prepare(around(lambda m, x: m.conv(F.relu6(x))), (x,))
     assert "only its values from 0 to 6 make a difference" in fxq.explain(prepared)
     fxq.save(prepared, tmp_path / "model.fxq")
     loaded = fxq.load(tmp_path / "model.fxq")
@@ -156,11 +130,11 @@ def test_explain_says_what_a_scale_covers_and_a_saved_model_keeps_it(tmp_path: P
 
 def test_values_that_are_averaged_before_a_limit_are_observed_whole() -> None:
     x = spikes()
-    prepared = compiled(Around(lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear").clamp(-1, 1)), [x]).prepared
+    prepared = compiled(around(lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear").clamp(-1, 1)), [x]).prepared
     assert fxq.qparams(prepared)["x_quantize"] > 1  # of thousands
 
 
 def test_an_input_on_two_scales_cannot_be_given_as_integers(tmp_path: Path) -> None:
-    integer = compiled(Around(LIMITED["two readers that limit"][0]), [spikes()]).integer
+    integer = compiled(around(LIMITED["two readers that limit"][0]), [spikes()]).integer
     with pytest.raises(ExportError, match="is quantized on 2 scales"):
         fxq.export_onnx(integer, tmp_path / "model.onnx", io="integer")

@@ -18,6 +18,7 @@ import fxquant as fxq
 from fxquant.numerics.rescaling import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled
+from tests.shared.networks import Network
 
 
 class Layers(nn.Module):
@@ -270,17 +271,8 @@ POLES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", POLES)
 def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
     """What is small is rounded to 0, where these functions have no finite value or slope."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return POLES[name](x * self.weight)
-
     x = torch.linspace(0.3, 3, 16).reshape(4, 4)
-    prepared = compiled(Model(), [x]).prepared
+    prepared = compiled(Network(lambda m, x: POLES[name](x * m.weight), weight=nn.Parameter(torch.ones(4))), [x]).prepared
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     small = x.clone()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.copying import copy_parameters
 from tests.shared.contract import all_equal
+from tests.shared.networks import Network
 
 
 class Mixed(nn.Module):
@@ -122,13 +123,14 @@ def test_an_integer_model_is_kept_while_training_goes_on() -> None:
     assert fxq.text(kept) == exported
 
 
-def test_an_integer_model_is_always_in_eval_mode() -> None:
+def test_an_integer_model_is_always_in_eval_mode(tmp_path: Path) -> None:
     found = result()
     expected = found.integer(batch(1))
     found.prepared.train()
     assert torch.equal(found.integer(batch(1)), expected)
     around = nn.Sequential(found.integer)
-    for model in (found.integer, around, copy.deepcopy(found.integer), fxq.convert(found.prepared)):
+    loaded = fxq.load(fxq.save(found.integer, tmp_path / "model.fxq"))
+    for model in (found.integer, around, copy.deepcopy(found.integer), fxq.convert(found.prepared), loaded):
         model.train()
         inner = model[0] if isinstance(model, nn.Sequential) else model
         assert not any(module.training for module in inner.modules())
@@ -141,17 +143,10 @@ def test_an_integer_model_is_always_in_eval_mode() -> None:
 )
 def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.Module, tmp_path: Path) -> None:
     """PyTorch chooses kernels, which round differently, by what asks for a gradient."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
-
+    attends = isinstance(layer, nn.MultiheadAttention)
+    model = Network(lambda m, x: m.layer(x, x, x)[0] if attends else m.layer(x)[0], layer=layer).eval()
     examples = [torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
-    prepared = fxq.prepare(Model().eval(), examples[0])
+    prepared = fxq.prepare(model, examples[0])
     fxq.calibrate(prepared, examples, show_progress=False)
     integer = fxq.convert(prepared)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
@@ -160,12 +155,6 @@ def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.
             assert torch.equal(prepared(x), integer(x))
             assert torch.equal(loaded(x), integer(x))
             assert torch.equal(copy.deepcopy(integer)(x), integer(x))
-
-
-def test_a_loaded_integer_model_stays_in_eval_mode(tmp_path: Path) -> None:
-    found = result()
-    loaded = fxq.load(fxq.save(found.integer, tmp_path / "model.fxq"))
-    assert torch.equal(loaded.train()(batch(1)), found.integer(batch(1)))
 
 
 def test_converting_leaves_the_modes_of_the_prepared_model() -> None:
@@ -269,17 +258,9 @@ def test_a_model_in_half_precision_is_refused_with_the_remedy(dtype: torch.dtype
 
 
 def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            value: Tensor = self.last(torch.relu(self.first(x).half()).float())
-            return value
-
+    model = Network(lambda m, x: m.last(torch.relu(m.first(x).half()).float()), first=nn.Linear(8, 8), last=nn.Linear(8, 4))
     x = torch.randn(4, 8)
-    found = fxq.quantize(Inside(), [x], show_progress=False)
+    found = fxq.quantize(model, [x], show_progress=False)
     assert "its result is float16, and only float32 tensors are quantized" in fxq.explain(found.prepared)
     assert torch.equal(found.prepared(x), found.integer(x))
     with pytest.raises(fxq.ConfigurationError, match="a float64 model cannot be prepared"):

@@ -21,6 +21,7 @@ import fxquant as fxq
 from fxquant.primitives import accumulate
 from fxquant.primitives.record import SWITCHES, full_precision
 from tests.shared.contract import all_equal, compiled, flat, same_bytes, train_without_noise
+from tests.shared.networks import Network
 
 NEW = hasattr(torch._C, "_get_fp32_precision_getter")  # one precision for each backend and operator, since PyTorch 2.9
 WIDE = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int8"))
@@ -247,82 +248,42 @@ def test_what_is_set_meanwhile_stays() -> None:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def between(enter: Callable[[Any], object], inside: Any, outside: Any) -> Iterator[None]:
+    enter(inside)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def flushed() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        enter(outside)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default device": lambda: default_device("meta"),
-    "deterministic algorithms": deterministic,
-    "denormals flushed": flushed,
+    "default dtype float64": lambda: between(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bfloat16": lambda: between(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default device": lambda: between(torch.set_default_device, "meta", None),
+    "deterministic algorithms": lambda: between(torch.use_deterministic_algorithms, True, False),
+    "denormals flushed": lambda: between(torch.set_flush_denormal, True, False),
     "inference mode": torch.inference_mode,
-    "two threads": lambda: threads(2),
+    "two threads": lambda: between(torch.set_num_threads, 2, torch.get_num_threads()),
+    "three threads": lambda: between(torch.set_num_threads, 3, torch.get_num_threads()),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
 
-class Plain(nn.Module):
+def plain() -> nn.Module:
     """An example of each kind of arithmetic: tables, sums, means, added and multiplied numbers, joins, padding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.norm(self.conv(x))
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.norm(m.conv(x))
         y = torch.cat([F.silu(y), F.leaky_relu(y) * 0.7 + 0.3], 1)[:, 4:12]
         y = F.pad(F.interpolate(y, scale_factor=2, mode="bilinear") * 2 - 1, (1, 0, 0, 1), value=0.5)
-        return self.head(F.avg_pool2d(y, 3, 2).mean((2, 3))), F.max_pool2d(y, 2)
+        return m.head(F.avg_pool2d(y, 3, 2).mean((2, 3))), F.max_pool2d(y, 2)
+
+    torch.manual_seed(0)
+    return Network(forward, conv=nn.Conv2d(3, 8, 3, padding=1), norm=nn.BatchNorm2d(8), head=nn.Linear(8, 5)).eval()
 
 
 def run_all(model: nn.Module, target: str) -> tuple[fx.GraphModule, fx.GraphModule, Any]:
-    prepared = fxq.prepare(model, batch(), target)
-    fxq.calibrate(prepared, [batch()], show_progress=False)
-    integer = fxq.convert(prepared)
+    prepared, integer = compiled(model, [batch()], target)
     with torch.no_grad():
         return prepared, integer, integer(batch())
 
@@ -333,8 +294,7 @@ BATCHES = {seed: batch(seed) for seed in (1, 2)}  # made before a setting could 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a finished model, of calibration, of conversion, of the file."""
-    torch.manual_seed(0)
-    model = Plain().eval()
+    model = plain()
     monkeypatch.setitem(globals(), "batch", lambda seed=1: BATCHES[seed].clone())
     target = "bayes-e" if name == "two threads" else "nash-e"
     prepared, integer, wanted = run_all(model, target)
@@ -354,8 +314,7 @@ def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("state", ["VALIDATE", "TRAIN"])
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_vmap_gives_the_same_bytes(target: str, state: str) -> None:
-    torch.manual_seed(0)
-    prepared, integer, _ = run_all(Plain().eval(), target)
+    prepared, integer, _ = run_all(plain(), target)
     images = torch.stack([batch(1), batch(2)])
     with torch.no_grad():
         wanted = [torch.stack(values) for values in zip(integer(batch(1)), integer(batch(2)), strict=True)]

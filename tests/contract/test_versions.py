@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,13 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
-from tests.shared.contract import VNNI, assert_integer_is_onnx, assert_validate_is_integer, compiled
+from tests.shared.contract import VNNI, assert_validate_is_integer, compiled
+from tests.shared.networks import Network, held
 
 
-class Net(nn.Module):
+def net(function: Callable[[Any, Tensor], Any]) -> nn.Module:
     """A convolution, and what is done with its result."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.conv, self.linear, self.function = nn.Conv2d(3, 8, 1), nn.Linear(8, 5), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, self.conv(x))
+    return Network(lambda n, x: function(n, n.conv(x)), conv=nn.Conv2d(3, 8, 1), linear=nn.Linear(8, 5)).eval()
 
 
 def batch(count: int = 4) -> Tensor:
@@ -71,7 +67,7 @@ def structure(value: Any) -> Any:
 
 @pytest.mark.parametrize("returned", [pair, nested])
 def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
-    model = Returning(returned).eval()
+    model = Network(lambda m, x: returned(m.conv(x), m.conv(x + 1)), conv=nn.Conv2d(3, 4, 1)).eval()
     wanted = structure(model(batch()))
     prepared, integer = compiled(model, [batch()])
     traced = fxq.trace(model, batch())
@@ -80,19 +76,10 @@ def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
     assert_validate_is_integer(prepared, integer, batch())
 
 
-class Returning(nn.Module):
-    def __init__(self, returned: Any) -> None:
-        super().__init__()
-        self.conv, self.returned = nn.Conv2d(3, 4, 1), returned
-
-    def forward(self, x: Tensor) -> Any:
-        return self.returned(self.conv(x), self.conv(x + 1))
-
-
 @pytest.mark.parametrize("opset", [17, 18, 21])
 def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Path) -> None:
     """PyTorch's exporter writes opset 18 and later; what it was asked below that differs."""
-    integer = compiled(Net(lambda n, y: n.conv(torch.logaddexp(y, y.asinh())[:, :3])).eval(), [batch()]).integer
+    integer = compiled(net(lambda n, y: n.conv(torch.logaddexp(y, y.asinh())[:, :3])), [batch()]).integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
     assert [entry.version for entry in onnx.load(str(path)).opset_import if entry.domain == ""] == [opset]
     assert fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
@@ -114,7 +101,7 @@ def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Pat
 )
 def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, dtype: str, tmp_path: Path) -> None:
     """onnxruntime 1.21 to 1.23 divides by too few elements there from opset 19 on."""
-    integer = compiled(Net(pool).eval(), [batch()], "nash-e", wide() if dtype == "int16" else None).integer
+    integer = compiled(net(pool), [batch()], "nash-e", wide() if dtype == "int16" else None).integer
     for style in ("exact", "fast", "qdq"):
         if style == "qdq" and (not VNNI or (dtype == "int16" and opset < 21)):
             continue  # sums of its kernels saturate, or it has no form there
@@ -137,10 +124,8 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
 )
 def test_a_wide_product_is_not_joined_with_a_transposition(product: Any, tmp_path: Path) -> None:
     """onnxruntime up to 1.23 makes one operator of the two, and then has none for float64."""
-    prepared, integer = compiled(Net(product).eval(), [batch()], qconfig=wide())
-    assert_validate_is_integer(prepared, integer, batch())
     path = tmp_path / "model.onnx"
-    assert_integer_is_onnx(integer, path, [(batch(),), (batch(1),)])
+    held(net(product), [batch(), batch(1)], path, qconfig=wide(), train=False)
     graph = onnx.load(str(path)).graph
     made_by = {name: node for node in graph.node for name in node.output}
     products = [node for node in graph.node if node.op_type == "MatMul"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators
 from fxquant.support.seeding import seeded
+from tests.shared.networks import Network
 
 NAMES = tuple(zoo.zoo())
 # The whole zoo, on every target, is benchmarks.exactness.
@@ -146,21 +148,19 @@ def test_accuracy_evaluates_in_eval_mode_and_restores_the_mode() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zoo_models_are_alive_on_data_they_have_not_seen(name: str) -> None:
+def test_zoo_models_are_alive_and_their_entries_fit_together(name: str) -> None:
     entry = build(name)
     zoo.check_alive(entry.model, torch.cat(entry.test_batches))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_zoo_entries_fit_together(name: str) -> None:
-    entry = build(name)
     assert not any(module.training for module in entry.model.modules())
     assert len(entry.calibration_batches) == len(entry.test_batches) == 4
     assert {batch.shape for batch in entry.calibration_batches} == {batch.shape for batch in entry.test_batches}
     assert not torch.equal(entry.calibration_batches[0], entry.test_batches[0])
     assert entry.example_inputs[0].shape == entry.test_batches[0][:1].shape
     classes = {"demo network": 10, "U-Net": 6, "signal network (1-d)": 10, "clip network (3-d)": 10}
-    assert exactness.tensors_of(entry.model(*entry.example_inputs))[0].shape[:2] == (1, classes.get(name, 100))
+    with torch.no_grad():
+        logits = exactness.tensors_of(entry.model(torch.cat(entry.test_batches)))[0]
+    assert logits.shape[1] == classes.get(name, 100)
+    assert len(logits.argmax(1).unique()) >= 5, "the images are told apart"
 
 
 @pytest.mark.parametrize("name", ["ResNet-18", "MobileNetV2"])
@@ -171,22 +171,18 @@ def test_zoo_builds_the_same_model_again(name: str) -> None:
     assert all(torch.equal(value, again[key]) for key, value in one.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_differ_between_images(name: str) -> None:
-    entry = build(name)
-    with torch.no_grad():
-        logits = exactness.tensors_of(entry.model(torch.cat(entry.test_batches)))[0]
-    assert len(logits.argmax(1).unique()) >= 5
-
-
 def test_parameter_counts_are_those_of_torchvision() -> None:
-    assert count_parameters(zoo.ResNet18()) == 11_689_512
-    assert count_parameters(zoo.MobileNetV2()) == 3_504_872
-    assert count_parameters(zoo.MobileNetV2(width=0.5)) == 1_968_680
-    assert count_parameters(zoo.ResNet50()) == 25_557_032
-    assert count_parameters(zoo.MobileNetV3Small()) == 2_542_856
-    assert count_parameters(zoo.EfficientNetB0()) == 5_288_548
-    assert count_parameters(zoo.ShuffleNetV2()) == 1_366_792
+    with torch.device("meta"):
+        counts = [
+            (zoo.ResNet18(), 11_689_512),
+            (zoo.MobileNetV2(), 3_504_872),
+            (zoo.MobileNetV2(width=0.5), 1_968_680),
+            (zoo.ResNet50(), 25_557_032),
+            (zoo.MobileNetV3Small(), 2_542_856),
+            (zoo.EfficientNetB0(), 5_288_548),
+            (zoo.ShuffleNetV2(), 1_366_792),
+        ]
+    assert [count_parameters(model) for model, _ in counts] == [count for _, count in counts]
 
 
 @pytest.mark.parametrize("model", [zoo.ResNet18, zoo.MobileNetV2])
@@ -211,29 +207,19 @@ def test_make_alive_uses_cumulative_statistics_and_restores_momentum() -> None:
     assert not norm.training
 
 
-class Dead(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu6(torch.relu(x) - 100)
+dead = Network(lambda _, x: nn.functional.relu6(torch.relu(x) - 100))
 
 
 def test_check_alive_names_the_dead_relu() -> None:
     with pytest.raises(ValueError, match=r"activation 1: Activity\(silent=1\.0, std=0\.0, gate=False\)"):
-        zoo.check_alive(Dead(), torch.linspace(-1, 1, 20))
+        zoo.check_alive(dead, torch.linspace(-1, 1, 20))
 
 
 def test_activations_are_counted_however_they_are_spelled() -> None:
-    spellings = [
-        nn.ReLU(),
-        nn.ReLU(inplace=True),
-        nn.ReLU6(),
-        nn.ReLU6(inplace=True),
-        nn.Hardswish(),
-        nn.SiLU(),
-        nn.Sigmoid(),
-        nn.LeakyReLU(),
-    ]
+    spellings = (nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.ReLU6(inplace=True))
+    spellings += (nn.Hardswish(), nn.SiLU(), nn.Sigmoid(), nn.LeakyReLU())
     assert len(zoo.activities(nn.Sequential(*spellings), torch.linspace(-1, 1, 20))) == len(spellings)
-    assert len(zoo.activities(Dead(), torch.linspace(-1, 1, 20))) == 2
+    assert len(zoo.activities(dead, torch.linspace(-1, 1, 20))) == 2
 
 
 def test_a_gate_may_always_be_open_but_never_constant() -> None:
@@ -267,13 +253,16 @@ def test_signals_and_clips_are_real_and_varied() -> None:
 
 @pytest.mark.parametrize(("name", "target"), COMPILED)
 def test_zoo_models_are_exact(name: str, target: str) -> None:
-    row = exactness.measure(name, build(name), target, "int8", dict.fromkeys(exactness.ENGINES, "not measured"))
+    entry = build(name)
+    few = entry._replace(calibration_batches=entry.calibration_batches[:2], test_batches=entry.test_batches[:2])
+    row = exactness.measure(name, few, target, "int8", dict.fromkeys(exactness.ENGINES, "not measured"))
     assert row.exact, row
     assert row.float_nodes == 0
     assert row.tensors > 15
     assert row.sqnr > 5
 
 
+@cache
 def integer_signal_network() -> fx.GraphModule:
     entry = build("signal network (1-d)")
     prepared = fxq.prepare(entry.model, entry.example_inputs)
@@ -282,7 +271,7 @@ def integer_signal_network() -> fx.GraphModule:
 
 
 def test_exactness_sees_an_accumulator_that_does_not_fit() -> None:
-    integer, batches = integer_signal_network(), build("signal network (1-d)").test_batches[:1]
+    integer, batches = copy.deepcopy(integer_signal_network()), build("signal network (1-d)").test_batches[:1]
     assert exactness.overflows(integer, batches) == 0
     noted = next(node for node in integer.graph.nodes if notes(node).get("accumulator_bits", 0) > 16)
     notes(noted)["accumulator_bits"] = 8

@@ -66,35 +66,16 @@ APART = {
 SINGLE = {"passes"}  # rooms whose modules import none of their own but what SHARED names: they are run by the table of contents
 SHARED = {"fxquant.passes.rewriting", "fxquant.passes.matching"}
 
+ONNX_WRITERS = {
+    "agreement", "connections", "emitter", "export", "fast", "fast_kernels", "float_export", "float_file", "horizon",
+    "independent_parts", "layouts", "metadata", "model_files", "opsets", "reading", "runtime", "sums", "writer",
+}  # fmt: skip
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.search.integer_program"},
     "matplotlib": {"fxquant.reporting.pictures"},
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
-    "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"}
-    | {
-        f"fxquant.backends.onnx.{name}"
-        for name in (
-            "agreement",
-            "connections",
-            "emitter",
-            "export",
-            "fast",
-            "fast_kernels",
-            "float_export",
-            "float_file",
-            "horizon",
-            "independent_parts",
-            "layouts",
-            "metadata",
-            "model_files",
-            "opsets",
-            "reading",
-            "runtime",
-            "sums",
-            "writer",
-        )
-    },
+    "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},
     "sklearn": {"fxquant.demo.digits"},

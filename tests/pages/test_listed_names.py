@@ -11,7 +11,7 @@ import pytest
 
 from fxquant.ops import BY_NAME
 from fxquant.primitives import PRIMITIVES
-from tests.pages.test_layers import ROOT, library
+from tests.pages.test_layers import ROOT, library, parsed
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def listed(module: str, source: str, values: dict[str, Any]) -> Iterator[str]:
 
     `values` are the module's globals, by which an expression is known to be a primitive.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Set | ast.Tuple | ast.List | ast.Dict):
             entries = [entry for entry in (node.keys if isinstance(node, ast.Dict) else node.elts) if entry is not None]
             names = [entry.value for entry in entries if isinstance(entry, ast.Constant) and isinstance(entry.value, str)]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages.test_layers import parsed
+
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,7 @@ def sources() -> dict[str, str]:
 def functions(files: dict[str, str]) -> Iterator[tuple[str, Function]]:
     """Every function and method, after the path of its file and its name."""
     for path, text in files.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, Function):
                 yield f"{path}: {node.name}", node
 

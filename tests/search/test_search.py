@@ -27,6 +27,7 @@ from fxquant.search.remedies import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from fxquant.tuning import samples
 from fxquant.tuning.choices import Choices
+from tests.shared import networks as shared
 
 
 class Network(nn.Module):
@@ -46,21 +47,10 @@ class Network(nn.Module):
         return self.head(torch.cat([raised, mixed], 1).mean((2, 3)))
 
 
-class Small(nn.Module):
-    """A convolution and a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x).relu().mean((2, 3)))
-
-
 @pytest.fixture(scope="module")
 def small() -> nn.Module:
     torch.manual_seed(5)
-    return Small().eval()
+    return shared.Network(lambda m, x: m.head(m.conv(x).relu().mean((2, 3))), conv=nn.Conv2d(3, 4, 3), head=nn.Linear(4, 3)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -176,25 +166,22 @@ def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
     scale = fxq.qparams(prepared)["x_quantize"]
     rounded = [torch.round(x / scale).clamp(-128, 127) * scale for x in batches]
     assert found["x_quantize"].noise["int8"] == pytest.approx(noise(wanted, [model(x) for x in rounded]), rel=1e-4)
-    head = model.get_submodule("head")
-    weight = head.weight.detach().clone()
-    step = weight.abs().amax(1, keepdim=True) / 7
-    try:
-        head.weight.data.copy_(torch.round(weight / step) * step)
-        by_hand = noise(wanted, [model(x) for x in batches])
-    finally:
-        head.weight.data.copy_(weight)
-    assert found["head.weight"].noise["int4"] == pytest.approx(by_hand, rel=1e-4)
-    gain = model.stem[1].weight * torch.rsqrt(model.stem[1].running_var + model.stem[1].eps)  # type: ignore[union-attr, index, operator]
-    folded = model.stem[0].weight.detach() * gain.detach().reshape(-1, 1, 1, 1)  # type: ignore[index, union-attr, operator]
-    step = folded.abs().amax((1, 2, 3), keepdim=True) / 7
-    before = model.stem[0].weight.detach().clone()  # type: ignore[index, union-attr, operator]
-    try:
-        model.stem[0].weight.data.copy_(torch.round(folded / step) * step / gain.reshape(-1, 1, 1, 1))  # type: ignore[index, union-attr, operator]
-        by_hand = noise(wanted, [model(x) for x in batches])
-    finally:
-        model.stem[0].weight.data.copy_(before)  # type: ignore[index, union-attr, operator]
-    assert found["stem_0.weight"].noise["int4"] == pytest.approx(by_hand, rel=1e-3)
+
+    def noise_of_four_bits(layer: str, gain: Tensor) -> float:
+        """Of a layer whose weight is rounded as it is with the gain of a batch norm."""
+        weight = model.get_submodule(layer).weight
+        before, folded = weight.detach().clone(), weight.detach() * gain.reshape(-1, *[1] * (weight.dim() - 1))
+        step = folded.abs().flatten(1).amax(1).reshape(-1, *[1] * (weight.dim() - 1)) / 7
+        try:
+            weight.data.copy_(torch.round(folded / step) * step / gain.reshape(-1, *[1] * (weight.dim() - 1)))
+            return noise(wanted, [model(x) for x in batches])
+        finally:
+            weight.data.copy_(before)
+
+    assert found["head.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("head", torch.ones(5)), rel=1e-4)
+    norm: Any = model.get_submodule("stem.1")
+    gain = norm.weight.detach() * torch.rsqrt(norm.running_var + norm.eps)
+    assert found["stem_0.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("stem.0", gain), rel=1e-3)
 
 
 def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.Sensitivity) -> None:
@@ -235,16 +222,9 @@ def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes
 
 
 def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
-            self.b.qconfig = fxq.QConfig(fxq.ActivationConfig("int16"))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(self.b(self.a(x)).mean((2, 3)), 1)
-
-    prepared = fxq.calibrate(fxq.prepare(Fixed().eval(), batches[0], "bayes-e"), batches)
+    model = shared.Network(lambda m, x: torch.softmax(m.b(m.a(x)).mean((2, 3)), 1), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1))
+    model.b.qconfig = fxq.QConfig(fxq.ActivationConfig("int16"))
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), batches[0], "bayes-e"), batches)
     assert set(Choices(prepared)) == {"x_quantize", "a", "a.weight", "mean", "softmax"}
 
 
@@ -302,15 +282,7 @@ def test_a_budget_that_nothing_keeps_and_a_missing_solver_are_refused(prepared: 
 
 
 def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Tensor]) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(torch.tanh(self.conv(x)))
-
-    model = Twice().eval()
+    model = shared.Network(lambda m, x: m.conv(torch.tanh(m.conv(x))), conv=nn.Conv2d(3, 3, 1)).eval()
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
     choices = Choices(prepared)
     mapping = choices.mapping(fxq.QConfigMapping(), {"conv": "int16", "conv.weight": "int4"})
