@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,50 +17,7 @@ import fxquant as fxq
 from fxquant.analysis.measures import MEASURES
 from fxquant.backends import TARGETS
 from fxquant.ops import OPERATORS
-
-
-class Call(nn.Module):
-    """A function as a model."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.function(x, y)
-
-
-class Alone(nn.Module):
-    """The same with one input."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class Residual(nn.Module):
-    """A convolution that a residual is added to."""
-
-    def __init__(self, stride: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, stride)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.conv(x) + y
-
-
-class WithConstants(nn.Module):
-    """Parameters added to each other, to an activation, or neither."""
-
-    def __init__(self, count: int, function: Callable[[Any, Any], Tensor] = torch.add) -> None:
-        super().__init__()
-        self.one, self.count, self.function = nn.Parameter(torch.ones(1, 2, 1, 1)), count, function
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.function(x, self.one if self.count else y)
+from tests.shared.written import written
 
 
 class Built(NamedTuple):
@@ -73,6 +29,22 @@ class Built(NamedTuple):
 
 def built(model: nn.Module, *shapes: tuple[int, ...]) -> Built:
     return Built(model, shapes)
+
+
+def of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Built:
+    """A function of one tensor or of two as a model."""
+    return built(written(lambda m, x: function(x)) if len(shapes) == 1 else written(lambda m, x, y: function(x, y)), *shapes)
+
+
+def with_residual(stride: int) -> Built:
+    size = 6 // stride + 1
+    return built(written(lambda m, x, y: m.conv(x) + y, conv=nn.Conv2d(2, 2, 3, stride)), image(2, 9, 9), image(2, size, size))
+
+
+def with_constants(count: int, function: Callable[[Any, Any], Tensor]) -> Built:
+    """A parameter is the second operand where one is wanted."""
+    model = written(lambda m, x, y: function(x, m.one if count else y), one=nn.Parameter(torch.ones(1, 2, 1, 1)))
+    return built(model, image(), image())
 
 
 def image(channels: int = 2, height: int = 8, width: int = 8, batch: int = 4) -> tuple[int, ...]:
@@ -93,12 +65,8 @@ def conv3d(size: tuple[int, ...] = (4, 2, 12, 12, 12), **options: Any) -> Built:
     return built(nn.Conv3d(**{"in_channels": 2, "out_channels": 2, "kernel_size": 1, **options}), size)
 
 
-def maximum(pool: nn.Module, size: int) -> Built:
-    return built(pool, image(2, size, size))
-
-
 def joined(count: int) -> Built:
-    return built(Alone(lambda x: torch.cat([x] * count, 1)), image(1, 1, 1))
+    return of(lambda x: torch.cat([x] * count, 1), image(1, 1, 1))
 
 
 def chain(channels: int) -> Built:
@@ -114,16 +82,18 @@ def index(x: Tensor, function: str) -> Tensor:
 
 def sampled(height: int, width: int) -> Built:
     """Four points of an image of this size."""
-    return built(Call(lambda x, y: F.grid_sample(x, y.tanh(), align_corners=False)), image(1, height, width), (4, 2, 2, 2))
+    return of(lambda x, y: F.grid_sample(x, y.tanh(), align_corners=False), image(1, height, width), (4, 2, 2, 2))
 
 
 def largest(**options: Any) -> Built:
-    return built(Alone(lambda x: torch.amax(x, **options)), image(4))
+    return of(lambda x: torch.amax(x, **options), image(4))
 
 
 INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 
 FAMILIES = {"bernoulli2": ("bernoulli2",), "bayes": ("bayes", "bayes-e"), "nash": ("nash-e", "nash-p")}
+CURVES, PLACES = (nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU), ("argmax", "argmin")
+Limit = tuple[str, str, Callable[[Any], Built], Any, Any]  # the fields of a Row but its family
 ARITHMETIC: dict[str, Callable[[Any, Any], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 
 
@@ -138,248 +108,163 @@ class Row(NamedTuple):
     outside: Any
 
 
-ROWS = [
-    # ---- Bernoulli2 ----
-    Row("bernoulli2", "", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 3),
-    Row("bernoulli2", "", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 5),
-    Row("bernoulli2", "", "batch", lambda batch: built(nn.ReLU(), image(batch=batch)), 128, 129),
-    Row("bernoulli2", "conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 7, 8),
-    Row("bernoulli2", "conv2d", "channels of a kernel without groups", lambda c: conv(image(c, 1, 1)), 4096, 4097),
-    Row("bernoulli2", "conv2d", "channels of a kernel with groups", lambda c: conv(image(2 * c, 1, 1), groups=2), 2048, 2049),
-    Row("bernoulli2", "conv2d", "weights for one output channel", lambda c: conv(image(c, 4, 4), kernel_size=4), 2048, 2049),
-    Row("bernoulli2", "conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 4, 3),
-    Row("bernoulli2", "conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 2, 8),
-    Row("bernoulli2", "conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
-    Row(
-        "bernoulli2",
-        "conv2d",
-        "stride with a residual added",
-        lambda s: built(Residual(s), image(2, 9, 9), image(2, 6 // s + 1, 6 // s + 1)),
-        2,
-        3,
-    ),
-    Row("bernoulli2", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
-    Row("bernoulli2", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 2, 1),
-    Row("bernoulli2", "conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
-    Row("bernoulli2", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 4, 5),
-    Row("bernoulli2", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 2, 1),
-    Row("bernoulli2", "conv_transpose2d", "padding beyond (kernel - 1) / 2", lambda p: transposed(kernel_size=5, padding=p), 2, 3),
-    Row("bernoulli2", "conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
-    Row("bernoulli2", "avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d(k), image(2, 16, 16)), 7, 8),
-    Row("bernoulli2", "adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d(2), image(2, 2 * k, 2 * k)), 7, 8),
-    Row("bernoulli2", "avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(2, s), image(1, 200, 4)), 185, 186),
-    Row(
-        "bernoulli2",
-        "adaptive_avg_pool2d",
-        "area of a global average",
-        lambda h: built(nn.AdaptiveAvgPool2d(1), image(1, h, 2)),
-        4096,
-        4097,
-    ),
-    Row("bernoulli2", "max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((k, 1)), image(1, 70, 4)), 64, 65),
-    Row("bernoulli2", "max_pool2d", "stride", lambda s: built(nn.MaxPool2d(2, s), image(1, 300, 4)), 256, 257),
-    *(
-        row
-        for name, function in ARITHMETIC.items()
-        for row in (
-            Row("bernoulli2", name, "channels", lambda c, f=function: built(Call(f), image(c, 1, 1), image(c, 1, 1)), 2048, 2049),
-            Row(
-                "bernoulli2", name, "number of constant operands", lambda n, f=function: built(WithConstants(n, f), image(), image()), 0, 1
-            ),
-            Row("bernoulli2", name, "broadcasting", lambda shape, f=function: built(Call(f), image(), shape), image(), image(1)),
-            Row(
-                "bernoulli2", name, "broadcasting", lambda shape, f=function: built(Call(f), image(), shape), image(2, 1, 1), image(2, 1, 8)
-            ),
-            Row("bayes", name, "rank", lambda r, f=function: built(Call(f), (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 5, 6),
-            Row("bayes", name, "rank", lambda r, f=function: built(Call(f), (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 2, 1),
-            Row(
-                "bayes",
-                name,
-                "number of operands that are broadcast",
-                lambda w, f=function: built(Call(f), image(2, 1, 8), image(2, 8, w)),
-                8,
-                1,
-            ),
-            Row(
-                "bayes",
-                name,
-                "dimension that is broadcast",
-                lambda shape, f=function: built(Call(f), image(), shape),
-                (4, 1, 1, 1),
-                (1, 2, 8, 8),
-            ),
-        )
-    ),
-    Row("bernoulli2", "mul", "broadcasting", lambda shape: built(Call(torch.mul), image(), shape), (1, 1, 1, 1), (2, 8, 8)),
-    Row("bernoulli2", "cat", "channels", lambda c: built(Alone(lambda x: torch.cat([x, x], 2)), image(c, 1, 1)), 2048, 2049),
-    Row("bernoulli2", "cat", "output channels", lambda c: built(Alone(lambda x: torch.cat([x, x], 1)), image(c, 1, 1)), 1024, 1025),
-    Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(n, 1)), image(1, 1, 1)), 256, 257),
-    Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(1, 1)), image(1, n, 1)), 256, 257),
-    Row(
-        "bernoulli2", "interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3
-    ),
-    Row(
-        "bernoulli2",
-        "interpolate",
-        "resize factor that is not a power of two",
-        lambda f: built(nn.Upsample(scale_factor=f), image()),
-        0.5,
-        0.75,
-    ),
-    Row(
-        "bernoulli2",
-        "interpolate",
-        "align_corners",
-        lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()),
-        False,
-        True,
-    ),
-    Row("bernoulli2", "mean", "reduced dimension", lambda d: built(Alone(lambda x: x.mean(d, keepdim=True)), image()), 1, (2, 3)),
-    Row("bernoulli2", "sum", "reduced dimension", lambda d: built(Alone(lambda x: x.sum(d, keepdim=True)), image()), 1, 2),
-    Row("bernoulli2", "amax", "reduced dimension", lambda d: largest(dim=d, keepdim=True), 1, 2),
-    Row("bernoulli2", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),
-    Row(
-        "bernoulli2",
+BERNOULLI2: list[Limit] = [
+    ("", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 3),
+    ("", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 5),
+    ("", "batch", lambda batch: built(nn.ReLU(), image(batch=batch)), 128, 129),
+    ("conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 7, 8),
+    ("conv2d", "channels of a kernel without groups", lambda c: conv(image(c, 1, 1)), 4096, 4097),
+    ("conv2d", "channels of a kernel with groups", lambda c: conv(image(2 * c, 1, 1), groups=2), 2048, 2049),
+    ("conv2d", "weights for one output channel", lambda c: conv(image(c, 4, 4), kernel_size=4), 2048, 2049),
+    ("conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 4, 3),
+    ("conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 2, 8),
+    ("conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
+    ("conv2d", "stride with a residual added", with_residual, 2, 3),
+    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
+    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 2, 1),
+    ("conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
+    ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 4, 5),
+    ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 2, 1),
+    ("conv_transpose2d", "padding beyond (kernel - 1) / 2", lambda p: transposed(kernel_size=5, padding=p), 2, 3),
+    ("conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
+    ("avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d(k), image(2, 16, 16)), 7, 8),
+    ("adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d(2), image(2, 2 * k, 2 * k)), 7, 8),
+    ("avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(2, s), image(1, 200, 4)), 185, 186),
+    ("adaptive_avg_pool2d", "area of a global average", lambda h: built(nn.AdaptiveAvgPool2d(1), image(1, h, 2)), 4096, 4097),
+    ("max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((k, 1)), image(1, 70, 4)), 64, 65),
+    ("max_pool2d", "stride", lambda s: built(nn.MaxPool2d(2, s), image(1, 300, 4)), 256, 257),
+    ("mul", "broadcasting", lambda shape: of(torch.mul, image(), shape), (1, 1, 1, 1), (2, 8, 8)),
+    ("cat", "channels", lambda c: of(lambda x: torch.cat([x, x], 2), image(c, 1, 1)), 2048, 2049),
+    ("cat", "output channels", lambda c: of(lambda x: torch.cat([x, x], 1), image(c, 1, 1)), 1024, 1025),
+    ("interpolate", "resize factor", lambda n: built(nn.Upsample(size=(n, 1)), image(1, 1, 1)), 256, 257),
+    ("interpolate", "resize factor", lambda n: built(nn.Upsample(size=(1, 1)), image(1, n, 1)), 256, 257),
+    ("interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3),
+    ("interpolate", "resize factor that is not a power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 0.5, 0.75),
+    ("interpolate", "align_corners", lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()), False, True),
+    ("mean", "reduced dimension", lambda d: of(lambda x: x.mean(d, keepdim=True), image()), 1, (2, 3)),
+    ("sum", "reduced dimension", lambda d: of(lambda x: x.sum(d, keepdim=True), image()), 1, 2),
+    ("amax", "reduced dimension", lambda d: largest(dim=d, keepdim=True), 1, 2),
+    ("amax", "reduced size", lambda c: of(lambda x: torch.amax(x, 1, True), image(c)), 64, 65),
+    (
         "amax",
         "number of readers inside the model",
-        lambda n: built(Alone(lambda x: torch.amax(x, 1, True) if n == 0 else torch.sigmoid(torch.amax(x, 1, True))), image()),
+        lambda n: of(lambda x: torch.amax(x, 1, True) if n == 0 else torch.sigmoid(torch.amax(x, 1, True)), image()),
         0,
         1,
     ),
-    Row(
-        "bernoulli2",
-        "pad",
-        "padding mode",
-        lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()),
-        "replicate",
-        "reflect",
-    ),
-    Row(
-        "bernoulli2",
-        "pad",
-        "padding mode",
-        lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()),
-        "constant",
-        "circular",
-    ),
-    *(
-        Row("bernoulli2", kind.__name__.lower(), "elements, aligned", lambda c, kind=kind: built(kind(), image(c, 16, 16)), 32, 33)
-        for kind in (nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU)
-    ),
-    Row("bernoulli2", "exp", "elements, aligned", lambda c: built(Alone(torch.exp), image(c, 16, 16)), 32, 33),
-    Row("bernoulli2", "sigmoid", "elements, aligned", lambda w: built(nn.Sigmoid(), image(4, 16, w)), 128, 129),
-    # ---- Bayes ----
-    Row("bayes", "", "batch", lambda batch: built(nn.ReLU(), image(1, 1, 1, batch)), 4096, 4097),
-    Row("bayes", "", "sizes", lambda width: built(nn.ReLU(), image(1, 1, width)), 65536, 65537),
-    Row("bayes", "", "bytes", lambda width: built(nn.ReLU(), image(1, 4096, width)), 65536, 65537),
-    Row("bayes", "conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 31, 32),
-    Row("bayes", "conv2d", "channels", lambda c: conv(image(c, 1, 1)), 8192, 8193),
-    Row("bayes", "conv2d", "output channels inside the model", chain, 8192, 8193),
-    Row("bayes", "conv2d", "output channels", lambda c: conv(image(1, 1, 1), out_channels=c), 65536, 65537),
-    Row("bayes", "conv2d", "weights for one output channel", lambda k: conv(image(255, 1, k), kernel_size=(1, k)), 257, 258),
-    Row("bayes", "conv2d", "stride", lambda s: conv(image(1, 1, 300), stride=(1, s)), 256, 257),
-    Row("bayes", "conv2d", "dilation", lambda d: conv(kernel_size=2, dilation=d), 16, 17),
-    Row("bayes", "conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
-    Row("bayes", "conv2d", "padding", lambda p: conv(image(1, 1, 1), padding=(0, p)), 256, 257),
-    Row(
-        "bayes",
-        "conv2d",
-        "stride with a residual added",
-        lambda s: built(Residual(s), image(2, 9, 9), image(2, 6 // s + 1, 6 // s + 1)),
-        2,
-        3,
-    ),
-    Row("bayes", "conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(k, 1, 1)), 9, 10),
-    Row("bayes", "conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(1, k, 11)), 9, 10),
-    Row("bayes", "conv3d", "kernel in width", lambda k: conv3d((1, 2, 1, 1, 8192), kernel_size=(1, 1, k)), 8191, 8192),
-    Row("bayes", "conv3d", "padding beyond kernel / 2", lambda p: conv3d(kernel_size=4, padding=p), 2, 3),
-    Row("bayes", "conv_transpose2d", "output channels", lambda c: transposed(image(1, 2, 2), out_channels=c), 2048, 2049),
-    Row("bayes", "conv_transpose2d", "batch", lambda batch: transposed((batch, 2, 2, 2)), 128, 129),
-    Row("bayes", "conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
-    Row("bayes", "conv_transpose2d", "padding beyond kernel / stride", lambda p: transposed(kernel_size=5, stride=2, padding=p), 2, 3),
-    Row("bayes", "max_pool2d", "sizes", lambda w: built(nn.MaxPool2d(2), image(1, 2, w)), 8192, 8193),
-    Row("bayes", "permute", "place of the batch", lambda d: built(Alone(lambda x: x.transpose(d, 1)), image()), 2, 0),
-    Row(
-        "bayes",
-        "interpolate",
-        "align_corners",
-        lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()),
-        False,
-        True,
-    ),
-    Row("bernoulli2", "", "bounds", lambda high: built(nn.Hardtanh(0, high), image()), 6, 4),
-    Row("bernoulli2", "", "bounds", lambda low: built(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Hardtanh(low, 6)), image()), 0, -1),
-    Row("bayes", "conv3d", "stride", lambda s: conv3d(stride=s), 2, 3),
-    Row("bayes", "conv3d", "number of different strides", lambda s: conv3d(stride=(1, 1, s)), 1, 2),
-    Row("bayes", "conv3d", "groups", lambda g: conv3d(groups=g), 1, 2),
-    Row("bayes", "conv3d", "dilation", lambda d: conv3d(kernel_size=2, dilation=d), 1, 2),
-    Row("bayes", "conv3d", "batch", lambda batch: conv3d((batch, 2, 1, 1, 1)), 128, 129),
-    Row("bayes", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
-    Row("bayes", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=15, stride=s), 14, 15),
-    Row("bayes", "conv_transpose2d", "stride beyond the kernel", lambda s: transposed(kernel_size=3, stride=s), 3, 4),
-    Row("bayes", "conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
-    Row("bayes", "conv_transpose2d", "output padding", lambda p: transposed(kernel_size=4, stride=3, output_padding=p), 1, 2),
-    Row("bayes", "conv_transpose2d", "weights for one output channel", lambda c: transposed(image(c, 2, 2), kernel_size=6), 1820, 1821),
-    Row("bayes", "linear", "features", lambda n: built(nn.Linear(n, 1), (4, n)), 8192, 8193),
-    Row("bayes", "linear", "features", lambda n: built(nn.Linear(1, n), (4, 1)), 8192, 8193),
-    Row("bayes", "avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d((1, k)), image(1, 1, 300)), 256, 257),
-    Row("bayes", "adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d((1, 2)), image(1, 1, 2 * k)), 256, 257),
-    Row("bayes", "avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(1, s), image(1, 1, 300)), 256, 257),
-    Row("bayes", "avg_pool2d", "padding", lambda p: built(nn.AvgPool2d((1, 514), 1, (0, p)), image(1, 1, 8)), 256, 257),
-    Row("bayes", "max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((1, k)), image(1, 1, 300)), 256, 257),
-    Row("bayes", "max_pool2d", "stride", lambda s: built(nn.MaxPool2d(1, s), image(1, 1, 300)), 256, 257),
-    Row("bayes", "max_pool2d", "padding", lambda p: built(nn.MaxPool2d((1, 513), 1, (0, p)), image(1, 1, 8)), 255, 256),
-    Row("bayes", "cat", "number of operands", joined, 1024, 1025),
-    Row("bayes", "cat", "number of operands", joined, 2, 1),
-    Row("bayes", "cat", "concatenated dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d).tanh()), image(), image()), 1, 0),
-    Row("bayes", "matmul", "matrix sizes", lambda n: built(Call(torch.matmul), (4, 1, n), (4, n, 1)), 8192, 8193),
-    Row("bayes", "interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
-    Row("bayes", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),
-    Row("bayes", "pad", "padding mode", lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()), "circular", "reflect"),
-    # ---- Nash ----
-    Row("nash", "max_pool1d", "dilation", lambda d: built(nn.MaxPool1d(2, 1, 0, d), (4, 2, 8)), 1, 2),
-    Row("nash", "max_pool2d", "dilation", lambda d: built(nn.MaxPool2d(2, 1, 0, d), image()), 1, 2),
-    Row("nash", "pad", "padding mode", lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()), "constant", "reflect"),
-    Row("nash", "gelu", "approximation", lambda a: built(nn.GELU(a), image()), "none", "tanh"),
-    Row("nash", "mean", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.mean(d)), image()), 2, (2, 3)),
-    Row("nash", "sum", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.sum(d)), image()), 2, (2, 3)),
-    Row("nash", "argmax", "reduced size", lambda n: built(Alone(lambda x: torch.argmax(x, 1)), (4, n)), 32767, 32768),
-    Row("nash", "argmin", "reduced size", lambda n: built(Alone(lambda x: torch.argmin(x, 1)), (4, n)), 32767, 32768),
-    Row("nash", "all", "reduced size", lambda n: built(Alone(lambda x: torch.all(x > 0, 1)), (4, n)), 65535, 65536),
-    Row("nash", "any", "reduced size", lambda n: built(Alone(lambda x: torch.any(x > 0, 1)), (4, n)), 65535, 65536),
+    ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "replicate", "reflect"),
+    ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "constant", "circular"),
+    ("exp", "elements, aligned", lambda c: of(torch.exp, image(c, 16, 16)), 32, 33),
+    ("sigmoid", "elements, aligned", lambda w: built(nn.Sigmoid(), image(4, 16, w)), 128, 129),
+    ("", "bounds", lambda high: built(nn.Hardtanh(0, high), image()), 6, 4),
+    ("", "bounds", lambda low: built(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Hardtanh(low, 6)), image()), 0, -1),
+    *((kind.__name__.lower(), "elements, aligned", lambda c, kind=kind: built(kind(), image(c, 16, 16)), 32, 33) for kind in CURVES),
     *(
         row
-        for family, name in itertools.product(("bernoulli2", "bayes"), ("argmax", "argmin"))
+        for name, f in ARITHMETIC.items()
         for row in (
-            Row(family, name, "reduced size", lambda c, f=name: built(Alone(lambda x: getattr(torch, f)(x, 1, True)), image(c)), 64, 65),
-            Row(
-                family,
-                name,
-                "number of readers inside the model",
-                lambda n, f=name: built(Alone(lambda x: index(x, f) if n == 0 else x.gather(1, index(x, f))), image()),
-                0,
-                1,
-            ),
+            (name, "channels", lambda c, f=f: of(f, image(c, 1, 1), image(c, 1, 1)), 2048, 2049),
+            (name, "number of constant operands", lambda n, f=f: with_constants(n, f), 0, 1),
+            (name, "broadcasting", lambda shape, f=f: of(f, image(), shape), image(), image(1)),
+            (name, "broadcasting", lambda shape, f=f: of(f, image(), shape), image(2, 1, 1), image(2, 1, 8)),
         )
     ),
-    *(
-        Row("bernoulli2", name, "reduced dimension", lambda d, f=name: built(Alone(lambda x: getattr(torch, f)(x, d, True)), image()), 1, 2)
-        for name in ("argmax", "argmin")
-    ),
-    Row("bayes", "grid_sample", "image size", lambda w: sampled(1, w), 1024, 1025),
-    Row("bayes", "grid_sample", "image area", lambda h: sampled(h, 1024), 720, 721),
-    # ---- all of them ----
+    *((name, "reduced dimension", lambda d, name=name: of(lambda x: getattr(torch, name)(x, d, True), image()), 1, 2) for name in PLACES),
+]
+BAYES: list[Limit] = [
+    ("", "batch", lambda batch: built(nn.ReLU(), image(1, 1, 1, batch)), 4096, 4097),
+    ("", "sizes", lambda width: built(nn.ReLU(), image(1, 1, width)), 65536, 65537),
+    ("", "bytes", lambda width: built(nn.ReLU(), image(1, 4096, width)), 65536, 65537),
+    ("conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 31, 32),
+    ("conv2d", "channels", lambda c: conv(image(c, 1, 1)), 8192, 8193),
+    ("conv2d", "output channels inside the model", chain, 8192, 8193),
+    ("conv2d", "output channels", lambda c: conv(image(1, 1, 1), out_channels=c), 65536, 65537),
+    ("conv2d", "weights for one output channel", lambda k: conv(image(255, 1, k), kernel_size=(1, k)), 257, 258),
+    ("conv2d", "stride", lambda s: conv(image(1, 1, 300), stride=(1, s)), 256, 257),
+    ("conv2d", "dilation", lambda d: conv(kernel_size=2, dilation=d), 16, 17),
+    ("conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
+    ("conv2d", "padding", lambda p: conv(image(1, 1, 1), padding=(0, p)), 256, 257),
+    ("conv2d", "stride with a residual added", with_residual, 2, 3),
+    ("conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(k, 1, 1)), 9, 10),
+    ("conv3d", "kernel in depth and height", lambda k: conv3d(kernel_size=(1, k, 11)), 9, 10),
+    ("conv3d", "kernel in width", lambda k: conv3d((1, 2, 1, 1, 8192), kernel_size=(1, 1, k)), 8191, 8192),
+    ("conv3d", "padding beyond kernel / 2", lambda p: conv3d(kernel_size=4, padding=p), 2, 3),
+    ("conv_transpose2d", "output channels", lambda c: transposed(image(1, 2, 2), out_channels=c), 2048, 2049),
+    ("conv_transpose2d", "batch", lambda batch: transposed((batch, 2, 2, 2)), 128, 129),
+    ("conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
+    ("conv_transpose2d", "padding beyond kernel / stride", lambda p: transposed(kernel_size=5, stride=2, padding=p), 2, 3),
+    ("max_pool2d", "sizes", lambda w: built(nn.MaxPool2d(2), image(1, 2, w)), 8192, 8193),
+    ("permute", "place of the batch", lambda d: of(lambda x: x.transpose(d, 1), image()), 2, 0),
+    ("interpolate", "align_corners", lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()), False, True),
+    ("conv3d", "stride", lambda s: conv3d(stride=s), 2, 3),
+    ("conv3d", "number of different strides", lambda s: conv3d(stride=(1, 1, s)), 1, 2),
+    ("conv3d", "groups", lambda g: conv3d(groups=g), 1, 2),
+    ("conv3d", "dilation", lambda d: conv3d(kernel_size=2, dilation=d), 1, 2),
+    ("conv3d", "batch", lambda batch: conv3d((batch, 2, 1, 1, 1)), 128, 129),
+    ("conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
+    ("conv_transpose2d", "stride", lambda s: transposed(kernel_size=15, stride=s), 14, 15),
+    ("conv_transpose2d", "stride beyond the kernel", lambda s: transposed(kernel_size=3, stride=s), 3, 4),
+    ("conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
+    ("conv_transpose2d", "output padding", lambda p: transposed(kernel_size=4, stride=3, output_padding=p), 1, 2),
+    ("conv_transpose2d", "weights for one output channel", lambda c: transposed(image(c, 2, 2), kernel_size=6), 1820, 1821),
+    ("linear", "features", lambda n: built(nn.Linear(n, 1), (4, n)), 8192, 8193),
+    ("linear", "features", lambda n: built(nn.Linear(1, n), (4, 1)), 8192, 8193),
+    ("avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d((1, k)), image(1, 1, 300)), 256, 257),
+    ("adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d((1, 2)), image(1, 1, 2 * k)), 256, 257),
+    ("avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(1, s), image(1, 1, 300)), 256, 257),
+    ("avg_pool2d", "padding", lambda p: built(nn.AvgPool2d((1, 514), 1, (0, p)), image(1, 1, 8)), 256, 257),
+    ("max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((1, k)), image(1, 1, 300)), 256, 257),
+    ("max_pool2d", "stride", lambda s: built(nn.MaxPool2d(1, s), image(1, 1, 300)), 256, 257),
+    ("max_pool2d", "padding", lambda p: built(nn.MaxPool2d((1, 513), 1, (0, p)), image(1, 1, 8)), 255, 256),
+    ("cat", "number of operands", joined, 1024, 1025),
+    ("cat", "number of operands", joined, 2, 1),
+    ("cat", "concatenated dimension", lambda d: of(lambda x, y: torch.cat([x, y], d).tanh(), image(), image()), 1, 0),
+    ("matmul", "matrix sizes", lambda n: of(torch.matmul, (4, 1, n), (4, n, 1)), 8192, 8193),
+    ("interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
+    ("amax", "reduced size", lambda c: of(lambda x: torch.amax(x, 1, True), image(c)), 64, 65),
+    ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "circular", "reflect"),
+    ("grid_sample", "image size", lambda w: sampled(1, w), 1024, 1025),
+    ("grid_sample", "image area", lambda h: sampled(h, 1024), 720, 721),
     *(
         row
-        for family in FAMILIES
+        for name, f in ARITHMETIC.items()
         for row in (
-            Row(
-                family, "avg_pool2d", "count_include_pad", lambda c: built(nn.AvgPool2d(3, 1, 1, count_include_pad=c), image()), True, False
-            ),
-            Row(family, "avg_pool2d", "divisor_override", lambda d: built(nn.AvgPool2d(3, divisor_override=d), image()), None, 7),
+            (name, "rank", lambda r, f=f: of(f, (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 5, 6),
+            (name, "rank", lambda r, f=f: of(f, (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 2, 1),
+            (name, "number of operands that are broadcast", lambda w, f=f: of(f, image(2, 1, 8), image(2, 8, w)), 8, 1),
+            (name, "dimension that is broadcast", lambda shape, f=f: of(f, image(), shape), (4, 1, 1, 1), (1, 2, 8, 8)),
         )
     ),
 ]
+NASH: list[Limit] = [
+    ("max_pool1d", "dilation", lambda d: built(nn.MaxPool1d(2, 1, 0, d), (4, 2, 8)), 1, 2),
+    ("max_pool2d", "dilation", lambda d: built(nn.MaxPool2d(2, 1, 0, d), image()), 1, 2),
+    ("pad", "padding mode", lambda mode: of(lambda x: F.pad(x, [1, 1, 1, 1], mode), image()), "constant", "reflect"),
+    ("gelu", "approximation", lambda a: built(nn.GELU(a), image()), "none", "tanh"),
+    ("mean", "number of reduced dimensions", lambda d: of(lambda x: x.mean(d), image()), 2, (2, 3)),
+    ("sum", "number of reduced dimensions", lambda d: of(lambda x: x.sum(d), image()), 2, (2, 3)),
+    ("argmax", "reduced size", lambda n: of(lambda x: torch.argmax(x, 1), (4, n)), 32767, 32768),
+    ("argmin", "reduced size", lambda n: of(lambda x: torch.argmin(x, 1), (4, n)), 32767, 32768),
+    ("all", "reduced size", lambda n: of(lambda x: torch.all(x > 0, 1), (4, n)), 65535, 65536),
+    ("any", "reduced size", lambda n: of(lambda x: torch.any(x > 0, 1), (4, n)), 65535, 65536),
+]
+BOTH: list[Limit] = [
+    row
+    for name in PLACES
+    for row in (
+        (name, "reduced size", lambda c, name=name: of(lambda x: index(x, name), image(c)), 64, 65),
+        (
+            name, "number of readers inside the model",
+            lambda n, name=name: of(lambda x: index(x, name) if n == 0 else x.gather(1, index(x, name)), image()), 0, 1,
+        ),
+    )
+]  # fmt: skip
+EVERY: list[Limit] = [
+    ("avg_pool2d", "count_include_pad", lambda c: built(nn.AvgPool2d(3, 1, 1, count_include_pad=c), image()), True, False),
+    ("avg_pool2d", "divisor_override", lambda d: built(nn.AvgPool2d(3, divisor_override=d), image()), None, 7),
+]
+ROWS = [Row("bernoulli2", *row) for row in BERNOULLI2 + BOTH + EVERY]
+ROWS += [Row("bayes", *row) for row in BAYES + BOTH + EVERY] + [Row("nash", *row) for row in NASH + EVERY]
 
 # Limits that no row holds, and why.
 UNTRIED = {
@@ -473,16 +358,16 @@ ABSENT: dict[str, tuple[str, Built]] = {
     "linear": ("bernoulli2", built(nn.Linear(2, 2), (4, 2))),
     "conv3d": ("bernoulli2", conv3d()),
     "reshape": ("bernoulli2", built(nn.Flatten(), image())),
-    "permute": ("bernoulli2", built(Alone(lambda x: x.permute(0, 2, 3, 1)), image())),
-    "expand": ("bernoulli2", built(Alone(lambda x: x.expand(4, 2, 8, 8)), image(2, 1, 1))),
-    "repeat": ("bernoulli2", built(Alone(lambda x: x.repeat(1, 2, 1, 1)), image())),
-    "div": ("bernoulli2", built(Alone(lambda x: x / 3.0), image())),
+    "permute": ("bernoulli2", of(lambda x: x.permute(0, 2, 3, 1), image())),
+    "expand": ("bernoulli2", of(lambda x: x.expand(4, 2, 8, 8), image(2, 1, 1))),
+    "repeat": ("bernoulli2", of(lambda x: x.repeat(1, 2, 1, 1), image())),
+    "div": ("bernoulli2", of(lambda x: x / 3.0, image())),
     "prelu": ("bernoulli2", built(nn.PReLU(), image())),
     "leaky_relu": ("bernoulli2", built(nn.LeakyReLU(), image())),
     "elu": ("bernoulli2", built(nn.ELU(), image())),
     "hardsigmoid": ("bernoulli2", built(nn.Hardsigmoid(), image())),
-    "sqrt": ("bernoulli2", built(Alone(torch.sqrt), image())),
-    "maximum": ("bernoulli2", built(Call(torch.maximum), image(), image())),
+    "sqrt": ("bernoulli2", of(torch.sqrt, image())),
+    "maximum": ("bernoulli2", of(torch.maximum, image(), image())),
     "conv_transpose1d": ("nash-e", built(nn.ConvTranspose1d(2, 2, 3), (4, 2, 8))),
     "avg_pool1d": ("nash-m", built(nn.AvgPool1d(2), (4, 2, 8))),
     "max_pool3d": ("nash-e", built(nn.MaxPool3d(2), (4, 2, 4, 4, 4))),

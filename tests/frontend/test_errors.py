@@ -10,6 +10,7 @@ from torch import nn
 
 from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend import trace
+from tests.shared.written import written
 
 
 def refusal(forward, *inputs, error=TraceError) -> str:
@@ -185,20 +186,19 @@ def test_a_property_that_is_set():
     assert refusal(forward).startswith("the model assigns to .data of a tensor\n")
 
 
-class Scaled(nn.Module):
-    def forward(self, x):
-        return x
+def scaled() -> nn.Module:
+    return written(lambda m, x: x)
 
 
 def test_inputs_that_do_not_fit():
     with pytest.raises(TraceError, match="the example inputs do not fit the model's forward"):
-        trace(Scaled(), (torch.ones(1), torch.ones(1)))
+        trace(scaled(), (torch.ones(1), torch.ones(1)))
     with pytest.raises(ConfigurationError, match="the example inputs hold no tensor"):
-        trace(Scaled(), (3,))
+        trace(scaled(), (3,))
     with pytest.raises(ConfigurationError, match="example inputs of type int cannot be used"):
-        trace(Scaled(), 3)
+        trace(scaled(), 3)
     with pytest.raises(ConfigurationError, match="x has no dimension 1"):
-        trace(Scaled(), torch.ones(1), {"x": {1: "batch"}})
+        trace(scaled(), torch.ones(1), {"x": {1: "batch"}})
 
 
 def test_what_is_not_a_module():
@@ -222,11 +222,8 @@ def test_inputs_of_the_graph(given, what):
 
 
 def test_inputs_of_the_graph_share_one_batch():
-    class Model(nn.Module):
-        def forward(self, x, y):
-            return x + y
 
-    traced = trace(Model(), (torch.randn(2, 3), torch.randn(2, 3)))
+    traced = trace(written(lambda m, x, y: x + y), (torch.randn(2, 3), torch.randn(2, 3)))
     with pytest.raises(FxQuantError) as caught:
         traced(torch.randn(2, 3), torch.randn(1, 3))
     assert str(caught.value) == (
@@ -236,13 +233,8 @@ def test_inputs_of_the_graph_share_one_batch():
     )
 
 
-class PythonsDtype(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.zeros(4, dtype=int).to(x.dtype)
-
-
 def test_a_dtype_of_pythons_is_met_by_the_name_of_pytorchs():
     with pytest.raises(TraceError) as raised:
-        trace(PythonsDtype(), (torch.randn(2, 4),))
+        trace(written(lambda m, x: x + torch.zeros(4, dtype=int).to(x.dtype)), (torch.randn(2, 4),))
     assert "torch.int64 for int" in str(raised.value)
     assert "not Python's int" in str(raised.value)

@@ -13,16 +13,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.written import written
 
 
-class Backbone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.layer, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.layer(self.stem(image)).mean((2, 3)))
+def made_backbone() -> nn.Module:
+    return written(
+        lambda m, image: m.head(m.layer(m.stem(image)).mean((2, 3))),
+        stem=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        layer=nn.Conv2d(8, 8, 3),
+        head=nn.Linear(8, 4),
+    )
 
 
 class DualGraphModule(fx.GraphModule):
@@ -43,7 +43,7 @@ class DualGraphModule(fx.GraphModule):
 
 def extractor() -> nn.Module:
     """The features in front of the head, by name."""
-    backbone = Backbone()
+    backbone = made_backbone()
     graph = fx.Tracer().trace(backbone)
     nodes = {str(node.target): node for node in graph.nodes}
     for node in reversed(list(graph.nodes)):
@@ -89,7 +89,7 @@ def test_functions_that_show_graphs_take_it(tmp_path: Path) -> None:
 
 def exported(dynamic: bool = False) -> torch.export.ExportedProgram:
     shapes = ({0: torch.export.Dim("batch")},) if dynamic else None
-    return torch.export.export(Backbone().eval(), (image(),), dynamic_shapes=shapes)
+    return torch.export.export(made_backbone().eval(), (image(),), dynamic_shapes=shapes)
 
 
 def loaded() -> nn.Module:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
 import fxquant as fxq
+from tests.shared.written import to_train
 
 
 class Layer(nn.Module):
@@ -181,8 +182,6 @@ class FrozenNorm(nn.Module):
 @pytest.mark.parametrize("training", [False, None])
 def test_a_function_of_batch_norm_that_never_trains_stands_still(training: bool | None) -> None:
     x = torch.randn(4, 1, 4, 4)
-    prepared = fxq.calibrate(fxq.prepare(FrozenNorm(training), x), [x], show_progress=False)
-    fxq.set_state(prepared, "train")
-    prepared.train()
+    prepared = to_train(fxq.calibrate(fxq.prepare(FrozenNorm(training), x), [x], show_progress=False))
     prepared(x + 1)
     assert bool(prepared.get_buffer("norm.running_mean").any()) == (training is None)

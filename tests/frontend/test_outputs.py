@@ -87,8 +87,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
 def test_every_form_returns_what_the_model_does(case: str, tmp_path: Path) -> None:
     model, x = Net(CASES[case]).eval(), torch.randn(3, 4)
     expected = model(x)
-    prepared = fxq.prepare(model, (x,))
-    fxq.calibrate(prepared, [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, (x,)), [x], show_progress=False)
     integer = fxq.convert(prepared)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))

@@ -261,7 +261,6 @@ PADDING = "positions of encoder that src_key_padding_mask masks hold what its la
 
 
 def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_for_inference(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model, batches = Padded().eval(), [sequences(seed) for seed in range(3)]
     with caplog.at_level("WARNING", "fxquant"):
         prepared, integer = compiled(model, batches)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
+from tests.shared.written import written
 
 ao = pytest.importorskip("torch.ao.quantization")
 quantized = pytest.importorskip("torch.ao.nn.quantized")
@@ -50,8 +51,7 @@ def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, 8, 8)
     model = Net(STUBS[kind](), ao.DeQuantStub()).eval()
     loaded = fxq.load(fxq.save(fxq.trace(model, (x,)), tmp_path / "traced.fxq"))
-    prepared = fxq.prepare(loaded, (x,))
-    fxq.calibrate(prepared, [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x], show_progress=False)
     integer = fxq.convert(prepared)
     known = {layer.name: layer for layer in fxq.layers(prepared)}
     floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
@@ -66,10 +66,7 @@ def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_class_of_that_name_elsewhere_is_what_it_computes() -> None:
-    class DeQuantStub(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
 
     x = torch.randn(2, 3, 8, 8)
-    prepared = fxq.prepare(Net(None, DeQuantStub()).eval(), (x,))
+    prepared = fxq.prepare(Net(None, written(lambda m, x: x * 2)).eval(), (x,))
     assert all(layer.integer or layer.boundary for layer in fxq.layers(prepared))

@@ -15,6 +15,7 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend import assumptions, attach_input_check, default_leaf, is_traced, trace
 from fxquant.ir import graph
 from fxquant.ir.facts import BatchDim, TensorFact
+from tests.shared.written import written
 
 
 def targets(traced: fx.GraphModule) -> list[str]:
@@ -179,13 +180,10 @@ def test_the_leaf_rule_can_be_replaced():
 
 
 def test_weight_norm_and_parametrizations_are_traced_through():
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return weight * 2
 
     first = weight_norm(nn.Linear(4, 4))
     second = nn.Linear(4, 4)
-    parametrize.register_parametrization(second, "weight", Doubled())
+    parametrize.register_parametrization(second, "weight", written(lambda m, weight: weight * 2))
     model = nn.Sequential(first, second)
     traced = trace(model, torch.randn(2, 4))
     assert "0.weight_g" in targets(traced)
@@ -246,24 +244,19 @@ def test_keyword_inputs_nested_inputs_and_constants():
 
 
 def test_names_of_variadic_inputs():
-    class Model(nn.Module):
-        def forward(self, *inputs, **others):
-            return inputs[0] + inputs[1] if inputs else others["input"]
+    model = written(lambda m, *inputs, **others: inputs[0] + inputs[1] if inputs else others["input"])
 
     x = torch.randn(2, 3)
-    traced = trace(Model(), (x, x))
+    traced = trace(model, (x, x))
     assert [node.target for node in traced.graph.nodes if node.op == "placeholder"] == ["inputs_0", "inputs_1"]
-    traced = trace(Model(), {"input": x})
+    traced = trace(model, {"input": x})
     assert [node.target for node in traced.graph.nodes if node.op == "placeholder"] == ["input"]
     assert torch.equal(traced(input=x), x)
 
 
 def test_random_numbers_are_drawn_by_the_graph():
-    class Model(nn.Module):
-        def forward(self, x):
-            return x + torch.rand(3) + torch.randn_like(x)
 
-    x, model = torch.randn(2, 3), Model()
+    x, model = torch.randn(2, 3), written(lambda m, x: x + torch.rand(3) + torch.randn_like(x))
     traced = trace(model, x)
     torch.manual_seed(5)
     first, second = traced(x), traced(x)
@@ -273,24 +266,19 @@ def test_random_numbers_are_drawn_by_the_graph():
 
 
 def test_inputs_with_another_first_dimension_are_fixed():
-    class Model(nn.Module):
-        def forward(self, x, table, scalar):
-            return x @ table + scalar
 
-    traced = trace(Model(), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
+    traced = trace(written(lambda m, x, table, scalar: x @ table + scalar), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
     found = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
     assert found == ["f32[B,3]", "f32[3,5]", "f32[]"]
 
 
 @pytest.mark.parametrize("static", [{}, False])
 def test_a_fixed_batch(static):
-    class Model(nn.Module):
-        def forward(self, x):
-            return sum(row for row in x) * x.shape[0]
+    model = written(lambda m, x: sum(row for row in x) * x.shape[0])
 
     x = torch.randn(3, 4)
-    traced = trace(Model(), (x,), dynamic_shapes=static)
-    assert torch.equal(traced(x), Model()(x))
+    traced = trace(model, (x,), dynamic_shapes=static)
+    assert torch.equal(traced(x), model(x))
     with pytest.raises(ConfigurationError):
         traced(torch.randn(2, 4))
 
@@ -348,15 +336,7 @@ def test_repeated_blocks_are_evaluated_once(monkeypatch):
 def test_channels_last_inputs():
     x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            return F.relu(self.conv(x)).reshape(x.shape[0], -1)
-
-    trace(Model(), x)
+    trace(written(lambda m, x: F.relu(m.conv(x)).reshape(x.shape[0], -1), conv=nn.Conv2d(3, 4, 3)), x)
 
 
 @torch.library.custom_op("fxquant_tests::narrow_only_when_fake", mutates_args=())
@@ -369,14 +349,9 @@ def _(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("expected bfloat16")
 
 
-class NarrowOnlyWhenFake(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return narrow_only_when_fake(x.relu()) + 1
-
-
 def test_an_operator_whose_form_for_fake_tensors_refuses_what_it_computes_is_run_on_zeros():
     """As `grouped_mm` is, which computes float32 on CPUs, and says of fake tensors that it does not."""
     x = torch.randn(3, 4)
-    traced = trace(NarrowOnlyWhenFake(), (x,))
+    traced = trace(written(lambda m, x: narrow_only_when_fake(x.relu()) + 1), (x,))
     assert torch.equal(traced(x), x.relu() * 2 + 1)
     assert torch.equal(traced(x[:2]), x[:2].relu() * 2 + 1)

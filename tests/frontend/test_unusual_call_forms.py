@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.written import written
 
 TORCH: Any = torch  # whose stubs do not know NumPy's names of arguments
 
@@ -52,7 +53,6 @@ def many(x: Any) -> tuple[Any, ...]:
 
 
 def test_what_is_other_calls_is_integer_and_holds_the_contract(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, batches = Model(many).eval(), [batch(seed) for seed in (1, 2)]
     prepared, integer = compiled(model, batches, dynamic_shapes={})
     contract.assert_all_is_integer(prepared)
@@ -94,7 +94,6 @@ def slopes_in_full(x: Tensor) -> Tensor:
 
 
 def test_what_a_mask_selects_is_assigned_by_where(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, batches = Model(slopes).eval(), [batch(seed) for seed in (1, 2)]
     full = Model(slopes_in_full).eval()
     full.load_state_dict(model.state_dict())
@@ -146,7 +145,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_sample_without_a_batch_has_the_bits_of_a_batch_of_one(name: str) -> None:
-    torch.manual_seed(0)
     layer, x = LAYERS[name]().eval(), batch(3, 3, 6, 6)
     prepared, alone = compiled(layer, [x], dynamic_shapes={})
     assert "none is left in float" in fxq.explain(prepared)
@@ -156,7 +154,6 @@ def test_a_sample_without_a_batch_has_the_bits_of_a_batch_of_one(name: str) -> N
 
 
 def test_a_row_has_the_gradients_of_a_batch_of_one() -> None:
-    torch.manual_seed(0)
     layer, x, found = nn.Linear(6, 3), batch(3, 6), []
     for given_, shapes in ((x, {}), (x[None], None)):
         prepared, _ = compiled(layer, [given_], dynamic_shapes=shapes)
@@ -171,8 +168,7 @@ def test_a_row_has_the_gradients_of_a_batch_of_one() -> None:
 def test_a_grid_that_reaches_beyond_where_a_function_has_values_trains(function: Callable[[Tensor], Tensor]) -> None:
     """The grid of a tanh: 127 steps are 1.003."""
     x = torch.linspace(-4, 4, 3 * 4 * 36).reshape(4, 3, 6, 6)
-    prepared = fxq.prepare(Model(lambda y: function(y.tanh())).eval(), (x,))
-    fxq.calibrate(prepared, [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Model(lambda y: function(y.tanh())).eval(), (x,)), [x], show_progress=False)
     fxq.set_qparams(prepared, {"tanh": 0.0079})
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared(x * 9).sum().backward()
@@ -195,17 +191,9 @@ def test_bags_by_offsets_are_those_of_pytorch(starts: list[int], mode: str, padd
         layer = nn.EmbeddingBag(6, 5, mode=mode, padding_idx=padding).eval()
     rest = (offsets, torch.linspace(0.2, 1.5, 7)) if weighted and mode == "sum" else (offsets,)
 
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(x, *rest)
-
     generator = torch.Generator().manual_seed(len(starts))
     batches = [torch.randint(0, 6, (7,), generator=generator) for _ in range(4)]
-    prepared, integer = compiled(Bags(), batches, dynamic_shapes={})
+    prepared, integer = compiled(written(lambda m, x: m.layer(x, *rest), layer=layer), batches, dynamic_shapes={})
     assert "none is left in float" in fxq.explain(prepared)
     fxq.set_state(prepared, fxq.State.FLOAT)
     for x in batches:
@@ -216,20 +204,13 @@ def test_bags_by_offsets_are_those_of_pytorch(starts: list[int], mode: str, padd
 
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True, "add_bias_kv": True}], ids=["plain", "added"])
 def test_what_a_mask_of_padding_hides_changes_no_bit(options: dict[str, bool]) -> None:
-    torch.manual_seed(0)
     layer = nn.MultiheadAttention(8, 2, batch_first=True, **options).eval()  # type: ignore[arg-type]
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, q: Tensor, x: Tensor, hidden: Tensor) -> Any:
-            return self.layer(q, x, x, key_padding_mask=hidden, need_weights=False)[0]
 
     hidden = torch.tensor([[False, False, True, True], [False, True, False, True]])
     q, x = batch(1, 2, 3, 8), batch(2, 2, 4, 8)
-    prepared, integer = compiled(Attention(), [(q, x, hidden)])
+    prepared, integer = compiled(
+        written(lambda m, q, x, hidden: m.layer(q, x, x, key_padding_mask=hidden, need_weights=False)[0], layer=layer), [(q, x, hidden)]
+    )
     assert "none is left in float" in fxq.explain(prepared)
     other = torch.where(hidden[..., None], -x, x)
     assert torch.equal(integer(q, x, hidden), integer(q, other, hidden))
@@ -246,14 +227,14 @@ def test_tensors_without_elements_stay_on_the_host() -> None:
 
 
 def test_a_packed_sequence_is_refused_by_name() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.GRU(8, 6, batch_first=True)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True))[1]
 
     with pytest.raises(fxq.FxQuantError, match="packed sequences cannot be traced") as raised:
-        fxq.prepare(Packed(), batch(0, 2, 5, 8), dynamic_shapes={})
+        fxq.prepare(
+            written(
+                lambda m, x: m.layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True))[1],
+                layer=nn.GRU(8, 6, batch_first=True),
+            ),
+            batch(0, 2, 5, 8),
+            dynamic_shapes={},
+        )
     assert "padded tensor" in str(raised.value)

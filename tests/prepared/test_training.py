@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fxquant.quantization.learning import LSQ, TrainableScale, learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
+from tests.shared import written as shared
+from tests.shared.written import assert_contract, to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
 
@@ -50,16 +53,19 @@ def config(activations: str = "statistics", weights: str = "statistics", bits: i
     )
 
 
-def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
+@functools.cache
+def once_calibrated(qconfig: fxq.QConfig, target: str, **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
-    prepared = fxq.prepare(Net(), batches()[0], target, qconfig, **options)
-    return fxq.calibrate(prepared, batches(), show_progress=False)
+    return shared.calibrated(Net(), batches(), target, qconfig, **options)
+
+
+def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
+    return copy.deepcopy(once_calibrated(qconfig, target, **options))
 
 
 def train(prepared: fx.GraphModule, steps: int = 4, learning_rate: float = 0.02, optimizer: Any = None) -> None:
     """A few steps towards arbitrary labels, in state TRAIN."""
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     optimizer = optimizer or torch.optim.SGD(prepared.parameters(), learning_rate, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -167,7 +173,7 @@ def test_the_input_of_a_model_has_the_gradient_of_the_paper() -> None:
     model = nn.Sequential(nn.Linear(5, 3))
     qconfig = fxq.QConfig(fxq.ActivationConfig(scale=0.1), input=fxq.ActivationConfig("int4", training="learned"))
     prepared = contract.compiled(model, [torch.randn(16, 5)], qconfig=qconfig).prepared
-    fxq.set_state(prepared, fxq.State.TRAIN)
+    to_train(prepared)
     batch, incoming = 3 * torch.randn(16, 5), torch.randn(16, 3)
     quantize = prepared.quantized.input_1_quantize.output
     (prepared(batch) * incoming).sum().backward()
@@ -210,8 +216,7 @@ def test_learned_scales_need_no_freezing_to_train_on_what_is_validated() -> None
     for _ in range(3):
         train(prepared, steps=1)
         trained = contract.operator_outputs(prepared, batches()[2])
-        fxq.set_state(prepared, fxq.State.VALIDATE)
-        validated = contract.operator_outputs(prepared, batches()[2])
+        validated = contract.operator_outputs(to_validate(prepared), batches()[2])
         assert trained.keys() == validated.keys()
         assert all(torch.equal(value, validated[name]) for name, value in trained.items())
 
@@ -222,29 +227,25 @@ def test_weights_have_one_learned_scale_or_one_for_each_channel(per_channel: boo
     prepared = calibrated(fxq.QConfig(weight=weight))
     assert prepared.quantized.conv1.weight_quantizer.learned.scale_change.shape == (6 if per_channel else 1,)
     train(prepared)
-    integer = fxq.convert(prepared)
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
-    contract.assert_train_is_validate(prepared, batches()[1])
+    assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
 
 
 def test_a_transposed_convolution_and_a_matrix_product_learn_the_scales_of_their_weights() -> None:
-    class Other(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)
-            self.matrix = nn.Parameter(torch.randn(6, 5))
-            self.stack = nn.Parameter(torch.randn(2, 5, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.up(x).mean((2, 3)) @ self.matrix).unsqueeze(0).expand(2, -1, -1) @ self.stack
 
     batch = torch.randn(3, 4, 4, 4)
-    prepared, integer = contract.compiled(Other(), [batch], qconfig=config("learned", "learned"))
+    prepared, integer = contract.compiled(
+        written(
+            lambda m, x: (m.up(x).mean((2, 3)) @ m.matrix).unsqueeze(0).expand(2, -1, -1) @ m.stack,
+            up=nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),
+            matrix=nn.Parameter(torch.randn(6, 5)),
+            stack=nn.Parameter(torch.randn(2, 5, 3)),
+        ),
+        [batch],
+        qconfig=config("learned", "learned"),
+    )
     shapes = {name: tuple(scale_change.shape) for name, scale_change in growths(prepared).items() if ".weight_quantizer." in name}
     assert sorted(shapes.values()) == [(5,), (6,)]
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_train_is_validate(prepared, batch)
+    assert_contract(prepared, None, batch, integer=integer)
 
 
 def test_a_learned_scale_stays_positive() -> None:
@@ -265,8 +266,7 @@ def test_a_scale_raised_for_a_bias_is_not_the_learned_one_and_has_no_gradient() 
         model[0].bias.fill_(1.0)
     prepared, integer = contract.compiled(model, [torch.randn(8, 4)], qconfig=config("frozen", "learned"))
     contract.assert_validate_is_integer(prepared, integer, torch.randn(8, 4))
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    (prepared(torch.randn(8, 4)) * torch.randn(8, 2)).sum().backward()
+    (to_train(prepared)(torch.randn(8, 4)) * torch.randn(8, 2)).sum().backward()
     (scale_change,) = growths(prepared).values()
     assert scale_change.grad[0] == 0
     assert scale_change.grad[1] != 0
@@ -300,8 +300,7 @@ def test_the_first_training_batch_continues_where_calibration_ended() -> None:
     calibrated = float(quantizer.scale)
     assert calibrated < 0.8 * 12 / 7.5
     assert float(quantizer.range.largest) == 12.0
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     for _ in range(5):
         prepared(batch)
     assert float(quantizer.scale) == calibrated
@@ -314,8 +313,7 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
     prepared = fxq.calibrate(fxq.prepare(Net(), batches()[0], qconfig=config()), [torch.zeros(8, 2, 6, 6)], show_progress=False)
     quantizer = prepared.quantized.x_quantize.output
     assert quantizer.scale == 2.0**-23
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()(torch.full((8, 2, 6, 6), 3.0))
+    to_train(prepared)(torch.full((8, 2, 6, 6), 3.0))
     torch.testing.assert_close(float(quantizer.scale), 3 / 127.5)  # the zeros of calibration are no part of an average
     prepared(torch.full((8, 2, 6, 6), 6.0))
     torch.testing.assert_close(float(quantizer.scale), 6 / 127.5)  # what grows is covered at once
@@ -326,24 +324,19 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_training_without_calibration_starts_from_the_first_batch_unless_scales_are_frozen(mode: str) -> None:
     prepared = fxq.prepare(Net(), batches()[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     if mode == "frozen":
         with pytest.raises(fxq.NotCalibrated):
             prepared(batches()[0])
         return
     prepared(batches()[0])
-    reference = fxq.prepare(Net(), batches()[0], qconfig=config())
-    fxq.calibrate(reference, [batches()[0]], show_progress=False)
+    reference = shared.calibrated(Net(), batches()[:1], qconfig=config())
     assert fxq.qparams(prepared)["x_quantize"] == fxq.qparams(reference)["x_quantize"]
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[1])
+    contract.assert_validate_is_integer(prepared, fxq.convert(to_validate(prepared)), batches()[1])
 
 
 def test_a_batch_that_is_not_finite_moves_nothing() -> None:
-    prepared = calibrated(config())
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    prepared = to_train(calibrated(config()))
     before = {name: value.clone() for name, value in prepared.state_dict().items() if "x_quantize" in name}
     with pytest.raises(fxq.CalibrationError, match="%x_quantize cannot be observed"):
         prepared(torch.full((8, 2, 6, 6), float("nan")))
@@ -364,15 +357,11 @@ def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_
     for _ in range(3):
         train(prepared, steps=1, learning_rate=0.1)
         assert all(is_power_of_two(scale) for name, scale in scales(prepared).items() if "weight_quantizer" not in name)
-    integer = fxq.convert(prepared)
-    multipliers = [
-        value for name, value in integer.named_buffers() if name.endswith("multiplier") and "pool" not in name and "mean" not in name
-    ]
+    named = fxq.convert(prepared).named_buffers()
+    multipliers = [value for name, value in named if name.endswith("multiplier") and "pool" not in name and "mean" not in name]
     assert multipliers
     assert all(is_power_of_two(value) for value in multipliers if value.dtype == torch.float32)
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
-    contract.assert_train_is_validate(prepared, batches()[1])
+    assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
 
 
 def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None:
@@ -408,9 +397,7 @@ def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str)
 
 def test_freezing_after_training_keeps_what_training_found() -> None:
     """Not what calibration had found: its histogram is still there."""
-    prepared = calibrated(config())
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    prepared = to_train(calibrated(config()))
     for _ in range(3):
         prepared(3 * batches()[0])
     moved = fxq.qparams(prepared)
@@ -429,22 +416,18 @@ def test_a_scale_that_is_set_stays_through_training(mode: str) -> None:
 def test_scales_of_one_model_set_in_another_give_the_same_bits() -> None:
     trained = calibrated(config("learned"))
     train(trained)
-    fxq.set_state(trained, fxq.State.VALIDATE)
     other = fxq.prepare(Net(), batches()[0], qconfig=config("frozen"))
     other.load_state_dict({name: value for name, value in trained.state_dict().items() if not name.startswith("quantized.")}, strict=False)
-    fxq.set_qparams(other, fxq.qparams(trained))
-    intermediate = trained.quantized.conv2.intermediate
-    other.quantized.conv2.intermediate.set_scale(float(intermediate.scale))
-    fxq.set_state(other, fxq.State.VALIDATE)
-    assert torch.equal(other(batches()[0]), trained(batches()[0]))
+    fxq.set_qparams(other, fxq.qparams(to_validate(trained)))
+    other.quantized.conv2.intermediate.set_scale(float(trained.quantized.conv2.intermediate.scale))
+    assert torch.equal(to_validate(other)(batches()[0]), trained(batches()[0]))
 
 
 @pytest.mark.parametrize("wrong", ["ema", "", "Learned"])
 def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="training="):
-        fxq.ActivationConfig(training=wrong)
-    with pytest.raises(fxq.ConfigurationError, match="training="):
-        fxq.WeightConfig(training=wrong)
+    for kind in (fxq.ActivationConfig, fxq.WeightConfig):
+        with pytest.raises(fxq.ConfigurationError, match="training="):
+            kind(training=wrong)
     with pytest.raises(fxq.ConfigurationError, match="a weight's scale"):
         fxq.WeightConfig(training="frozen")
 
@@ -452,32 +435,20 @@ def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
 # ---- loading --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loaded", MODES)
-@pytest.mark.parametrize("saved", MODES)
+SAVED: dict[str, fxq.QConfig] = {**{mode: config(mode) for mode in MODES}, "learned weights": config("learned", "learned", bits=4)}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*itertools.product(MODES, MODES), ("learned weights", "learned weights")])
 def test_calibrated_and_trained_scales_load_into_a_new_model_whatever_either_does_in_training(saved: str, loaded: str) -> None:
-    one = calibrated(config(saved))
+    one, other = calibrated(SAVED[saved]), fxq.prepare(Net(), batches()[0], qconfig=SAVED[loaded])
     train(one)
-    other = fxq.prepare(Net(), batches()[0], qconfig=config(loaded))
-    other.load_state_dict(one.state_dict())
-    for model in (one, other):
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert fxq.qparams(other) == fxq.qparams(one) != fxq.qparams(calibrated(config(saved))) or saved == "frozen"
-    assert torch.equal(other(batches()[0]), one(batches()[0]))
-    train(other)
-    fxq.set_state(other, fxq.State.VALIDATE)
-    assert (fxq.qparams(other) != fxq.qparams(one)) is (loaded != "frozen")
-    contract.assert_validate_is_integer(other, fxq.convert(other), batches()[0])
-
-
-def test_learned_weight_scales_load() -> None:
-    one = calibrated(config("learned", "learned", bits=4))
-    train(one)
-    other = fxq.prepare(Net(), batches()[0], qconfig=config("learned", "learned", bits=4))
     other.load_state_dict(one.state_dict())
     assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(one))
-    for model in (one, other):
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert torch.equal(other(batches()[0]), one(batches()[0]))
+    assert torch.equal(to_validate(other)(batches()[0]), to_validate(one)(batches()[0]))
+    assert fxq.qparams(other) == fxq.qparams(one) != fxq.qparams(calibrated(SAVED[saved])) or saved == "frozen"
+    train(other)
+    assert (fxq.qparams(to_validate(other)) != fxq.qparams(one)) is (loaded != "frozen")
+    contract.assert_validate_is_integer(other, fxq.convert(other), batches()[0])
 
 
 def test_calibrating_again_starts_learned_scales_anew() -> None:
@@ -500,8 +471,7 @@ def test_a_model_with_learned_scales_is_saved_and_loaded_whole(frozen: bool, tmp
     assert fxq.text(fxq.convert(loaded)) == fxq.text(fxq.convert(prepared))
     for model in (prepared, loaded):
         train(model)
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert torch.equal(loaded(batches()[0]), prepared(batches()[0]))
+    assert torch.equal(to_validate(loaded)(batches()[0]), to_validate(prepared)(batches()[0]))
     assert all(torch.equal(scale, scales(loaded)[name]) for name, scale in scales(prepared).items())
 
 
@@ -510,9 +480,7 @@ def test_a_model_saved_between_observing_and_setting_its_scales_goes_on(tmp_path
     fxq.set_state(prepared, fxq.State.CALIBRATE)
     prepared(4 * batches()[0])
     loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
-    for model in (prepared, loaded):
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert fxq.qparams(loaded) == fxq.qparams(prepared) != fxq.qparams(calibrated(config()))
+    assert fxq.qparams(to_validate(loaded)) == fxq.qparams(to_validate(prepared)) != fxq.qparams(calibrated(config()))
 
 
 def test_a_copy_learns_on_its_own() -> None:
@@ -527,25 +495,19 @@ def test_a_copy_learns_on_its_own() -> None:
 # ---- live batch norms -----------------------------------------------------------------------------------------------------------
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 5, 3)
-        self.bn = nn.BatchNorm2d(5)
-        with torch.no_grad():
-            self.bn.weight.copy_(torch.tensor([1.0, -0.5, 2.0, 0.0, 0.3]))
-            self.bn.bias.uniform_(-1, 1)
-            self.bn.running_var.uniform_(0.2, 2)
-            self.bn.running_mean.uniform_(-1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x))
+def normalised() -> nn.Module:
+    model = written(lambda m, x: m.bn(m.conv(x)), conv=nn.Conv2d(2, 5, 3), bn=nn.BatchNorm2d(5))
+    model.bn.weight.data.copy_(torch.tensor([1.0, -0.5, 2.0, 0.0, 0.3]))
+    model.bn.bias.data.uniform_(-1, 1)
+    model.bn.running_var.uniform_(0.2, 2)
+    model.bn.running_mean.uniform_(-1, 1)
+    return model
 
 
 @pytest.mark.parametrize("weights", ["statistics", "learned"])
 def test_a_live_batch_norm_normalises_what_the_quantized_weights_compute(weights: str) -> None:
     """TRAIN is PyTorch's batch norm behind a convolution with the deployed integer weights, in values and gradients."""
-    model, batch = Normalised(), torch.randn(6, 2, 9, 9)
+    model, batch = normalised(), torch.randn(6, 2, 9, 9)
     qconfig = fxq.QConfig(fxq.ActivationConfig(training="frozen"), fxq.WeightConfig(training=weights))
     prepared = fxq.calibrate(fxq.prepare(model, batch, qconfig=qconfig), [batch], show_progress=False)
     fxq.set_qparams(prepared, {"x_quantize": 1 / 32, "conv": 1 / 32})
@@ -594,20 +556,17 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-        with torch.no_grad():
-            self.second.weight.mul_(100)
+        self.second.weight.data.mul_(100)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        value: torch.Tensor = self.second(x) + 0.001 * x
-        return value
+        return self.second(x) + 0.001 * x
 
 
 @functools.cache
 def skipping(qconfig: fxq.QConfig | None) -> fx.GraphModule:
     torch.manual_seed(0)
-    prepared = fxq.prepare(Skips(), images()[:1], "nash-e", qconfig)
-    return fxq.calibrate(prepared, [images()], show_progress=False)
+    return shared.calibrated(Skips(), [images()], "nash-e", qconfig)
 
 
 def skips(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
@@ -619,12 +578,10 @@ def images(factor: float = 1.0) -> torch.Tensor:
 
 
 def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> None:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     for _ in range(steps):
         prepared(value)
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    prepared.eval()
+    to_validate(prepared)
 
 
 @pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
@@ -640,9 +597,8 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
         fxq.freeze(prepared)
     loaded = skips(qconfig=qconfig)
     assert loaded.load_state_dict(prepared.state_dict()) == ([], [])
-    fxq.set_state(loaded, fxq.State.VALIDATE)
     scales = fxq.qparams(prepared)
-    assert fxq.qparams(loaded) == scales
+    assert fxq.qparams(to_validate(loaded)) == scales
     train_on(loaded, images(5.0))
     after = fxq.qparams(loaded)
     assert after["second"] == scales["second"]
@@ -652,22 +608,17 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     assert fxq.verify(loaded, fxq.convert(loaded), [images()], show_progress=False)
 
 
-def test_a_given_scale_loads_where_scales_are_observed_and_stands_still_there() -> None:
-    given = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03)))
-    observed = skips()
-    observed.load_state_dict(given.state_dict())
-    assert fxq.qparams(observed) == fxq.qparams(given)
-    train_on(observed, images(5.0))
-    assert fxq.qparams(observed) == fxq.qparams(given)
-
-
-def test_an_observed_scale_takes_no_given_ones_place() -> None:
-    given = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03)))
+def test_a_given_scale_loads_where_scales_are_observed_and_an_observed_one_takes_no_given_ones_place() -> None:
+    given, observed = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03))), skips()
     scales = fxq.qparams(given)
-    missing, unexpected = given.load_state_dict(skips().state_dict(), strict=False)
+    missing, unexpected = given.load_state_dict(observed.state_dict(), strict=False)
     assert missing == []
     assert all(".observer." in name or ".range." in name or ".others." in name for name in unexpected)
     assert fxq.qparams(given) == scales
+    observed.load_state_dict(given.state_dict())
+    assert fxq.qparams(observed) == scales
+    train_on(observed, images(5.0))
+    assert fxq.qparams(observed) == scales
 
 
 def test_what_moved_in_a_checkpoint_moves_again() -> None:
@@ -679,10 +630,9 @@ def test_what_moved_in_a_checkpoint_moves_again() -> None:
     assert all(after > before[name] for name, after in fxq.qparams(frozen).items())
 
 
-@pytest.mark.parametrize("training", ["statistics", "learned"])
-def test_a_checkpoint_without_a_word_of_what_stands_still_loads(training: str) -> None:
-    """As earlier versions wrote them."""
-    qconfig = fxq.QConfig(fxq.ActivationConfig(training=training), fxq.WeightConfig(training=training))
+@pytest.mark.parametrize("mode", ["statistics", "learned"])
+def test_a_checkpoint_of_earlier_versions_that_does_not_say_what_stands_still_loads(mode: str) -> None:
+    qconfig = config(mode, mode)
     prepared, loaded = skips(qconfig=qconfig), skips(qconfig=qconfig)
     train_on(prepared, images(), 1)
     fxq.set_qparams(loaded, {"second": 0.25})
@@ -729,8 +679,6 @@ def test_setting_what_a_residual_is_added_to_leaves_the_output_alone() -> None:
 
 def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_too() -> None:
     prepared = skips()
-    again = fxq.prepare(Skips(), images()[:1], "nash-e")
-    again.load_state_dict(prepared.state_dict())
     fresh = fxq.prepare(Skips(), images()[:1], "nash-e")
     with torch.no_grad():
         for mine, theirs in zip(fresh.parameters(), prepared.parameters(), strict=True):
@@ -740,6 +688,5 @@ def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_t
     with pytest.raises(fxq.NotCalibrated, match=r"%second\.intermediate has no scale yet"):
         fxq.convert(fresh)
     fxq.set_qparams(fresh, scales)
-    fxq.set_state(fresh, fxq.State.VALIDATE)
-    assert torch.equal(fresh(images()), prepared(images()))
+    assert torch.equal(to_validate(fresh)(images()), prepared(images()))
     assert fxq.verify(prepared, fxq.convert(fresh), [images()], show_progress=False)

@@ -23,6 +23,7 @@ from tests.shared.contract import (
     assert_validate_is_integer,
     same_bytes,
 )
+from tests.shared.written import written
 
 DYNAMIC = fxq.QConfig(dynamic=True)
 
@@ -212,16 +213,11 @@ def test_learned_scales_and_saved_files(tmp_path: Path) -> None:
 
 
 def test_beside_layers_that_are_calibrated() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.dynamic, self.static = nn.Conv1d(3, 6, 1), nn.Linear(6, 5), nn.Linear(5, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.static(torch.relu(self.dynamic(self.conv(x).mean(2))))
 
     rules = fxq.QConfigMapping().set_module_name("dynamic", DYNAMIC)
-    result = fxq.quantize(live(Mixed()), [drawn(8, 3, 4)], target="x86", qconfig=rules, show_progress=False)
+    layers = {"conv": nn.Conv1d(3, 6, 1), "dynamic": nn.Linear(6, 5), "static": nn.Linear(5, 4)}
+    model = live(written(lambda m, x: m.static(torch.relu(m.dynamic(m.conv(x).mean(2)))), **layers))
+    result = fxq.quantize(model, [drawn(8, 3, 4)], target="x86", qconfig=rules, show_progress=False)
     known = {layer.name: layer for layer in fxq.layers(result.integer)}
     assert [known[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
     assert (known["dynamic"].integer, known["dynamic"].device, known["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
@@ -233,8 +229,7 @@ def test_searches_leave_dynamic_layers_as_they_are() -> None:
     model = live(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
     rules = fxq.QConfigMapping().set_module_name("2", DYNAMIC)
     assert with_observer(rules, fxq.MinMaxObserver).names["2"] == DYNAMIC
-    prepared = fxq.prepare(model, (drawn(4, 6),), "x86", rules)
-    fxq.calibrate(prepared, [drawn(4, 6)], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, (drawn(4, 6),), "x86", rules), [drawn(4, 6)], show_progress=False)
     choices = Choices(prepared, (4, 8))
     assert "_2.weight" not in choices
     assert [product.width for product in choices.products if product.layer == "_2"] == [(8, 8)]

@@ -32,6 +32,7 @@ from fxquant.quantization.observers import (
     PercentileObserver,
     ranges,
 )
+from tests.shared.written import to_train
 
 HISTOGRAMS: list[Any] = [kind for kind in SETTINGS if issubclass(kind, HistogramObserver)]
 EVERY = (MinMaxObserver, MovingAverageMinMaxObserver, *HISTOGRAMS, functools.partial(ClipObserver, -4.0, 4.0))
@@ -55,7 +56,6 @@ def test_the_first_batches_count_equally_and_later_ones_by_the_constant() -> Non
 
 
 def test_a_histogram_counts_the_same_whatever_the_order_its_reach_grew_in() -> None:
-    torch.manual_seed(0)
     values = torch.randn(4096)
     values[0] = 8.0
     at_once = observed(HistogramObserver(bins=256), values)
@@ -69,7 +69,6 @@ def test_a_histogram_counts_the_same_whatever_the_order_its_reach_grew_in() -> N
 @pytest.mark.parametrize(("observer", "p"), [(MSEObserver(), 2.0), (LpObserver(p=3.0), 3.0), (LpObserver(p=1.5), 1.5)], ids=str)
 @pytest.mark.parametrize("dtype", [INT4, INT8], ids=str)
 def test_the_smallest_error_of_a_power_is_found(observer: HistogramObserver, p: float, dtype: IntType) -> None:
-    torch.manual_seed(0)
     values = torch.randn(20_000)
     values[0] = 40.0
     threshold = float(observed(observer, values).threshold(dtype))
@@ -85,7 +84,6 @@ def test_the_smallest_error_of_a_power_is_found(observer: HistogramObserver, p: 
 
 def test_the_default_loses_less_on_what_comes_later_than_what_is_best_or_whole_on_the_sample() -> None:
     """Samples of 256, of a normal and of a long-tailed distribution: the error of each scale on many more values."""
-    torch.manual_seed(0)
     lost: dict[type[Observer], float] = {MinMaxObserver: 0.0, MSEObserver: 0.0, HistogramObserver: 0.0}
     for trial in range(20):
         shape = torch.distributions.Normal(0.0, 1.0) if trial % 2 else torch.distributions.StudentT(4.0)
@@ -99,7 +97,6 @@ def test_the_default_loses_less_on_what_comes_later_than_what_is_best_or_whole_o
 
 
 def test_a_histogram_goes_beyond_what_it_saw_unless_many_values_lie_at_the_end() -> None:
-    torch.manual_seed(0)
     values = torch.randn(50_000)
 
     def threshold(seen: torch.Tensor) -> float:
@@ -117,7 +114,6 @@ def test_a_histogram_goes_beyond_what_it_saw_unless_many_values_lie_at_the_end()
 @pytest.mark.parametrize("observer", HISTOGRAMS)
 def test_sixteen_bits_cover_everything(observer: type[HistogramObserver]) -> None:
     """Bins are wider than their steps, and nothing is gained by cutting off."""
-    torch.manual_seed(0)
     values = torch.randn(10_000)
     values[0] = 10.0
     covered = float(observed(observer(), values).scale(INT16)) * INT16.divisor
@@ -166,9 +162,7 @@ def test_while_training_batches_move_the_scale_only_where_it_follows_statistics(
     qconfig = fxq.QConfig(output=fxq.ActivationConfig(observer=observer, training=training))
     prepared = fxq.calibrate(fxq.prepare(model, (torch.randn(2, 3, 8, 8),), qconfig=qconfig), [torch.randn(2, 3, 8, 8)])
     before = fxq.qparams(prepared)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    prepared(3 * torch.randn(2, 3, 8, 8))
+    to_train(prepared)(3 * torch.randn(2, 3, 8, 8))
     assert (fxq.qparams(prepared) != before) is moves
 
 
@@ -186,8 +180,7 @@ def test_an_outlier_that_calibration_cut_off_does_not_take_the_scale_with_it(tar
         return float(found[0] if isinstance(found, tuple) else found)
 
     before = scale()
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     for _ in range(300):
         prepared(torch.randn(8, 3, 8, 8))
     assert scale() > 0.6 * before
@@ -266,7 +259,6 @@ def test_what_lies_beyond_the_bounds_counts_as_the_bound() -> None:
 
 
 def test_deviations_from_the_mean_bound_the_range() -> None:
-    torch.manual_seed(0)
     values = 2 + torch.randn(100_000)
     low, high = observed(ClipStdObserver(1.5), values).interval(UINT8)
     assert float(low) == 0.0  # 0 has an integer
@@ -278,7 +270,6 @@ def test_deviations_from_the_mean_bound_the_range() -> None:
 @pytest.mark.parametrize("dtype", [INT4, INT8], ids=str)
 def test_the_divergence_is_that_of_the_formula(dtype: IntType) -> None:
     """The smallest of all ends that the formula, written out slowly, gives."""
-    torch.manual_seed(0)
     observer = observed(KLObserver(bins=256), torch.distributions.Laplace(0.0, 1.0).sample((20_000,)))  # type: ignore[no-untyped-call]
     counts = observer.counts.tolist()
     counts[0] = counts[1]
@@ -303,7 +294,6 @@ def test_the_divergence_is_that_of_the_formula(dtype: IntType) -> None:
 
 
 def test_a_mix_is_the_most_alike_of_four() -> None:
-    torch.manual_seed(0)
     values = torch.randn(50_000)
     values[:3] = 60.0
 
@@ -318,7 +308,6 @@ def test_a_mix_is_the_most_alike_of_four() -> None:
 @pytest.mark.parametrize("observer", [HistogramObserver, MSEObserver, LpObserver])
 def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[HistogramObserver]) -> None:
     """The best threshold, just above a power of two, would be rounded up to twice that."""
-    torch.manual_seed(0)
     values = torch.randn(50_000)
     largest = float(values.abs().max())
     for factor in (1.05, 1.4, 1.9):
@@ -347,7 +336,6 @@ def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
 
 @pytest.mark.parametrize("observer", EVERY)
 def test_what_several_have_seen_is_what_one_would_have(observer: Callable[[], Observer]) -> None:
-    torch.manual_seed(0)
     parts = [torch.cat((torch.randn(4096), torch.tensor([-5.0, 5.0]))) for _ in range(3)]  # the same reach
     each = [observed(observer(), part) for part in parts]
     merged, whole = observer(), observed(observer(), *parts)
@@ -383,7 +371,6 @@ def test_probabilities_stay_probabilities(target: str) -> None:
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
 def test_numbers_have_the_bits_of_scalar_tensors(observer: type[MinMaxObserver], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(64) * torch.randn(()).exp() + torch.randn(()) for _ in range(200)]
 
     def seen() -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat.horizon import DeQuantStub, QuantStub
+from tests.shared.written import to_train
 
 A, Q, M, W = fxq.ActivationConfig, fxq.QConfig, fxq.QConfigMapping, fxq.WeightConfig
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -99,8 +100,7 @@ def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> No
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, BATCHES, show_progress=False)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES[:1], show_progress=False)
-    fxq.set_state(prepared, "train")
-    prepared.train()(BATCHES[0]).sum().backward()
+    to_train(prepared)(BATCHES[0]).sum().backward()
     assert all(parameter.grad is not None for parameter in prepared.parameters())
 
 

@@ -17,6 +17,7 @@ from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.prepared.operators import quantized_operators
 from tests.analysis.test_comparison import Digits, broken, network, quantized, residuals
 from tests.analysis.test_comparison import batches as digits
+from tests.shared.written import written
 
 RULE = re.compile(
     r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"
@@ -55,17 +56,6 @@ def spectrum() -> nn.Module:
         model.lstm.weight_hh_l0 *= 0.1
         model.side.weight *= 0.001
     return model
-
-
-class Joined(nn.Module):
-    """Two branches of different ranges in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loud, self.quiet, self.read = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.read(torch.cat([self.loud(x), self.quiet(x)], -1))
 
 
 def rules(advice: fxq.Advice) -> list[QConfigMapping]:
@@ -122,8 +112,11 @@ def compared(make: Callable[[], nn.Module], batches: Callable[[], list[Any]], **
 
 
 def joined() -> nn.Module:
+    """Two branches of different ranges in one tensor."""
     torch.manual_seed(0)
-    model = Joined().eval()
+    model = written(
+        lambda m, x: m.read(torch.cat([m.loud(x), m.quiet(x)], -1)), loud=nn.Linear(6, 8), quiet=nn.Linear(6, 8), read=nn.Linear(16, 4)
+    ).eval()
     with torch.no_grad():
         model.loud.weight *= 200
         model.read.weight[:, :8] /= 200

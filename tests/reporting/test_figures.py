@@ -22,17 +22,15 @@ from fxquant.figures import pareto_front
 from fxquant.reporting.layout import drawing
 from fxquant.search.sensitivity import decibels
 from fxquant.tuning.result import TunedLayer, TuningResult
+from tests.shared.written import written
 
 pytest.importorskip("matplotlib")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.two(torch.relu(self.one(x))) + x)
+def block() -> nn.Module:
+    return written(
+        lambda m, x: torch.relu(m.two(torch.relu(m.one(x))) + x), one=nn.Conv2d(4, 4, 3, padding=1), two=nn.Conv2d(4, 4, 3, padding=1)
+    )
 
 
 class Network(nn.Module):
@@ -41,7 +39,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3)
-        self.stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
+        self.stages = nn.ModuleList([nn.Sequential(block(), block()), nn.Sequential(block(), block())])
         self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
     def forward(self, image: Tensor) -> Tensor:

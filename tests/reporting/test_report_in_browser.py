@@ -23,7 +23,6 @@ SETTINGS = (
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_every_layer_of_the_report(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
     batches = [torch.randn(4, 3, 8, 8)]
     result = fxq.quantize(model, batches, target="nash-e", show_progress=False)

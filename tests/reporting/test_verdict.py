@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.reporting.verdict import GOOD, VISIBLE
 from tests.analysis.test_comparison import batches, compiled, network, quantized
+from tests.shared.written import written
 
 POOR = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
 
@@ -71,19 +72,15 @@ def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
     assert all(operator.weight_quantizer.correction is not None for operator in operators)  # it was put back
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(8, 12, batch_first=True), nn.Linear(12, 10)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.rnn(image.squeeze(1))[0][:, -1])
-
-
 @pytest.fixture(scope="module")
 def recurrent() -> fxq.Result:
     torch.manual_seed(0)
-    return quantized(Recurrent().eval(), target="nash-e")
+    return quantized(
+        written(
+            lambda m, image: m.head(m.rnn(image.squeeze(1))[0][:, -1]), rnn=nn.LSTM(8, 12, batch_first=True), head=nn.Linear(12, 10)
+        ).eval(),
+        target="nash-e",
+    )
 
 
 def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.Result) -> None:
