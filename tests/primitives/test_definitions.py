@@ -55,6 +55,9 @@ def each(function: Callable[..., Any]) -> Callable[..., Array]:
 # ---- windows and places -----------------------------------------------------------------------------------------------
 
 
+ITEMS = slice(None), slice(None)  # and channels
+
+
 def taps(
     x: Array, kernel: Sequence[int], stride: Sequence[int], begin: Sequence[int], end: Sequence[int], dilation: Any, fill: Any
 ) -> Array:
@@ -64,7 +67,7 @@ def taps(
     found = []
     for tap in itertools.product(*map(range, kernel)):
         axes = [slice(t * d, t * d + s * (count - 1) + 1, s) for t, d, s, count in zip(tap, dilation, stride, counts, strict=True)]
-        found.append(padded[(slice(None), slice(None), *axes)])
+        found.append(padded[ITEMS + tuple(axes)])
     return np.stack(found, -1)
 
 
@@ -126,13 +129,13 @@ def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, mo
     sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
     found = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
     for tap in itertools.product(*map(range, weight.shape[2:])):
-        factors = weight[(slice(None), slice(None), *tap)].reshape(groups, -1, weight.shape[1])
+        factors = weight[ITEMS + tap].reshape(groups, -1, weight.shape[1])
         parts = zip(np.split(x, groups, 1), factors, strict=True)
         sums = np.concatenate([np.moveaxis(np.tensordot(part, factor, (1, 0)), -1, 1) for part, factor in parts], 1)
         axes = [slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, x.shape[2:], stride, strict=True)]
-        found[(slice(None), slice(None), *axes)] += sums
+        found[ITEMS + tuple(axes)] += sums
     kept = [slice(p, n - p + m) for p, n, m in zip(padding, sizes, more, strict=True)]
-    return plus(found[(slice(None), slice(None), *kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
+    return plus(found[ITEMS + tuple(kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
 
 
 def plus(total: Array, bias: Any) -> Array:
@@ -169,8 +172,9 @@ def sample_cubic(x: Array, where: Array, weights: Array, sizes: Any, bits: int, 
         return [(place, weight) for place, weight in found if place is not None]
 
     def element(index: tuple[int, ...]) -> int:
-        across, down = (along(position, size) for position, size in zip(where[(index[0], *index[2:])], sizes[::-1], strict=True))
-        return sum(x[(*index[:2], row, column)] * one * other for row, one in down for column, other in across)
+        across, down = (along(position, size) for position, size in zip(where[index[:1] + index[2:]], sizes[::-1], strict=True))
+        plane = x[index[:2]]
+        return sum(plane[row, column] * one * other for row, one in down for column, other in across)
 
     return np.array(oracle.nested((*x.shape[:2], *where.shape[1:3]), element), dtype=object)
 
