@@ -374,7 +374,7 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
         emitter, feeds = Emitter({}, 21, taken={f"given_{index}" for index in range(9)}), {}
 
         def given(value: Tensor, emitter: Emitter = emitter, feeds: dict[str, Tensor] = feeds) -> str:
-            sums = torch.int32, torch.int64 if name.startswith(("add", "subtract", "requantize")) else None
+            sums = torch.int32, torch.int64 if name.startswith(("add", "subtract", "requantize", "shift")) else None
             value = floats(value) if value.dtype in sums else value.long() if name == "joined" else value
             feeds[f"given_{len(feeds)}"] = value
             emitter.types[f"given_{len(feeds) - 1}"] = value.dtype
