@@ -49,6 +49,7 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     assert torch.equal(run(path, batch())[0], run(plain, batch())[0])
     if style == "qdq":
         report = fxq.verify(integer, path, [batch(3, seed=3)], show_progress=False)
+        assert isinstance(report, fxq.DeviationReport)
         assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 3
     else:
         assert len(assert_verified(integer, path).pairs) == 5

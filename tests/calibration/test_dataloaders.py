@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -71,36 +72,29 @@ class Stream(IterableDataset[Any]):
         yield from zip(images(), labels(), strict=True)
 
 
-class Named(Dataset[Any]):
-    """Items by name, with labels among them."""
+class Items(Dataset[Any]):
+    """Items that a function makes of an image, a mask and a label."""
+
+    def __init__(self, item: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        self.item = item
 
     def __len__(self) -> int:
         return COUNT
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"label": labels()[index], "image": images()[index], "mask": masks()[index], "file": f"{index}.png"}
-
-
-class Nested(Named):
     def __getitem__(self, index: int) -> Any:
-        return (images()[index], masks()[index]), labels()[index]
-
-
-class NamedAndTarget(Named):
-    def __getitem__(self, index: int) -> Any:
-        return {"image": images()[index], "mask": masks()[index]}, labels()[index]
+        return self.item(images()[index], masks()[index], labels()[index])
 
 
 Sample = namedtuple("Sample", "image mask label")
 
 
-class Tuples(Named):
-    def __getitem__(self, index: int) -> Any:
-        return Sample(images()[index], masks()[index], labels()[index])
+def named() -> DataLoader[Any]:
+    """Items by name, with labels among them."""
+    return loader(Items(lambda image, mask, label: {"label": label, "image": image, "mask": mask, "file": f"{int(label)}.png"}))
 
 
-def loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=4, **options)
+def loader(dataset: Dataset[Any]) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=4)
 
 
 def pieces(*tensors: Tensor) -> list[Any]:
@@ -121,92 +115,81 @@ ONE: dict[str, Callable[[], Any]] = {
     "a DataLoader": lambda: loader(TensorDataset(images())),
     "a DataLoader with labels": lambda: loader(TensorDataset(images(), labels())),
     "a DataLoader of a stream": lambda: loader(Stream()),
-    "a DataLoader of dicts": lambda: loader(Named()),
+    "a DataLoader of dicts": named,
 }
 TWO: dict[str, Callable[[], Any]] = {
     "tuples": lambda: pieces(images(), masks()),
     "labels": lambda: pieces(images(), masks(), labels()),
-    "dicts": lambda: loader(Named()),
-    "nested": lambda: loader(Nested()),
-    "nested by name": lambda: loader(NamedAndTarget()),
-    "named tuples": lambda: loader(Tuples()),
+    "dicts": named,
+    "nested": lambda: loader(Items(lambda image, mask, label: ((image, mask), label))),
+    "nested by name": lambda: loader(Items(lambda image, mask, label: ({"image": image, "mask": mask}, label))),
+    "named tuples": lambda: loader(Items(Sample)),
 }
 
 
-def expected(model: nn.Module, inputs: list[Any]) -> dict[str, Any]:
-    """The scales after plain tuples of inputs."""
-    prepared = fxq.prepare(model, inputs[0])
-    fxq.calibrate(prepared, inputs)
-    return fxq.qparams(prepared)
+PLAIN: dict[type[One], Callable[[], list[Any]]] = {
+    One: lambda: pieces(images()),
+    Two: lambda: pieces(images(), masks()),
+    Listed: lambda: [([image, image],) for image in images().split(4)],
+    Keyword: lambda: [{"image": image, "mask": mask} for image, mask in pieces(images(), masks())],
+}
+
+
+class Form(NamedTuple):
+    """Batches of a model in some form, and as they are without it: `plain`, by the model unless told."""
+
+    kind: type[One]
+    batches: Callable[[], Any]
+    batch_fn: Callable[[Any], Any] | None = None
+    plain: Callable[[], list[Any]] | None = None
+
+
+def channels_last() -> list[Any]:
+    return [{"x": image.permute(0, 2, 3, 1), "extra": [mask]} for image, mask in pieces(images(), masks())]
+
+
+def whole() -> list[Any]:
+    return [(images(),)]
+
+
+FORMS: dict[str, Form] = {
+    **{f"one input, {name}": Form(One, batches) for name, batches in ONE.items()},
+    **{f"two inputs, {name}": Form(Two, batches) for name, batches in TWO.items()},
+    "keywords": Form(Keyword, named),
+    "lists, and labels": Form(Listed, lambda: [([i, i], m) for i, m in pieces(images(), masks())]),
+    "lists by name": Form(Listed, lambda: [{"images": [i, i], "label": m} for i, m in pieces(images(), masks())]),
+    "lists in tuples": Form(Listed, lambda: [([i, i],) for i in images().split(4)]),
+    "one batch alone": Form(One, images, plain=whole),
+    "one batch alone, by name": Form(One, lambda: {"image": images()}, plain=whole),
+    "another order by batch_fn": Form(Two, channels_last, lambda batch: (batch["x"].permute(0, 3, 1, 2), batch["extra"][0])),
+    "arrays by batch_fn": Form(One, lambda: [batch.numpy() for batch in images().split(4)], torch.from_numpy),
+}
 
 
 @functools.cache
-def known(kind: type[One]) -> tuple[One, fx.GraphModule, dict[str, Any]]:
-    """A model, prepared, and its scales after plain tuples of inputs."""
-    model, inputs = kind(), (images(),) if kind is One else (images(), masks())
-    return model, fxq.prepare(model, tuple(value[:4] for value in inputs)), expected(model, pieces(*inputs))
-
-
-@pytest.mark.parametrize(("kind", "name"), [*((One, name) for name in ONE), *((Two, name) for name in TWO)])
-def test_batches_in_every_form_give_the_scales_of_plain_ones(kind: type[One], name: str) -> None:
-    (model, fresh, scales), batches = known(kind), (ONE if kind is One else TWO)[name]
-    prepared = copy.deepcopy(fresh)
-    fxq.calibrate(prepared, batches())
-    assert fxq.qparams(prepared) == scales
-    result, inputs = fxq.quantize(model, batches()), (images(),) if kind is One else (images(), masks())
-    assert fxq.qparams(result.prepared) == scales
-    assert torch.equal(result.integer(*inputs), result.prepared(*inputs))
+def known(kind: type[One], plain: Callable[[], list[Any]]) -> tuple[One, fx.GraphModule, dict[str, Any]]:
+    """A model, prepared, and its scales after plain batches."""
+    model = kind()
+    prepared = fxq.prepare(model, plain()[0])
+    return model, prepared, fxq.qparams(fxq.calibrate(copy.deepcopy(prepared), plain()))
 
 
 def of_one() -> fx.GraphModule:
     """The model of one input, prepared."""
-    return copy.deepcopy(known(One)[1])
+    return copy.deepcopy(known(One, PLAIN[One])[1])
 
 
-def test_keywords() -> None:
-    model = Keyword()
-    result = fxq.quantize(model, loader(Named()))
-    assert fxq.qparams(result.prepared) == expected(model, [{"image": i, "mask": m} for i, m in pieces(images(), masks())])
-    assert torch.equal(result.integer(image=images(), mask=masks()), result.prepared(image=images(), mask=masks()))
-
-
-@pytest.mark.parametrize("form", [lambda i, m: ([i, i], m), lambda i, m: {"images": [i, i], "label": m}, lambda i, m: ([i, i],)])
-def test_an_input_that_is_a_list(form: Callable[[Tensor, Tensor], Any]) -> None:
-    model = Listed()
-    result = fxq.quantize(model, [form(i, m) for i, m in pieces(images(), masks())])
-    assert fxq.qparams(result.prepared) == expected(model, [([i, i],) for i in images().split(4)])
-
-
-@pytest.mark.parametrize("whole", [lambda: images(), lambda: {"image": images()}])
-def test_one_batch_alone(whole: Callable[[], Any]) -> None:
-    model = One()
-    scales = expected(model, [(images(),)])
-    prepared = fxq.prepare(model, images(4))
-    fxq.calibrate(prepared, whole())
-    assert fxq.qparams(prepared) == scales
-    assert fxq.qparams(fxq.quantize(model, whole()).prepared) == scales
-
-
-def test_batch_fn() -> None:
-    model = Two()
-    scales = expected(model, pieces(images(), masks()))
-    batches = [{"x": image.permute(0, 2, 3, 1), "extra": [mask]} for image, mask in pieces(images(), masks())]
-
-    def inputs(batch: Any) -> Any:
-        return batch["x"].permute(0, 3, 1, 2), batch["extra"][0]
-
-    prepared = fxq.prepare(model, inputs(batches[0]))
-    fxq.calibrate(prepared, batches, batch_fn=inputs)
-    assert fxq.qparams(prepared) == scales
-    assert fxq.qparams(fxq.quantize(model, batches, batch_fn=inputs).prepared) == scales
-
-
-def test_a_double_array_becomes_a_batch_in_batch_fn() -> None:
-    model = One()
-    arrays = [batch.numpy() for batch in images().split(4)]
-    prepared = fxq.prepare(model, images(4))
-    fxq.calibrate(prepared, arrays, batch_fn=torch.from_numpy)
-    assert fxq.qparams(prepared) == expected(model, pieces(images()))
+@pytest.mark.parametrize("name", FORMS)
+def test_batches_in_every_form_give_the_scales_of_plain_ones(name: str) -> None:
+    form = FORMS[name]
+    plain = form.plain or PLAIN[form.kind]
+    model, fresh, scales = known(form.kind, plain)
+    prepared = copy.deepcopy(fresh)
+    fxq.calibrate(prepared, form.batches(), batch_fn=form.batch_fn)
+    result, inputs = fxq.quantize(model, form.batches(), batch_fn=form.batch_fn), plain()[0]
+    assert fxq.qparams(prepared) == fxq.qparams(result.prepared) == scales
+    named = inputs if isinstance(inputs, dict) else dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False))
+    assert torch.equal(result.integer(**named), result.prepared(**named))
 
 
 class Counted:
@@ -242,19 +225,21 @@ def test_the_rest_of_a_generator_can_be_used() -> None:
 
 
 def test_num_batches_is_what_counts() -> None:
-    model, growing = One(), images().clone()
+    growing = images().clone()
     growing[8:] *= 4
-    prepared = fxq.prepare(model, images(4))
-    fxq.calibrate(prepared, loader(TensorDataset(growing, labels())), num_batches=2)
-    assert fxq.qparams(prepared) == expected(model, pieces(growing[:8]))
-    assert fxq.qparams(prepared) != expected(model, pieces(growing))
+
+    def scales(batches: Any, number: int | None = None) -> dict[str, Any]:
+        return fxq.qparams(fxq.calibrate(of_one(), batches, number))
+
+    found = scales(loader(TensorDataset(growing, labels())), 2)
+    assert found == scales(pieces(growing[:8])) != scales(pieces(growing))
 
 
 @pytest.mark.parametrize(
     ("batches", "line"),
     [
         (lambda: pieces(images(), labels()), "batches have 2 items; the model takes the first 1"),
-        (lambda: loader(Named()), "batches have label, mask, file_0, file_1, file_2, file_3 as well; the model takes only image"),
+        (named, "batches have label, mask, file_0, file_1, file_2, file_3 as well; the model takes only image"),
     ],
 )
 def test_what_is_dropped_is_said_once(batches: Callable[[], Any], line: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +303,7 @@ def test_what_yields_no_batches(batches: Any, number: int | None, text: str) -> 
 
 
 def test_verify_takes_the_same_batches(tmp_path: Path) -> None:
-    result = fxq.quantize(Two(), loader(Nested()))
+    result = fxq.quantize(Two(), loader(Items(lambda image, mask, label: ((image, mask), label))))
     path = result.export(tmp_path / "model.onnx")
     for name in TWO:
         report = fxq.verify(result.integer, path, TWO[name](), show_progress=False)

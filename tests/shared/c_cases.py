@@ -184,6 +184,7 @@ def _elementwise(draw: Draw) -> Calls:
     for bits in (1, 7):
         yield "shift_right", draw.whole(7, dtype=I16), bits
         yield "shift_right", a, bits
+        yield "shift_right", a.to(I64) * 2**16, bits + 10
     yield "clamp", draw.whole(9), -7, 101
     yield "clamp", draw.whole(9, dtype=U8), 3, 101
     for name in ("maximum", "minimum"):

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-EXACT = settings(deadline=None, derandomize=True, max_examples=60)
-SLOW = settings(EXACT, max_examples=30)
+EXACT = settings(deadline=None, derandomize=True, max_examples=50)
+SLOW = settings(EXACT, max_examples=20)
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import fxquant as fxq
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning.noise import LayerNoise
+from tests.shared import contract
 
 
 class Chain(nn.Module):
@@ -176,8 +179,17 @@ def sqnr(model: nn.Module, prepared: nn.Module) -> float:
 
 def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = True, **options: Any) -> fx.GraphModule:
     qconfig = fxq.QConfig(weight=fxq.WeightConfig(per_channel=per_channel))
-    prepared = fxq.prepare(model, image(), target, qconfig)
-    return fxq.calibrate(prepared, [image(seed) for seed in range(3)], show_progress=False, **options)
+    return contract.calibrated(model, [image(seed) for seed in range(3)], target, qconfig, **options)
+
+
+@functools.cache
+def _equalized() -> fx.GraphModule:
+    return calibrated(rescaled())
+
+
+def equalized() -> fx.GraphModule:
+    """The rescaled network, calibrated with factors."""
+    return copy.deepcopy(_equalized())
 
 
 @pytest.mark.parametrize(("target", "per_channel"), [("bayes-e", True), ("bayes-e", False), ("x86", True)])
@@ -227,8 +239,7 @@ def test_a_few_loud_items_do_not_say_how_far_apart_channels_are(bits: int) -> No
 
 
 def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: Path) -> None:
-    model = rescaled()
-    prepared = calibrated(model)
+    model, prepared = rescaled(), equalized()
     integer = fxq.convert(prepared)
     assert "equalized" in fxq.explain(prepared)
     assert "equalized" in fxq.explain(integer)
@@ -238,10 +249,8 @@ def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: 
         assert torch.equal(prepared.state_dict()[name], value)
     with torch.no_grad():
         expected = prepared(image(7))
-        fxq.freeze(prepared)
-        fxq.set_state(prepared, "train")
-        assert torch.equal(prepared(image(7)), expected)
-        fxq.set_state(prepared, "validate")
+    contract.assert_train_is_validate(prepared, image(7))
+    fxq.set_state(prepared, "validate")
     loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
     fxq.set_state(loaded, "validate")
     other = fxq.prepare(rescaled(0), image())
@@ -253,8 +262,7 @@ def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: 
 
 
 def test_training_moves_the_users_parameters_and_statistics() -> None:
-    model = rescaled()
-    prepared = calibrated(model)
+    model, prepared = rescaled(), equalized()
     fxq.set_state(prepared, "train")
     prepared.train()
     prepared(image(7, 32)).square().mean().backward()
@@ -267,8 +275,7 @@ def test_training_moves_the_users_parameters_and_statistics() -> None:
 
 
 def test_observations_bring_their_factors_along(tmp_path: Path) -> None:
-    model = rescaled()
-    first = calibrated(model)
+    model, first = rescaled(), equalized()
     seen = fxq.load(fxq.save(fxq.observations(first), tmp_path / "seen.fxq"))
     assert seen == fxq.observations(first)
     again = fxq.prepare(model, image(), observations=seen)
