@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
-from fxquant.ops.core.operators import WIDE, Builder, Parameter, composite, operator_of, taking
+from fxquant.ops.core.operators import WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, operator_of, taking
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import Builder, Operator, Same, operator_of, register
+from fxquant.ops.core.operators import Builder, Operator, Same, TensorFact, fact, is_parameter, operator_of, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.whole import COMPARISONS

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
-from fxquant.ops.core.operators import WIDE, Builder, Operator, Same, Trait, composite, operator_of, register
+from fxquant.ops.core.operators import WIDE, BatchDim, Builder, Operator, Same, TensorFact, Trait, composite, operator_of, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub

@@ -13,8 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import fact
-from fxquant.ops.core.operators import WIDE, Builder, Fixed, Trait, composite, sample, taking
+from fxquant.ops.core.operators import WIDE, Builder, Fixed, Trait, composite, fact, sample, taking
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
 from fxquant.ops.pooling.totals import sum

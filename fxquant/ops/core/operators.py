@@ -1,17 +1,42 @@
 """Gather what files of operators are written with, so that they import it in one line."""
 
+from fxquant.ir.facts import BatchDim, Size, TensorFact
+from fxquant.ir.graph import fact, is_parameter
+from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.clamping import clamped
+from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import Guard, composite, declare, lowered, settings_of, spelled, taking
+from fxquant.ops.core.constants import on_the_output, selected
+from fxquant.ops.core.declare import Guard, bound, composite, function_and_method, listed, lowered, settings_of, spelled, taking
 from fxquant.ops.core.demands import INNER, WIDE, Demand, Fixed, Own, Plain, Same
 from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import COMPUTED, NO_DIMENSIONS, fixed, is_tensor, nodes, numbers, one_of, shape_of, tensors
-from fxquant.ops.core.record import BY_NAME, OPERATORS, Adapt, Instead, Operator, Parameter, operator_of, register
-from fxquant.ops.core.samples import ABOVE_ONE, ALIGNED, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, Sample, sample
+from fxquant.ops.core.guards import (
+    COMPUTED,
+    NO_DIMENSIONS,
+    are_fixed,
+    fixed,
+    fixed_along,
+    fixed_sizes,
+    is_tensor,
+    known_size,
+    known_sizes,
+    nodes,
+    numbers,
+    one_of,
+    shape_of,
+    tensors,
+)
+from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Parameter, operator_named, operator_of, register
+from fxquant.ops.core.samples import ABOVE_ONE, ALIGNED, IMAGES, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, Sample, sample
 from fxquant.ops.core.traits import Trait
 
 __all__ = [
-    "ABOVE_ONE", "ALIGNED", "BY_NAME", "COMPUTED", "INNER", "JUMPS", "NORMED", "NO_DIMENSIONS", "OPERATORS", "POSITIVE", "SHARES", "WIDE",
-    "WITHIN_ONE", "Adapt", "Builder", "Call", "Demand", "Fixed", "Guard", "Instead", "Operator", "Own", "Parameter", "Plain", "Same",
-    "Sample", "Trait", "composite", "declare", "fixed", "is_tensor", "lowered", "nodes", "numbers", "one_of", "operator_of", "register",
-    "sample", "settings_of", "shape_of", "spelled", "taking", "tensors",
+    "ABOVE_ONE", "ALIGNED", "COMPUTED", "FLOAT32_EXACT", "IMAGES", "INNER", "JUMPS", "NORMED", "NO_DIMENSIONS", "OPERATORS", "POSITIVE",
+    "SHARES", "WIDE", "WITHIN_ONE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed", "Guard", "Instead", "Lowering",
+    "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size", "TensorFact", "Trait", "are_fixed", "bound",
+    "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes", "function_and_method", "is_parameter", "is_tensor", "known_size",
+    "known_sizes", "listed", "lowered", "nodes", "numbers", "on_the_output", "one_of", "operator_named", "operator_of", "register",
+    "sample", "selected", "settings_of", "shape_of", "spelled", "taking", "tensors",
 ]  # fmt: skip

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import Interval
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import Call, Instead, Own, Same, Trait, lowered, spelled
+from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Ratio, Same, Trait, clamped, lowered, spelled
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.primitives import elementwise
 

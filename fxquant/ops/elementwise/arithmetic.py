@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import ALIGNED, Call, Instead, Trait, lowered, sample
+from fxquant.ops.core.operators import ALIGNED, FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, lowered, sample
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import lower_uniform

@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import Plain, Same, Trait, lowered
+from fxquant.ops.core.operators import Lowering, Plain, Quantized, Ratio, Same, TensorFact, Trait, fact, is_parameter, lowered
 from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large

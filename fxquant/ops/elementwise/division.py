@@ -13,10 +13,8 @@ import torch
 from torch import fx
 
 from fxquant.ir.graph import absorb, is_parameter
-from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Instead, Trait, composite, is_tensor, lowered, sample
+from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered, sample
 from fxquant.ops.elementwise.arithmetic import limited, mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, quotient_of, trunc_divided, trunc_quotient
 from fxquant.ops.elementwise.table import SHIFTED, of_inverse, with_offset

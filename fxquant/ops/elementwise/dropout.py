@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import Same, Trait, lowered
+from fxquant.ops.core.operators import Lowering, Quantized, Same, Trait, lowered
 
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",

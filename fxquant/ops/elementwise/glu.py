@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import fact
-from fxquant.ops.core.operators import NORMED, Builder, Fixed, composite, fixed, sample
+from fxquant.ops.core.operators import NORMED, Builder, Fixed, composite, fact, fixed, sample
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 

@@ -23,10 +23,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.numerics.grids import Interval
-from fxquant.ops.core.operators import INNER, NORMED, SHARES, WIDE, Builder, composite, sample
+from fxquant.ops.core.operators import INNER, NORMED, SHARES, WIDE, Builder, TensorFact, composite, fact, is_parameter, sample
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import tabled

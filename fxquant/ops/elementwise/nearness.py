@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.ops.core.operators import INNER, Builder, Plain, composite, numbers
+from fxquant.ops.core.operators import INNER, Builder, Plain, TensorFact, composite, fact, is_parameter, numbers
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 
 

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.graph import is_parameter
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
-from fxquant.numerics.rescaling import Ratio
 from fxquant.numerics.rounding import straight_through
-from fxquant.ops.core.operators import Call, Own, Trait, lowered
+from fxquant.ops.core.operators import Call, Clamp, Lowering, Own, Quantized, Ratio, Trait, is_parameter, lowered
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.elementwise.arithmetic import limited

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.operators import Trait, lowered
+from fxquant.ops.core.operators import Lowering, Quantized, TensorFact, Trait, fact, lowered
 from fxquant.primitives import comparison
 
 

@@ -14,10 +14,9 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Sample, Trait, operator_of, register, sample
+from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Sample, Trait, clamped, operator_of, register, sample
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import POSITIVE, Call, Instead, Own, Trait, is_tensor, sample, spelled
+from fxquant.ops.core.operators import POSITIVE, Call, Instead, Lowering, Own, Quantized, Trait, is_tensor, sample, spelled
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.elementwise.table import by_table, for_positive, of_inverse, tabled, unary
 

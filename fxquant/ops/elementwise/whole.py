@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Lowering
-from fxquant.ops.core.operators import Operator, Plain, register
+from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register
 from fxquant.primitives import comparison
 from fxquant.primitives import whole as primitives
 

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, function_and_method
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.guards import are_fixed, fixed_sizes
-from fxquant.ops.core.record import Instead
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite, fixed_sizes, function_and_method, sample
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real, selected
 from fxquant.ops.core.declare import function_and_method, lowered, spelled
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import known_size
+from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, Size, TensorFact, known_size
 from fxquant.ops.core.places import index_put, is_list
-from fxquant.ops.core.record import Instead
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, whole_index
 from fxquant.ops.movement.shape import one_varying

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import bound, composite, settings_of
-from fxquant.ops.core.demands import INNER
+from fxquant.ops.core.operators import INNER, Builder, TensorFact, bound, composite, fact, is_parameter, operator_named, settings_of
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import operator_named
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, listed, lowered
-from fxquant.ops.core.demands import Plain
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import are_fixed
-from fxquant.ops.core.record import Instead
+from fxquant.ops.core.operators import Builder, Call, Instead, Lowering, Plain, Quantized, TensorFact, are_fixed, composite, listed, lowered
 from fxquant.ops.elementwise.comparison import threshold
 from fxquant.ops.movement.shape import numbers, one_varying
 from fxquant.primitives import comparison, scatter, selection, shape

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import bound, lowered, settings_of
+from fxquant.ops.core.operators import Lowering, Quantized, TensorFact, bound, fact, is_parameter, lowered, on_the_output, settings_of
 from fxquant.primitives import shape
 
 CHANGES = "it changes its weight while it runs (max_norm)"

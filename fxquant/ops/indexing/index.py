@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim, Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
-from fxquant.ops.core.constants import on_the_output, selected
 from fxquant.ops.core.declare import function_and_method, lowered
-from fxquant.ops.core.demands import Own, Same
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, fixed, known_size
+from fxquant.ops.core.operators import BatchDim, Call, Instead, Lowering, Own, Quantized, Same, Size, TensorFact, on_the_output, selected
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
-from fxquant.ops.core.record import Instead
 from fxquant.ops.indexing.embedding import embedding
 from fxquant.ops.movement.batch import interleave, piece, pieces_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import INNER, Same
+from fxquant.ops.core.operators import INNER, Builder, Same, composite, sample
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.ranking import fixed_dimension, gather, ranked, sort
 from fxquant.ops.movement.join import cat, stack

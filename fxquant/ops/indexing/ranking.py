@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import Guard, composite, first_reason, function_and_method, lowered
-from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.guards import are_fixed, fixed, has_dimensions
-from fxquant.ops.core.record import Instead, Operator, register
+from fxquant.ops.core.operators import Builder, Instead, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along

@@ -6,12 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import function_and_method, listed, lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.guards import are_fixed, fixed_along, known_size
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import Lowering, Quantized, Same, are_fixed, fixed_along, known_size, sample, selected
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 

@@ -13,19 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.declare import composite, lowered
-from fxquant.ops.core.demands import INNER
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import known_size
-from fxquant.ops.core.record import Instead
+from fxquant.ops.core.operators import FLOAT32_EXACT, INNER, Builder, Call, Instead, Ratio, TensorFact, composite, known_size, lowered
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of
 from fxquant.ops.indexing.ranking import refuses_index

@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.declare import composite, lowered
-from fxquant.ops.core.demands import INNER, Fixed
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import Instead
+from fxquant.ops.core.operators import INNER, Builder, Call, Fixed, Instead, Lowering, Quantized, composite, lowered
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.division import reciprocal_of

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core import equations
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import Guard, composite
 from fxquant.ops.core.equations import is_computed
-from fxquant.ops.core.guards import are_fixed, known_size, known_sizes
+from fxquant.ops.core.operators import BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes
 from fxquant.ops.core.record import Instead, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add

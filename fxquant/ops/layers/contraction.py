@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core import equations
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, function_and_method, listed
 from fxquant.ops.core.equations import spelled
-from fxquant.ops.core.guards import are_fixed, nodes
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Builder, TensorFact, Trait, are_fixed, fact, is_parameter, nodes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul

@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import Call, Clamp, Lowering, Quantized, TensorFact, Trait
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
 from fxquant.ops.movement.pad import pad_before

@@ -13,15 +13,9 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.constants import selected
-from fxquant.ops.core.declare import Guard, composite, lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
+from fxquant.ops.core.operators import Builder, Call, Guard, Lowering, Quantized, Same, composite, fact, lowered, selected
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d

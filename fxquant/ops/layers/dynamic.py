@@ -13,13 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.finite import named_parameters
-from fxquant.lowering.lowering import Lowering
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import operator_named, operator_of
+from fxquant.ops.core.operators import Lowering, TensorFact, fact, is_parameter, lowered, operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.primitives import runtime_scales

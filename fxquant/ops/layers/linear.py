@@ -10,18 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import BatchDim
-from fxquant.ir.graph import is_parameter
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, operator_named
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Instead, operator_named
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import ABSORBED, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.primitives.arithmetic import MATRIX

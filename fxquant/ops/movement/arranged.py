@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import composite, function_and_method, listed
-from fxquant.ops.core.demands import INNER, Same
-from fxquant.ops.core.guards import are_fixed, fixed_along, fixed_sizes
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import INNER, Builder, Same, are_fixed, fixed_along, fixed_sizes, sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.indexing.reversing import flip

@@ -6,10 +6,7 @@ from fractions import Fraction
 
 import torch
 
-from fxquant.ir.facts import BatchDim, Size
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Same
+from fxquant.ops.core.operators import BatchDim, Lowering, Quantized, Same, Size, lowered
 from fxquant.ops.movement.shape import one_varying, result_varying
 from fxquant.primitives import shape
 

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Own
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, fact, is_parameter, lowered
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape

@@ -12,13 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.constants import selected
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Own, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import known_size
-from fxquant.ops.core.record import operator_of
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Same, known_size, lowered, operator_of, selected
 from fxquant.primitives import shape
 
 _MODES = {"Zero": "constant", "Constant": "constant", "Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}

@@ -13,15 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.constants import selected
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Own, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import fixed_sizes, known_size
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Ratio, Same, fixed_sizes, known_size, lowered, sample, selected
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import numbers, rank_of, result_varying
 from fxquant.ops.pooling.pool import needs_batch

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import Guard, lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.guards import fixed_sizes, known_sizes
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import Guard, Lowering, Quantized, Same, fixed_sizes, known_sizes, lowered, sample
 from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
 

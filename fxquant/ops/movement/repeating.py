@@ -9,16 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.constants import on_the_output
-from fxquant.ops.core.declare import listed, lowered
 from fxquant.ops.core.demands import Demand, Own, Plain, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, listed, lowered, on_the_output
 from fxquant.ops.movement.shape import numbers, one_varying, rank_of
 from fxquant.primitives import shape
 

@@ -11,14 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
-from fxquant.ops.core.declare import function_and_method, listed, lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.record import Instead
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, function_and_method, listed, lowered
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
 

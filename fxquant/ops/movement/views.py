@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.declare import composite, function_and_method
-from fxquant.ops.core.guards import are_fixed
+from fxquant.ops.core.operators import Builder, Size, TensorFact, are_fixed, composite, function_and_method
 from fxquant.ops.core.places import tensors
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem

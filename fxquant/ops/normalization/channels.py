@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import Call, Parameter, lowered
+from fxquant.ops.core.operators import Call, Clamp, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product

@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import WIDE, Builder, Own, lowered
+from fxquant.ops.core.operators import WIDE, Builder, Lowering, Own, Quantized, Ratio, lowered
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.pooling.totals import mean

@@ -10,19 +10,11 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
-from fxquant.lowering.epilogue import Clamp
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import Guard, first_reason, lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, known_sizes
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
-from fxquant.ops.core.record import operator_named
-from fxquant.ops.core.samples import IMAGES, sample
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Ratio, Same, Trait, operator_named, sample, selected
 from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
 from fxquant.primitives import pool

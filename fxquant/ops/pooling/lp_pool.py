@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
-from fxquant.ops.core.demands import WIDE
-from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
+from fxquant.ops.core.operators import IMAGES, NORMED, POSITIVE, WIDE, Builder, composite, sample
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED

@@ -11,21 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, shape_of
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import INT8
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.declare import Guard, first_reason, lowered, module_of
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, known_sizes
+from fxquant.ops.core.operators import IMAGES, Call, Clamp, Lowering, Quantized, Ratio, Same, Size, TensorFact, Trait, clamped, sample
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, operator_named
-from fxquant.ops.core.samples import IMAGES, sample
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform, sizes
 from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
 from fxquant.primitives import accumulate, elementwise, pool

@@ -9,16 +9,9 @@ import torch
 from torch import fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.declare import Guard, lowered
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
+from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered, sample
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.samples import IMAGES, sample
-from fxquant.ops.core.traits import Trait
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, pool, shape

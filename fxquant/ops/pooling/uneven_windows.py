@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, SMALLEST_SCALE, WEIGHT_INT8
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.operators import Call, Clamp, Lowering, Quantized, Ratio
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import LAYER
 

@@ -11,14 +11,8 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import Guard, composite, lowered, module_of
-from fxquant.ops.core.demands import Plain, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import known_sizes
-from fxquant.ops.core.record import operator_named
+from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, known_sizes, operator_named
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
 from fxquant.primitives import position

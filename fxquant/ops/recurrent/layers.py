@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, register, settings_of
+from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, TensorFact, fact, is_parameter, register, settings_of
 from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
 # ---- the float functions --------------------------------------------------------------------------------------------

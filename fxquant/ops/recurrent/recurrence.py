@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, operator_of
+from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, is_parameter, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout

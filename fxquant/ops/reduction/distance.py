@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.facts import Size
-from fxquant.ir.graph import fact
-from fxquant.ops.core.operators import INNER, NORMED, POSITIVE, WIDE, Builder, Own, composite, nodes, one_of, sample
+from fxquant.ops.core.operators import INNER, NORMED, POSITIVE, WIDE, Builder, Own, Size, composite, fact, nodes, one_of, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.selection import where

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.constants import Branch, on_the_output, real, refuse_nan
-from fxquant.ops.core.operators import Adapt, Builder, Call, Instead, Operator, Same, Trait, lowered, register, sample
+from fxquant.ops.core.operators import Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register, sample
 from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.primitives import pool, product, selection, shape
 

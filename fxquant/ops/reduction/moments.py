@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import fact
 from fxquant.ops.core.declare import settings_of, taking
-from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, sample, shape_of
+from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, fact, sample, shape_of
 from fxquant.ops.core.operators import numbers as numeric
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div

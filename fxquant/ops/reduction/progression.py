@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import fact
-from fxquant.ops.core.operators import WIDE, Builder, composite, fixed, sample
+from fxquant.ops.core.operators import WIDE, Builder, composite, fact, fixed, sample
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.operators import Same, fixed, lowered, sample
+from fxquant.ops.core.operators import FLOAT32_EXACT, Lowering, Quantized, Ratio, Same, TensorFact, fact, fixed, lowered, sample
 from fxquant.primitives import accumulate, comparison, shape
 
 # ---- running sums ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import Size
 from fxquant.ir.graph import shape_of as sizes_of
-from fxquant.ops.core.operators import INNER, WIDE, Builder, composite, sample
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, composite, sample
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.reduction.norms import norm

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Lowering
 from fxquant.ops.core.casting import to_integer
-from fxquant.ops.core.operators import Builder, composite, lowered
+from fxquant.ops.core.operators import Builder, Lowering, TensorFact, composite, fact, lowered
 from fxquant.ops.elementwise.whole import TRUTH_VALUES, WHOLE_NUMBERS, Steps, as_whole, needs_numbers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives

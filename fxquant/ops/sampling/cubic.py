@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32_MAX, INT48_MAX
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.constants import real
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import known_sizes
 from fxquant.ops.core.matrix import CUBIC, cubic_weight
+from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, known_sizes, lowered
 from fxquant.ops.sampling.grid import (
     GRID_SAMPLE_OPSET,
     LINEAR_OPSET,

@@ -15,15 +15,9 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
-from fxquant.numerics.rescaling import Ratio
 from fxquant.ops.core.constants import real
-from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
-from fxquant.ops.core.record import Instead
+from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, Ratio, Same, are_fixed, fixed_sizes, known_sizes, lowered
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 

@@ -16,13 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
-from fxquant.ops.core.constants import selected
 from fxquant.ops.core.declare import bound, lowered, settings_of
-from fxquant.ops.core.demands import Own, Same
-from fxquant.ops.core.form import Call
 from fxquant.ops.core.guards import are_fixed, fixed_sizes, one_of
 from fxquant.ops.core.matrix import (
     CUBIC,
@@ -37,8 +32,7 @@ from fxquant.ops.core.matrix import (
     real_matrix,
     weighted_sums,
 )
-from fxquant.ops.core.samples import IMAGES, NORMED, sample
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.operators import IMAGES, NORMED, Call, Lowering, Own, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize
 
