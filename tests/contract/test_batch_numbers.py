@@ -31,6 +31,7 @@ class Model(nn.Module):
 
 SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a quotient": lambda model, x: x.relu().reshape(int(x.shape[0] / 1), 2, 2),
+    "a length": lambda model, x: x.relu().reshape(len(x), 2, 2),
     "rounded": lambda model, x: x.relu().reshape(round(x.shape[0] / 1), 2, 2),
     "a root": lambda model, x: x.relu().reshape(int(math.sqrt(x.shape[0] ** 2)), 2, 2),
     "a float": lambda model, x: x.relu().reshape(int(float(x.shape[0])), 2, 2),

@@ -92,6 +92,7 @@ PICTURES = [*PATHS, "graph", "graph.gif"]
 CALLABLES = [5, "identity", [], "", {}, 1.5, True]
 METRICS = [*CALLABLES, lambda model: "good", lambda model: float("nan"), lambda model: None]
 CHOSEN = ("int8", 5, {}, [], True, fxq.QConfig, fxq.ActivationConfig(), torch.int8)
+NO_QCONFIG = (*CHOSEN, RULES)  # where a mapping is wrong, too
 MODELS = [5, "model", [], {}, lambda x: x, nn.Module, torch.ones(2), Path("model.fxq"), UNPRINTABLE]
 GRAPHS = [*MODELS, nn.Linear(2, 2)]
 FORMS = [5, "", "none.onnx", [], {}, torch.ones(2), UNPRINTABLE]
@@ -197,7 +198,7 @@ ROWS = (
         passes=[5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}],
         until=[*UNTIL, "integer.lower", fxq.Stage.INTEGER],
     ),
-    row(fxq.check, lambda w: {"model": w.model, "example_inputs": batch()}),
+    row(fxq.check, lambda w: {"model": w.model, "example_inputs": batch()}, example_inputs=(None, *EXAMPLES)),
     row(fxq.convert, lambda w: {"prepared": w.prepared}, until=[*UNTIL, "rules.match", fxq.Stage.PREPARED, fxq.Stage.TRACED]),
     row(fxq.wrap, lambda w: {"function": len}, function=[5, "", "no such", "nothing_here", [], 1.5, True, nn.Linear, nn.Linear(1, 1)]),
     row(fxq.calibrate, lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
@@ -291,7 +292,12 @@ ROWS = (
         layouts=[5, "NHWC", [], {"image": "NHCW"}, {"imgae": "NHWC"}, {"image": "NWC"}, {5: "NHWC"}, True],
         example_inputs=[*EXAMPLES, batch()],
     ),
-    row(fxq.Result.export, lambda w: {"self": w.result, "path": w.directory / "exported.onnx"}, style=WRONG["style"], opset=["17", True]),
+    row(
+        fxq.Result.export,
+        lambda w: {"self": w.result, "path": w.directory / "exported.onnx"},
+        style=(None, *WRONG["style"]),
+        opset=["17", True],
+    ),
     row(
         fxq.Result.verify,
         lambda w: {"self": w.result, "path": w.onnx, "batches": [batch()]},
@@ -342,7 +348,7 @@ ROWS = (
     row(fxq.checks.call_counts, lambda w: {"model": w.model, "example_inputs": batch()}),
     row(fxq.checks.value_ranges, lambda w: {"model": w.prepared, "batches": [batch()]}, model=FORMS, spread=NUMBERS),
     row(fxq.Result.compare, lambda w: {"self": w.result, "batches": [batch()]}),
-    row(fxq.Result.report, lambda w: {"self": w.result, "path": w.directory / "report.html", "batches": [batch()]}, title=["", 5]),
+    row(fxq.Result.report, lambda w: {"self": w.result, "path": w.directory / "report.html", "batches": [batch()]}, title=(None, "", 5)),
     row(fxq.Comparison.worst, lambda w: {"self": w.comparison}),
     row(fxq.Comparison.write_tensorboard, lambda w: {"self": w.comparison, "writer": Writer()}, writer=[5, "folder", [], nn.Linear(2, 2)]),
     row(fxq.Report.merge, lambda w: {"self": fxq.Report(), "other": fxq.Report()}, other=[5, "report", [], True]),
@@ -376,18 +382,29 @@ ROWS = (
     row(
         fxq.QConfigMapping,
         lambda w: {},
-        default=(*CHOSEN, fxq.QConfigMapping()),
+        default=NO_QCONFIG,
         types=[[], 5, "conv", {5: None}, {None: None}, {nn.Conv2d: "int8"}, {nn.Identity(): None}],
         patterns=[[], 5, {5: None}, {"(": None}, {"": None}, {"conv": "int8"}],
         names=[[], 5, {5: None}, {"": None}, {"conv": "int8"}, {nn.Conv2d: None}],
         calls=[[], 5, {5: None}, {"conv": None}, {("", nn.Conv2d): None}, {("", nn.Conv2d, -1): None}, {("", 5, 0): None}],
     ),
-    row(RULES.set_global, lambda w: {"qconfig": None}, qconfig=CHOSEN),
-    row(RULES.set_object_type, lambda w: {"kind": nn.Conv2d, "qconfig": None}, kind=[5, [], True, nn.Identity(), 1.5, Path("a")]),
-    row(RULES.set_module_name, lambda w: {"name": "conv", "qconfig": None}, name=[5, "", b"conv", ["conv"], True, nn.Conv2d]),
+    row(RULES.set_global, lambda w: {"qconfig": None}, qconfig=NO_QCONFIG),
+    row(
+        RULES.set_object_type,
+        lambda w: {"kind": nn.Conv2d, "qconfig": None},
+        qconfig=NO_QCONFIG,
+        kind=[5, [], True, nn.Identity(), 1.5, Path("a")],
+    ),
+    row(
+        RULES.set_module_name,
+        lambda w: {"name": "conv", "qconfig": None},
+        qconfig=NO_QCONFIG,
+        name=[5, "", b"conv", ["conv"], True, nn.Conv2d],
+    ),
     row(
         RULES.set_module_name_object_type_order,
         lambda w: {"module_name": "", "object_type": nn.Conv2d, "index": 0, "qconfig": None},
+        qconfig=NO_QCONFIG,
         module_name=[5, b"conv", ["conv"], True, nn.Conv2d],
         object_type=[5, [], True, nn.Identity(), 1.5, Path("a")],
         index=COUNTS,
@@ -395,6 +412,7 @@ ROWS = (
     row(
         RULES.set_module_name_regex,
         lambda w: {"pattern": "conv.*", "qconfig": None},
+        qconfig=NO_QCONFIG,
         pattern=[5, "", b"conv", ["conv"], True, "(", "*conv", "[a"],
     ),
     row(fxq.sensitivity, lambda w: {"model": w.model, "batches": [batch()], "widths": 8, "measured": False}),
@@ -606,6 +624,7 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "record: a state of an integer model": lambda w: fxq.record(w.integer, [batch()], state="validate"),
     "record: a state of a file": lambda w: fxq.record(w.onnx, [batch()], state="validate"),
     "record: a runtime of PyTorch's": lambda w: fxq.record(w.integer, [batch()], runtime="reference"),
+    "no batches for a prepared model": lambda w: fxq.sensitivity(w.prepared, [], widths=8, measured=False),
     "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
     "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
     "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),
