@@ -16,6 +16,7 @@ from fxquant.analysis import check, explain
 from fxquant.api import preparing
 from fxquant.ir.integer import Constant, operation
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
+from tests.shared.written import written
 
 pytestmark = pytest.mark.quick
 
@@ -147,16 +148,7 @@ def test_a_float_model_costs_what_its_layers_do() -> None:
 
 def test_a_convolution_whose_weight_is_computed_is_compared_and_costs_what_it_does() -> None:
     """The call is another operator's: a sum of products of two tensors."""
-
-    class Signs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.conv2d(x, torch.sign(self.c.weight))
-
-    model = Signs().eval()
+    model = written(lambda m, x: F.conv2d(x, torch.sign(m.c.weight)), c=nn.Conv2d(3, 4, 3)).eval()
     assert {layer.macs for layer in fxq.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
     prepared, _ = compiled(model, [example()], "bayes-e")
     assert "conv2d" in fxq.compare(model, prepared, [example()], show_progress=False)
@@ -175,17 +167,11 @@ def test_scales_from_unknown_to_known() -> None:
 
 
 def test_a_batch_that_is_fixed_and_half_a_batch() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(2, 3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x.reshape(x.shape[0] // 2, 2, 4, 3))
+    model = written(lambda m, x: m.conv(x.reshape(x.shape[0] // 2, 2, 4, 3)), conv=nn.Conv2d(2, 3, 1))
 
     x = torch.randn(6, 1, 4, 3)
-    fixed = by_name(fxq.prepare(Halves(), x, dynamic_shapes={}))["conv"]
-    free = by_name(fxq.prepare(Halves(), x))["conv"]
+    fixed = by_name(fxq.prepare(model, x, dynamic_shapes={}))["conv"]
+    free = by_name(fxq.prepare(model, x))["conv"]
     assert (fixed.shape, fixed.macs) == ((3, 3, 4, 3), 3 * 3 * 12 * 2)
     assert (free.shape, free.macs) == (("B/2", 3, 4, 3), 3 * 12 * 2 // 2)
 
@@ -204,30 +190,19 @@ def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
 
 
 def test_tensors_inside_of_a_layer() -> None:
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat((self.left(x), 4 * self.right(x)), 1).tanh()
-
-    integer = compiled(Joined(), [torch.randn(2, 3, 4, 4)]).integer
+    integer = compiled(
+        written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1)),
+        [torch.randn(2, 3, 4, 4)],
+    ).integer
     layer = by_name(integer)["cat"]
     assert {inner.grid.scale for inner in layer.intermediates} == {layer.grid.scale}
     assert {inner.name for inner in layer.intermediates} < {node.name for node in integer.graph.nodes}
 
 
 def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    class Left(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x).logcumsumexp(1)
-
-    model, x = Left(), torch.randn(2, 3, 4, 4)
+    model, x = written(lambda m, x: m.conv(x).logcumsumexp(1), conv=nn.Conv2d(3, 4, 1)), torch.randn(2, 3, 4, 4)
     changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.layers(gm))  # noqa: E731
     for module in (preparing, check, explain):
         monkeypatch.setattr(module, "layers", changed)

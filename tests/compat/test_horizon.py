@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from fxquant.prepared.operators import quantized_operators
+from tests.shared.written import written
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState
@@ -116,6 +117,9 @@ def test_states_are_those_of_operators_and_a_part_has_its_own() -> None:
         assert {operator.state for operator in quantized_operators(prepared).values()} == {state.value}
     horizon.set_fake_quantize(prepared.quantized, STATE.VALIDATION)
     assert {operator.state for operator in quantized_operators(prepared).values()} == {fxq.State.VALIDATE}
+    horizon.set_fake_quantize(prepared.skip, STATE._FLOAT)
+    states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
+    assert {name for name, state in states.items() if state is fxq.State.FLOAT} == {"skip"}
 
 
 def test_batch_norms_are_folded_unless_they_are_to_live() -> None:
@@ -192,13 +196,6 @@ def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
     horizon.load_observer_params(calib, student)
     assert fxq.qparams(student) == fxq.qparams(calib)
     assert {operator.state for operator in quantized_operators(calib).values()} == {fxq.State.CALIBRATE}
-
-
-def test_a_part_of_a_model_has_its_own_state() -> None:
-    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
-    horizon.set_fake_quantize(prepared.skip, STATE._FLOAT)
-    states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
-    assert {name for name, state in states.items() if state is fxq.State.FLOAT} == {"skip"}
 
 
 class Auxiliary(nn.Module):
@@ -428,15 +425,10 @@ def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None
 
 
 def test_how_often_modules_are_called() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice, self.never = nn.Linear(4, 4), nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.twice(self.twice(x))
-
-    assert horizon.get_module_called_count(Shared(), (torch.randn(2, 4),)) == {"twice": 2, "never": 0}
+    assert horizon.get_module_called_count(
+        written(lambda m, x: m.twice(m.twice(x)), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)), (torch.randn(2, 4),)
+    ) == {"twice": 2, "never": 0}
 
 
 def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,11 +444,6 @@ def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------------
-
-
-class Product(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, x)
 
 
 def with_template(template: Any) -> Any:
@@ -502,7 +489,9 @@ CALLS = {
     "what is sensitive": lambda: with_template(horizon.SensitivityTemplate(["a"], 1, "x")),
     "a template's key": lambda: with_template(horizon.ModuleNameTemplate({"": {"outputs": "qint8"}})),
     "two dtypes of a product": lambda: horizon.prepare(
-        Product().eval(), BATCHES[0], horizon.QconfigSetter(templates=[horizon.MatmulDtypeTemplate(["qint8", "qint16"])])
+        written(lambda m, x: torch.matmul(x, x)).eval(),
+        BATCHES[0],
+        horizon.QconfigSetter(templates=[horizon.MatmulDtypeTemplate(["qint8", "qint16"])]),
     ),
     "a part of a copy": lambda: horizon.set_fake_quantize(copy.deepcopy(prepared_as(Q())).conv, STATE.VALIDATION),
     "nothing to take over": lambda: horizon.load_observer_params(prepared_as(Q()), prepared_as(Q())),

@@ -19,6 +19,7 @@ import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.prepared.operators import quantized_operators
+from tests.shared.written import written
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
@@ -503,11 +504,8 @@ def test_an_attribute_goes_before_the_mapping() -> None:
 
 
 def test_a_module_that_is_not_traced_stays_whole() -> None:
-    class Part(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 + 1
 
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), Part(), nn.Conv2d(4, 2, 1)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), written(lambda m, x: x * 2 + 1), nn.Conv2d(4, 2, 1)).eval()
     custom = PrepareCustomConfig().set_non_traceable_module_names(["1"])
     custom.set_preserved_attributes(["names"])
     prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig_mapping(), (BATCHES[0],), custom)

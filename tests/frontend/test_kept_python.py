@@ -20,6 +20,7 @@ import fxquant as fxq
 from fxquant.backends.onnx.segments import _called
 from fxquant.frontend.opaque import WRAPPED
 from tests.shared.contract import compiled
+from tests.shared.written import to_validate, written
 
 
 @fxq.wrap
@@ -116,16 +117,11 @@ def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.Result, imag
 
 
 def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.Result, image: Tensor) -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.rescale = nn.Linear(6, 4), Rescale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.rescale(signed(self.layer(x), x[:, :4]))
 
     x = torch.randn(8, 6)
-    prepared = fxq.prepare(Loss(), x, leaf="rescale")
+    prepared = fxq.prepare(
+        written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale()), x, leaf="rescale"
+    )
     fxq.calibrate(prepared, [x], show_progress=False)
     fxq.set_state(prepared, "train")
     prepared(x).sum().backward()
@@ -134,16 +130,9 @@ def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.Result,
 
 
 def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ranked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> object:
-            return above(ranked(self.layer(x)), 0.0)
 
     x = torch.randn(6, 8)
-    result = fxq.quantize(Ranked(), [x], show_progress=False)
+    result = fxq.quantize(written(lambda m, x: above(ranked(m.layer(x)), 0.0), layer=nn.Linear(8, 4)), [x], show_progress=False)
     path = fxq.save(result.integer, tmp_path / "ranked.fxq")
     assert all(map(torch.equal, fxq.load(path)(x)[0], result.integer(x)[0]))
     monkeypatch.delitem(WRAPPED, f"{__name__}:ranked")
@@ -152,15 +141,11 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
 
 
 def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
-    class Middle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
 
-        def forward(self, x: Tensor) -> object:
-            return above(self.head(ranked(self.conv(x).mean((2, 3)))), 0.1)
-
-    integer = compiled(Middle().eval(), [image]).integer
+    integer = compiled(
+        written(lambda m, x: above(m.head(ranked(m.conv(x).mean((2, 3)))), 0.1), conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 4)).eval(),
+        [image],
+    ).integer
     with pytest.raises(fxq.ExportError, match="outside of forward"):
         fxq.export_onnx(integer, tmp_path / "whole.onnx", style="exact")
     fxq.export_segments(integer, tmp_path / "parts")
@@ -194,12 +179,8 @@ def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None
     def strict(x: Tensor) -> Tensor:
         raise RuntimeError("not these numbers")
 
-    class Strict(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return strict(x)
-
     with pytest.raises(fxq.TraceError, match=r"(?s)the result of strict cannot be determined.*not these numbers.*fake="):
-        fxq.prepare(Strict(), torch.randn(4, 3))
+        fxq.prepare(written(lambda m, x: strict(x)), torch.randn(4, 3))
     with pytest.raises(fxq.ConfigurationError, match="function 'nothing' to wrap was not found"):
         fxq.wrap("nothing")
     with pytest.raises(fxq.ConfigurationError, match="did you mean 'rescale'"):
@@ -227,17 +208,18 @@ class Head(nn.Module):
         return self.layer(x)
 
 
-class Preserving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head, self.other, self.names = nn.Conv2d(3, 8, 3), Head(), nn.Sequential(nn.Linear(8, 2), nn.ReLU()), ["a", "b"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x).relu().mean((2, 3)))
+def preserving() -> nn.Module:
+    return written(
+        lambda m, x: m.head(m.conv(x).relu().mean((2, 3))),
+        conv=nn.Conv2d(3, 8, 3),
+        head=Head(),
+        other=nn.Sequential(nn.Linear(8, 2), nn.ReLU()),
+        names=["a", "b"],
+    )
 
 
 def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, tmp_path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Preserving().eval()
+    model = preserving().eval()
     preserve = ["names", "head.strides", "head.anchors", "head.levels", "head.kind", "head.decode", "head.key", "other"]
     result = fxq.quantize(model, [image], preserve=preserve, show_progress=False)
     for found in (fxq.trace(model, image, preserve=preserve), result.prepared, result.integer, copy.deepcopy(result.integer)):
@@ -262,25 +244,18 @@ def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, 
 )
 def test_a_name_that_there_is_not_is_an_error(name: str, because: str, image: Tensor) -> None:
     with pytest.raises(fxq.ConfigurationError, match=because):
-        fxq.prepare(Preserving(), image, preserve=[name])
+        fxq.prepare(preserving(), image, preserve=[name])
 
 
 # ---- branches that only train ----------------------------------------------------------------------------------------
 
 
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.drop = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(self.conv(x)).relu()).mean((2, 3))
-
-
 class WithBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.head, self.aux = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4), Auxiliary()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        parts = {"conv": nn.Conv2d(8, 6, 1), "norm": nn.BatchNorm2d(6), "drop": nn.Dropout(0.5)}
+        self.aux = written(lambda m, x: m.drop(m.norm(m.conv(x)).relu()).mean((2, 3)), **parts)
         self.register_buffer("prior", torch.rand(6))
 
     def forward(self, x: Tensor) -> object:
@@ -310,8 +285,7 @@ def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tens
     torch.optim.SGD(prepared.parameters(), 0.1).step()
     assert torch.equal(twin.conv.weight, before)
     assert not torch.equal(prepared.conv.weight, before)
-    prepared.eval()
-    fxq.set_state(prepared, "validate")
+    to_validate(prepared)
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, [image])
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [image])

@@ -16,17 +16,13 @@ import fxquant as fxq
 from fxquant.ops import operator_of
 from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from tests.shared.written import written
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.hardswish(self.conv(x))
+def gated() -> nn.Module:
+    return written(lambda m, x: F.hardswish(m.conv(x)), conv=nn.Conv2d(3, 4, 1))
 
 
 BATCH = torch.randn(4, 3, 5, 5)
@@ -50,14 +46,14 @@ def test_a_pass_runs_behind_the_one_it_is_named_after_and_the_whole_contract_hol
         seen.append(str(gm.meta["stage"]))
         return 0
 
-    prepared = fxq.prepare(Gated().eval(), BATCH, "nash-e", passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
+    prepared = fxq.prepare(gated().eval(), BATCH, "nash-e", passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
     assert seen == ["CANONICAL", "BOUNDED"]
     assert operators(prepared) == ["conv2d", "silu"]
     fxq.calibrate(prepared, [BATCH])
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, [BATCH])
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "own.onnx"), [BATCH])
-    stopped = fxq.prepare(Gated().eval(), BATCH, passes={"rules.match": to_silu}, until="test_own_passes.to_silu")
+    stopped = fxq.prepare(gated().eval(), BATCH, passes={"rules.match": to_silu}, until="test_own_passes.to_silu")
     assert "silu" in fxq.text(stopped)
 
 
@@ -67,16 +63,16 @@ def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_ch
         return 0
 
     with pytest.raises(fxq.StageViolation, match="breaks"):
-        fxq.prepare(Gated().eval(), BATCH, passes={"canonical.rewrite": breaks})
+        fxq.prepare(gated().eval(), BATCH, passes={"canonical.rewrite": breaks})
 
 
 def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
     def to_nothing(gm: fx.GraphModule, context: Any) -> None: ...
 
     with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return an integer"):
-        fxq.prepare(Gated().eval(), BATCH, passes={"rules.match": to_nothing})
+        fxq.prepare(gated().eval(), BATCH, passes={"rules.match": to_nothing})
     with pytest.raises(fxq.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, gradients.move, rules.match"):
-        fxq.prepare(Gated().eval(), BATCH, passes={"rules.macht": to_silu})
+        fxq.prepare(gated().eval(), BATCH, passes={"rules.macht": to_silu})
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------------------
@@ -151,13 +147,11 @@ def by_content(first: Tensor, second: Tensor) -> Tensor:
 
 
 def test_an_operator_that_branches_on_what_a_tensor_holds_is_named() -> None:
-    class ByContent(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return chosen(torch.relu(x), x)
+    model = written(lambda m, x: chosen(torch.relu(x), x))
 
     chosen = fxq.operator(
         "chosen_by_content", by_content, ["first", "second"], expand=lambda build, first, second: build(add, first, second)
     )
-    assert torch.equal(ByContent()(BATCH), by_content(torch.relu(BATCH), BATCH))
+    assert torch.equal(model(BATCH), by_content(torch.relu(BATCH), BATCH))
     with pytest.raises(fxq.TraceError, match=r"test_own_passes.py[\s\S]*chosen_by_content needs numbers[\s\S]*use torch.where"):
-        fxq.prepare(ByContent().eval(), BATCH, "nash-e")
+        fxq.prepare(model.eval(), BATCH, "nash-e")

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.written import to_train, written
 
 
 class Block(nn.Module):
@@ -140,9 +141,7 @@ def test_hooks_change_no_bit_in_any_state(net: fx.GraphModule, state: str) -> No
 
 
 def test_features_that_a_hook_reads_have_gradients(net: fx.GraphModule) -> None:
-    prepared = copy.deepcopy(net)
-    fxq.set_state(prepared, "train")
-    prepared.train()
+    prepared = to_train(copy.deepcopy(net))
     features: list[Tensor] = []
     prepared.get_submodule("blocks.0").register_forward_hook(lambda module, args, result: features.append(result))
     prepared(batch())
@@ -234,20 +233,11 @@ def test_a_pruned_layer_computes_its_weight_at_each_call(net: fx.GraphModule) ->
 
 
 def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return torch.sigmoid(x), 2 * x
-
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.two, self.linear = Two(), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.linear(self.two(x)[0])
 
     x = torch.randn(2, 4)
-    prepared = fxq.calibrate(fxq.prepare(Reader(), x), [x], show_progress=False)
+    two = written(lambda m, x: (torch.sigmoid(x), 2 * x))
+    model = written(lambda m, x: m.linear(m.two(x)[0]), two=two, linear=nn.Linear(4, 2))
+    prepared = fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False)
     seen: list[Any] = []
     with caplog.at_level("WARNING", "fxquant"):
         prepared.get_submodule("two").register_forward_hook(lambda module, args, result: seen.append(result))

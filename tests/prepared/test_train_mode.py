@@ -14,18 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.written import to_train, written
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)  # with no layer in front
-        self.conv, self.dropout = nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.conv(self.norm(x)))
 
 
 class Functional(nn.Module):
@@ -44,7 +35,17 @@ class Functional(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), Inner())
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            written(
+                lambda m, x: m.dropout(m.conv(m.norm(x))),
+                norm=nn.BatchNorm2d(4),
+                conv=nn.Conv2d(4, 4, 3, padding=1),
+                dropout=nn.Dropout(0.5),
+            ),
+        )
         self.conv, self.functional, self.head = nn.Conv2d(4, 4, 3, padding=1), Functional(), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Any:
@@ -56,9 +57,7 @@ def batch() -> Tensor:
 
 
 def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    prepared = fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False)
-    fxq.set_state(prepared, "train")
-    prepared.train()
+    prepared = to_train(fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False))
     return prepared
 
 

@@ -14,28 +14,21 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.ir.graph import annotation
 from tests.shared.contract import assert_validate_is_integer
+from tests.shared.written import written
 
 
-class Block(nn.Module):
+def block_model() -> nn.Module:
     """A layer, then functions that no module stands for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.conv(x) * 0.5)
+    return written(lambda m, x: torch.sigmoid(m.conv(x) * 0.5), conv=nn.Conv2d(4, 4, 3, padding=1))
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)))
+def network() -> nn.Module:
+    return written(
+        lambda m, x: m.head(m.blocks(m.stem(x))),
+        stem=nn.Conv2d(2, 4, 3),
+        blocks=nn.Sequential(block_model(), block_model()),
+        head=nn.Conv2d(4, 3, 1),
+    )
 
 
 class Shared(nn.Module):
@@ -43,8 +36,8 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Block()
-        self.second = Block()
+        self.first = block_model()
+        self.second = block_model()
         self.second.conv = self.first.conv
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +66,7 @@ def scales(model: nn.Module, example: Tensor, **options: Any) -> dict[str, float
 
 
 def test_none_keeps_a_module_and_all_below_it_in_float() -> None:
-    model = Network()
+    model = network()
     model.blocks[0].qconfig = None
     found = decisions(model, batch())
     assert {name for name, dtype in found.items() if dtype is None} == {"blocks_0_conv", "mul", "sigmoid"}
@@ -81,7 +74,7 @@ def test_none_keeps_a_module_and_all_below_it_in_float() -> None:
 
 
 def test_the_nearest_counts() -> None:
-    model = Network()
+    model = network()
     model.qconfig = fixed(0.5)
     model.blocks.qconfig = fixed(0.25)
     model.blocks[1].qconfig = fixed(0.125)
@@ -102,7 +95,7 @@ def test_the_nearest_counts() -> None:
 
 
 def test_it_goes_before_every_rule() -> None:
-    model = Network()
+    model = network()
     model.blocks[0].qconfig = fixed(0.25)
     mapping = (
         fxq.QConfigMapping()
@@ -118,7 +111,7 @@ def test_it_goes_before_every_rule() -> None:
 
 
 def test_a_qconfig_brings_back_what_lies_below_a_none() -> None:
-    model = Network()
+    model = network()
     model.qconfig = None
     model.blocks[1].qconfig = fxq.QConfig()
     found = decisions(model, batch())
@@ -137,7 +130,7 @@ def test_a_module_called_from_two_places_has_its_own_qconfig_or_that_of_the_call
 
 
 def test_the_model_is_not_changed_and_need_not_be_traced_at_once(tmp_path: Path) -> None:
-    model = Network()
+    model = network()
     model.blocks[0].qconfig = None
     own = model.blocks[0].qconfig
     example = batch()
@@ -154,7 +147,7 @@ def test_the_model_is_not_changed_and_need_not_be_traced_at_once(tmp_path: Path)
 
 def test_a_traced_model_takes_them_as_well() -> None:
     example = batch()
-    model = Network()
+    model = network()
     model.head.qconfig = None
     traced = fxq.trace(model, example)
     traced.blocks.qconfig = fixed(0.25)
@@ -167,11 +160,10 @@ def test_a_traced_model_takes_them_as_well() -> None:
 
 
 def test_the_whole_way_and_back_from_a_file(tmp_path: Path) -> None:
-    model = Network()
+    model = network()
     model.blocks[0].qconfig = None
     model.head.qconfig = fxq.QConfig(output=fxq.ActivationConfig(threshold=4.0))
-    prepared = fxq.prepare(model, batch(), "bayes-e")
-    fxq.calibrate(prepared, [batch()], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, batch(), "bayes-e"), [batch()], show_progress=False)
     integer = fxq.convert(prepared)
     assert_validate_is_integer(prepared, integer, batch())
     assert fxq.qparams(prepared)["head"] == 4 / 128
@@ -187,7 +179,7 @@ class Foreign:
 
 
 def test_a_foreign_qconfig_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = Network()
+    model = network()
     model.stem.qconfig = Foreign()
     model.head.qconfig = Foreign()
     model.blocks[0].qconfig = None  # a model that others have prepared holds such, too
@@ -200,7 +192,7 @@ def test_a_foreign_qconfig_is_ignored_in_one_line(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_qconfig_of_ours_beside_foreign_ones_counts(caplog: pytest.LogCaptureFixture) -> None:
-    model = Network()
+    model = network()
     model.stem.qconfig = Foreign()
     model.head.qconfig = fixed(0.25)
     assert scales(model, batch()) == {"head": 0.25}
@@ -208,7 +200,7 @@ def test_a_qconfig_of_ours_beside_foreign_ones_counts(caplog: pytest.LogCaptureF
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_model_that_torch_ao_has_prepared(caplog: pytest.LogCaptureFixture) -> None:
-    model: fx.GraphModule | nn.Module = Network()
+    model: fx.GraphModule | nn.Module = network()
     model.qconfig = torch.ao.quantization.get_default_qconfig("x86")  # type: ignore[assignment]
     torch.ao.quantization.propagate_qconfig_(model)
     assert "qconfig" in model.stem.__dict__

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.quantization.mapping import Call
+from tests.shared.written import written
 
 ACT = fxq.ActivationConfig
 WIDE, NARROW = fxq.QConfig(ACT("int16")), fxq.QConfig(ACT("int4"))
@@ -236,22 +237,14 @@ def test_a_qconfig_that_equals_the_default_is_a_rule() -> None:
 # ---- one call of a type ---------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.hardswish(self.right(F.hardswish(self.left(x))))
+def block() -> nn.Module:
+    return written(lambda m, x: F.hardswish(m.right(F.hardswish(m.left(x)))), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = Block(), Block(), nn.Conv2d(2, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.last(self.second(F.hardswish(self.first(x)))) + 1).tanh()
+def blocks() -> nn.Module:
+    return written(
+        lambda m, x: (m.last(m.second(F.hardswish(m.first(x)))) + 1).tanh(), first=block(), second=block(), last=nn.Conv2d(2, 2, 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +267,7 @@ def test_a_rule_for_a_call_is_about_that_call_alone(call: Any, node: str | None)
         .set_module_name("first", fxq.QConfig(ACT(scale=1.0)))
         .set_module_name_object_type_order(module, kind, index, WIDE)
     )
-    prepared = fxq.prepare(Blocks().eval(), torch.randn(2, 2, 4, 4), "bayes-e", mapping)
+    prepared = fxq.prepare(blocks().eval(), torch.randn(2, 2, 4, 4), "bayes-e", mapping)
     wide = {layer.name for layer in fxq.layers(prepared) if layer.dtype == "int16" and not layer.boundary}
     assert wide == ({node} if node else set())
     told = f"this rule of the qconfig matched nothing: call {index} of "
@@ -285,7 +278,7 @@ def test_calls_are_counted_as_pytorch_counts_them() -> None:
     ao: Any = pytest.importorskip("torch.ao.quantization")
     from torch.ao.quantization.quantize_fx import prepare_fx
 
-    example, model = (torch.randn(2, 2, 4, 4),), Blocks().eval()
+    example, model = (torch.randn(2, 2, 4, 4),), blocks().eval()
     counted = 0
     for module in ("", "first", "second"):
         for kind in (nn.Conv2d, F.hardswish):
