@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,8 +20,10 @@ from benchmarks.fuzz.spelling import held as _held
 from benchmarks.fuzz.spelling import module as _module
 from benchmarks.fuzz.spelling import spell as _spell
 from benchmarks.fuzz.whole import whole_numbers
+from benchmarks.operators.spelling import INPUT
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
+from fxquant.ops.core.spellings import written_forms
 
 FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
@@ -460,10 +463,15 @@ def plain(record: Operator) -> Iterator[Spelling]:
 
 
 def sampled(record: Operator) -> Iterator[Spelling]:
-    """The samples of an operator's record, in the first of its functions that has a public name."""
+    """The samples of an operator's record: its texts, and its arguments in the first of its functions that has a public name."""
     public = next((name for function in record.functions if (name := _public(function)) is not None), None)
-    for sample in record.samples if public is not None else ():
+    for sample in record.samples:
         shape = "{0}" if sample.over is None else f"(torch.sigmoid({{0}}) * {sample.over[1] - sample.over[0]} + {sample.over[0]})"
+        if sample.text and not set(sample.text).intersection("{;"):
+            shapes = {name: shape.replace("{0}", f"{{{position}}}") for position, name in enumerate("xyz")}
+            yield Spelling(record.name, re.sub(INPUT, lambda found, shapes=shapes: shapes[found.group()], written_forms(sample.text)[0]))
+        if sample.text or public is None:
+            continue
         tensors = [name for name, value in sample.arguments.items() if name in record.operands and isinstance(value, tuple)]
         leads = sum(one == each for one, each in zip(record.parameter_names, tensors, strict=False))
         operands = [

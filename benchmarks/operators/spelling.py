@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxquant as fxq
 from benchmarks.operators import codebase
 from fxquant.support.seeding import seeded
 
@@ -216,8 +217,8 @@ def B(values: typing.Any) -> nn.Buffer:
 
 
 NAMESPACE: Mapping[str, typing.Any] = {
-    "torch": torch, "nn": nn, "F": F, "math": math, "operator": operator, "collections": collections, "dataclasses": dataclasses,
-    "Tensor": Tensor, "P": P, "B": B, "H": codebase,
+    "torch": torch, "nn": nn, "F": F, "fxq": fxq, "math": math, "operator": operator, "collections": collections,
+    "dataclasses": dataclasses, "Tensor": Tensor, "P": P, "B": B, "H": codebase,
 }  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def by_torch(name: str) -> bool:
 def test_the_function_of_numbers_is_pytorchs_in_float64(name: str) -> None:
     """Two definitions, of two authors: what a table is made of, and what the float model computes. Either may be wrong alone."""
     on_tensors, on_numbers = UNARY[name]
-    for sample in BY_NAME[name].samples:
+    for sample in (sample for sample in BY_NAME[name].samples if not sample.text):
         settings = {key: value for key, value in sample.arguments.items() if key != "input"}
         low, high = sample.over or (-3.0, 3.0)
         points = torch.linspace(low, high, POINTS, dtype=torch.float64)

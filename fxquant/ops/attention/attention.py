@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core.operators import WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, operator_of, taking
+from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -150,6 +151,11 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(adapt=_attention_arguments, reads=("attn_mask",), refuses=_refuses_attention)
+@sampled("scaled_dot_product_attention(x, y, y)", within=ATTENDED, x=(6, 6))
+@sampled("scaled_dot_product_attention(x, y, y, is_causal=True, scale=0.4)", within=ATTENDED, x=(6, 6))
+@sampled("scaled_dot_product_attention(x, y, y, torch.eye(6).bool().logical_not())", within=ATTENDED, x=(6, 6))
+@sampled("scaled_dot_product_attention(x, y, y, torch.eye(6).cumsum(1) - 1e9 * torch.eye(6))", within=ATTENDED, x=(6, 6))
+@sampled("scaled_dot_product_attention(x, y[:, :1], y[:, :1], enable_gqa=True)", within=ATTENDED)
 def scaled_dot_product_attention(
     build: Builder,
     query: fx.Node,
@@ -311,6 +317,18 @@ def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     modules={nn.MultiheadAttention: _heads_module},
     reads=("key_padding_mask", "attn_mask"),
     refuses=_refuses_heads,
+)
+@sampled("{nn.MultiheadAttention(6, 2, batch_first=True)}(x, x, x)[0]", within=HEADS, x=(6, 6))
+@sampled(
+    "a, b = {nn.MultiheadAttention(6, 1, bias=False, batch_first=True)}(x, y, y, average_attn_weights=False); return a + b[:, 0]",
+    within=HEADS,
+    x=(6, 6),
+)
+@sampled(
+    "t = x.transpose(0, 1); return F.multi_head_attention_forward(t, t[:3], t[:3], 6, 3, {P(18, 6)}, None, None, None, False, 0.0, "
+    "{P(6, 6)}, None, False, attn_mask=torch.tensor([[False, True, False]] * 6))[0]",
+    within=HEADS,
+    x=(6, 6),
 )
 def multi_head_attention(
     build: Builder,

@@ -20,6 +20,7 @@ from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
 from fxquant.ops.core.operators import WIDE, BatchDim, Builder, Operator, Same, TensorFact, Trait, composite, operator_of, register
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.samples import NORMED, sampled, written
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
@@ -152,6 +153,7 @@ register(
         ("input",),
         lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
         keeps=lambda arguments, after: (SMALLEST / arguments["factor"], math.inf),
+        samples=written("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED),
         onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
     )
 )
@@ -202,6 +204,7 @@ def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node 
 
 
 @composite(operands=("input",), function=_masked_softmax, reads=("keep", "otherwise"), traits=frozenset({Trait.SOFTMAX}))
+@sampled("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED)
 def masked_softmax(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str = "zeros", otherwise: fx.Node | None = None) -> Any:
     """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
 

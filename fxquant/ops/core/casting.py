@@ -18,6 +18,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.demands import Plain, Same
 from fxquant.ops.core.record import OPERATORS, Instead, operator_of
+from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
 from fxquant.primitives.whole import DTYPES
@@ -37,6 +38,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(function=lambda input, dtype=torch.float32: input.to(dtype), demand=Same(), carries=("input",), refuses=_refuses)
+@sampled("x.half().float() * 2", "x.bfloat16().float() * 2", within=ROUNDED)
 def in_dtype(lowering: Lowering, input: Quantized, dtype: torch.dtype = torch.float32) -> Quantized:
     """Return float values in another float dtype."""
     return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
@@ -53,12 +55,14 @@ def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(function=lambda input, dtype=torch.int64: input.to(dtype), demand=WHOLE_NUMBERS, reads=("input",), refuses=_refuses_dtype)
+@sampled("(x > 0).long()")
 def to_integer(lowering: Lowering, input: Any, dtype: torch.dtype = torch.int64) -> Any:
     """Return booleans or integers in an integer dtype."""
     return lowering.call(primitives.converted, input, dtype)
 
 
 @lowered(function=lambda input, whole=False: input.to(torch.int64), demand=WHOLE_NUMBERS)
+@sampled("(x * 3).long()", "(x * 3).int()", "(x * 3).short()", "(x * 3).char()", "(x * 3).abs().byte()", share=0.1)
 def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
     """Return float values without their fraction, as int64; `whole` states that they have none except for the rounding to a grid.
 
@@ -70,6 +74,7 @@ def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
 
 
 @lowered(function=lambda input: input.to(torch.float32), carries=("input",), reads=("input",))
+@sampled("x.argmax(1).float() * 0.3", within=NORMED)
 def to_real(lowering: Lowering, input: Any) -> Any:
     """Return booleans or integers as float values, on a grid.
 

@@ -73,6 +73,7 @@ def declare(
     fields    other fields of the record (`Operator`)
     """
     name = name or meaning.__name__
+    fields["samples"] = (*fields.get("samples", ()), *getattr(meaning, "samples", ()))
     parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
     canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     canonical |= settings or {}

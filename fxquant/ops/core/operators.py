@@ -29,14 +29,31 @@ from fxquant.ops.core.guards import (
     tensors,
 )
 from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Parameter, operator_named, operator_of, register
-from fxquant.ops.core.samples import ABOVE_ONE, ALIGNED, IMAGES, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, Sample, sample
+from fxquant.ops.core.samples import (
+    ALIGNED,
+    EXACT,
+    FOLDED,
+    HEADS,
+    IMAGES,
+    LIMITED,
+    NORMED,
+    POSITIVE,
+    ROUNDED,
+    SAMPLED,
+    SHARES,
+    Sample,
+    sample,
+    sampled,
+    written,
+)
 from fxquant.ops.core.traits import Trait
 
 __all__ = [
-    "ABOVE_ONE", "ALIGNED", "COMPUTED", "FLOAT32_EXACT", "IMAGES", "INNER", "JUMPS", "NORMED", "NO_DIMENSIONS", "OPERATORS", "POSITIVE",
-    "SHARES", "WIDE", "WITHIN_ONE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed", "Guard", "Instead", "Lowering",
-    "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size", "TensorFact", "Trait", "are_fixed", "bound",
-    "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes", "function_and_method", "is_parameter", "is_tensor", "known_size",
-    "known_sizes", "listed", "lowered", "nodes", "numbers", "on_the_output", "one_of", "operator_named", "operator_of", "register",
-    "sample", "selected", "settings_of", "shape_of", "spelled", "taking", "tensors",
+    "ALIGNED", "COMPUTED", "EXACT", "FLOAT32_EXACT", "FOLDED", "HEADS", "IMAGES", "INNER", "LIMITED", "NORMED", "NO_DIMENSIONS",
+    "OPERATORS", "POSITIVE", "ROUNDED", "SAMPLED", "SHARES", "WIDE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed",
+    "Guard", "Instead", "Lowering", "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size", "TensorFact",
+    "Trait", "are_fixed", "bound", "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes", "function_and_method",
+    "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "nodes", "numbers", "on_the_output", "one_of",
+    "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of", "shape_of", "spelled", "taking", "tensors",
+    "written",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.numerics.grids import Interval
 from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Ratio, Same, Trait, clamped, lowered, spelled
+from fxquant.ops.core.samples import EXACT, LIMITED, sampled
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.primitives import elementwise
 
@@ -91,6 +92,9 @@ _ADAPTED: dict[str, Any] = {
     refuses=_refuses_clamp,
     onnx=_onnx_clamp,
 )
+@sampled("relu(x)", "F.relu(x.clone(), inplace=True)", "nn.ReLU()", "nn.ReLU(inplace=True)", "detach(x).relu()", within=EXACT)
+@sampled("clamp(x, -0.5, 0.7)", "clamp(x, max=0.3)", "clip(x, min=-1)", "clamp_min(x, -0.4)", "clamp_max(x, 0.4)", within=LIMITED)
+@sampled("relu6(x)", "hardtanh(x)", "hardtanh(x, -2, 0.25)", "nn.ReLU6()", "nn.Hardtanh(-0.5, 1.5)", within=LIMITED)
 def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
     """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6).
 

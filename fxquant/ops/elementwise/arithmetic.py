@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import ALIGNED, FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, lowered, sample
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, lowered
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.elementwise.activation import clamp
@@ -121,6 +122,8 @@ SUMS: dict[str, Any] = {
 }
 
 
+@sampled("torch.add(x, other=y).relu()", "torch.add(x, y, alpha=-1.3)", "torch.add(x, 0.8)", "1.5 + x", "x + x", within=ALIGNED)
+@sampled("torch.add(x, {P(3, 1, 1)})", "{P(6, 6)} + x", within=ALIGNED)
 def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
     """input + alpha · other, and a fused clamp."""
     tensor, number = (input, other) if isinstance(input, Quantized) else (other, input)
@@ -154,6 +157,8 @@ add = lowered(
     onnx=_onnx_sub,
     **SUMS,
 )
+@sampled("torch.sub(x, y, alpha=0.4).relu()", "torch.sub(x, 0.8)", "torch.sub(x, {P(3, 1, 1)})", within=ALIGNED)
+@sampled("torch.rsub(x, y, alpha=0.4)", "torch.rsub(x, 0.8)", "1 - x", "{P(6, 6)} - x", within=ALIGNED)
 def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
     """Compute input - alpha · other, and a fused clamp."""
     if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
@@ -166,6 +171,7 @@ def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *,
 # ---- products -------------------------------------------------------------------------------------------------------
 
 
+@sampled("torch.mul(x, other=y[:, :, :1]).relu()", "torch.mul(x, x)", "torch.mul(x, {P(3, 1, 1)})", "{P(3, 6, 6)} * x")
 def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
     """Compute input · other, and a fused clamp.
 

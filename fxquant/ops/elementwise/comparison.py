@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
 from fxquant.ops.core.operators import Lowering, Plain, Quantized, Ratio, Same, TensorFact, Trait, fact, is_parameter, lowered
+from fxquant.ops.core.samples import sample, sampled, written
 from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
@@ -84,6 +85,7 @@ def _compares(name: str, *long: str) -> None:
         operands=("input", "other"),
         demand=Plain("bool"),
         refuses=_refuses_comparison,
+        samples=(sample(input=(3, 6, 6), other=(3, 6, 6), share=0.02), *written(f"x.{name}(0.3)", *(["x.bool()"] if name == "ne" else []))),
     )(_lower_comparison(name))
 
 
@@ -96,6 +98,7 @@ _compares("ge", "greater_equal")
 
 
 @lowered(function=torch.signbit, demand=Plain("bool"), dtypes={"input": "int16"})  # on 8 bits, what is negative and small is 0
+@sampled("signbit(x)")
 def signbit(lowering: Lowering, input: Quantized) -> Any:
     """Return whether elements are below 0: integers have no -0."""
     return _lower_comparison("lt")(lowering, input, 0.0)
@@ -129,6 +132,12 @@ def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
         demand=Plain("bool"),
         reads=("input", "other"),
         refuses=_refuses_logic,
+        samples=written(
+            f"logical_{operation}(x > 0, y > 0.5)",
+            f"bitwise_{operation}(x > 0, y > 0.5)",
+            f"operator.{bitwise.__name__}(x > 0, y > 0.5)",
+            f"(x > 0).__{operation}__(y > 0.5)",
+        ),
     )(lower)
 
 
@@ -140,6 +149,7 @@ _combines("xor", operator.xor)
 @lowered(
     "bitwise_not", "__invert__", operator.invert, function=torch.logical_not, reads=("input",), refuses=_refuses_logic, demand=Plain("bool")
 )
+@sampled("logical_not(x > 0)", "bitwise_not(x > 0)", "~(x > 0)", "(x > 0).__invert__()")
 def logical_not(lowering: Lowering, input: Any) -> Any:
     """PyTorch's logical_not."""
     return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
@@ -155,7 +165,7 @@ def _of_finite_numbers(name: str, relation: str) -> None:
         """Integers stand for finite numbers alone: what is said of each of them is said of it and itself."""
         return lowering.call(comparison.compare, input.value, input.value, relation)
 
-    lowered(name=name, function=getattr(torch, name), demand=Plain("bool"))(lower)
+    lowered(name=name, function=getattr(torch, name), demand=Plain("bool"), samples=written(f"{name}(x)"))(lower)
 
 
 for _name in ("isnan", "isinf", "isposinf", "isneginf", "isfinite", "isreal"):
@@ -180,18 +190,21 @@ def _truth(lowering: Lowering, input: Any, dim: Any, keepdim: bool, every: bool)
 
 
 @lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
+@sampled("any((x > 0) & (y > 0.5), 1)", "any(x > 1, (2, 3), True)")
 def any(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether any of the booleans along dimensions is true."""
     return _truth(lowering, input, dim, keepdim, False)
 
 
 @lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
+@sampled("all((x > -1) | (y > 0.5), 2, keepdim=True)")
 def all(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether all booleans along dimensions are true."""
     return _truth(lowering, input, dim, keepdim, True)
 
 
 @lowered(demand=Same(), traits=frozenset({Trait.CHOOSES}))
+@sampled("nan_to_num(x, 1.0).relu()")
 def nan_to_num(
     lowering: Lowering, input: Quantized, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> Quantized:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.ops.core import samples
 from fxquant.ops.core.record import BY_NAME, Operator, register
 from fxquant.ops.elementwise.table import SINGULAR, UNARY, by_table
 
@@ -65,4 +66,12 @@ def _on_number(x: float, steps: Steps) -> float:
 
 UNARY["curve"] = curve, _on_number
 SINGULAR.add("curve")  # some have poles, or slopes without a bound
-register(Operator("curve", curve, ("input",), lambda lowering, input, steps: by_table(lowering, input, "curve", steps=written(steps))))
+register(
+    Operator(
+        "curve",
+        curve,
+        ("input",),
+        lambda lowering, input, steps: by_table(lowering, input, "curve", steps=written(steps)),
+        samples=samples.written("torch.where(x > 0, x.sqrt(), x)", within=samples.LIMITED),
+    )
+)

@@ -14,7 +14,8 @@ from torch import fx
 
 from fxquant.ir.graph import absorb, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered, sample
+from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered
+from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import limited, mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, quotient_of, trunc_divided, trunc_quotient
 from fxquant.ops.elementwise.table import SHIFTED, of_inverse, with_offset
@@ -82,6 +83,8 @@ def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | No
 
 
 @composite(function=lambda input, other: torch.true_divide(input, other), by_name=False, traits=frozenset({Trait.DIVIDES}))
+@sampled("divide(x, y)", "true_divide(x, y)", "x / y", "x.__div__(y)", "x.clone().__idiv__(y)", over=POSITIVE)
+@sampled("operator.itruediv(x.clone(), y)", "x.clone().__itruediv__(y)", over=POSITIVE)
 def true_divide(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Compute input / other for two tensors."""
     return build(mul, input, reciprocal_of(build, other))

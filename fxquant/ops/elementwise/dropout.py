@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Lowering, Quantized, Same, Trait, lowered
+from fxquant.ops.core.operators import IMAGES, Lowering, Quantized, Same, Trait, lowered, sampled
 
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",
@@ -52,6 +52,12 @@ def _drops(kind: str) -> Callable[..., dict[str, Any]]:
     traits=frozenset({Trait.HOMOGENEOUS}),
     demand=Same(),
 )
+@sampled("dropout(x, 0.3, self.training).relu()", "alpha_dropout(x, 0.3, self.training).relu()")
+@sampled("feature_alpha_dropout(x, 0.3, self.training).relu()", "torch.feature_dropout(x, 0.3, self.training).relu()")
+@sampled("F.dropout2d(x, 0.3, self.training).relu()", "{nn.Dropout2d(0.3)}(x).relu()", "{nn.FeatureAlphaDropout(0.3)}(x).relu()")
+@sampled("{nn.Dropout(0.3)}(x).relu()", "{nn.AlphaDropout(0.3)}(x).relu()")
+@sampled("F.dropout1d(x, 0.3, self.training).relu()", "{nn.Dropout1d(0.3)}(x).relu()", x=IMAGES[1])
+@sampled("F.dropout3d(x, 0.3, self.training).relu()", "{nn.Dropout3d(0.3)}(x).relu()", x=IMAGES[3])
 def dropout(lowering: Lowering, input: Quantized, p: float = 0.5, kind: str = "dropout") -> Quantized:
     """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p.
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import ABOVE_ONE, JUMPS, NORMED, POSITIVE, SHARES, WITHIN_ONE, Instead, is_tensor, sample, spelled
+from fxquant.ops.core.operators import Instead, is_tensor, spelled
+from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
 from fxquant.ops.elementwise.table import tabled, unary
 
 
@@ -186,6 +187,7 @@ def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[
 
 
 @tabled(lambda x, numerator=1.0: numerator / x if x else math.copysign(math.inf, numerator))
+@sampled("2 / x", "x.__rtruediv__(1.5)", "x.__rdiv__(1.5)", over=POSITIVE, within=LIMITED)
 def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
     """Compute numerator / input."""
     return numerator / input
@@ -212,6 +214,7 @@ def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
 
 
 @tabled(lambda x, other=1.0: float(math.trunc(x / other)), name="trunc_divide")
+@sampled("torch.div(x, 0.4, rounding_mode='trunc')", within=LIMITED)
 def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
     """Compute input / other, rounded towards 0."""
     return torch.div(input, other, rounding_mode="trunc")

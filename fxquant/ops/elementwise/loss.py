@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.numerics.grids import Interval
-from fxquant.ops.core.operators import INNER, NORMED, SHARES, WIDE, Builder, TensorFact, composite, fact, is_parameter, sample
+from fxquant.ops.core.operators import INNER, NORMED, SHARES, WIDE, Builder, TensorFact, composite, fact, is_parameter, sample, sampled
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import tabled
@@ -38,12 +38,14 @@ STIRLING = "it adds Stirling's approximation"
 
 
 @tabled(lambda x, beta=1.0: x * x / (2 * beta) if abs(x) < beta else abs(x) - beta / 2)
+@sampled("F.smooth_l1_loss(x, y, reduction='none', beta=0.3)", within=NORMED)
 def smooth_magnitude(input: Tensor, beta: float = 1.0) -> Tensor:
     """Compute x² / (2·beta) where |x| < beta, else |x| - beta/2."""
     return F.smooth_l1_loss(input, torch.zeros_like(input), reduction="none", beta=beta)
 
 
 @tabled(lambda x, delta=1.0: x * x / 2 if abs(x) < delta else delta * (abs(x) - delta / 2))
+@sampled("F.huber_loss(x, y, 'none', 0.7)", within=NORMED)
 def huber_magnitude(input: Tensor, delta: float = 1.0) -> Tensor:
     """Compute x² / 2 where |x| < delta, else delta · (|x| - delta/2)."""
     return F.huber_loss(input, torch.zeros_like(input), reduction="none", delta=delta)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.core.operators import INNER, Builder, Plain, TensorFact, composite, fact, is_parameter, numbers
+from fxquant.ops.core.operators import INNER, Builder, Plain, TensorFact, composite, fact, is_parameter, numbers, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 
 
@@ -25,6 +25,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     demand=Plain("bool"),
     refuses=(_refuses, numbers("rtol", "atol", because="rtol or atol is computed", finite=True)),
 )
+@sampled("isclose(x, y, atol=0.2)", "isclose(x, y[:, :1], rtol=0, atol=0.3)", share=0.02)
 def isclose(build: Builder, input: fx.Node, other: fx.Node, rtol: float = 1e-05, atol: float = 1e-08) -> Any:
     """Return whether |input - other| <= rtol · |other| + atol."""
     if is_parameter(input) and rtol == 0:

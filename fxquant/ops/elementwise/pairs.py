@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import INNER, POSITIVE, WIDE, WITHIN_ONE, Builder, Operator, Trait, composite, register, sample, tensors
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Operator, Trait, composite, register, tensors
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, WITHIN_ONE, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
@@ -58,6 +59,7 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @tabled(lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
+@sampled("x ** y", over=POSITIVE, within=JUMPS)
 def log_of_base(input: Tensor) -> Tensor:
     """Compute log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
     return torch.log(torch.where(input == 0, SMALLEST, input))
@@ -77,7 +79,16 @@ def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     return result
 
 
-register(Operator("power", power, ("input", "exponent"), expand=_expand_power, refuses=_refuses_power))
+register(
+    Operator(
+        "power",
+        power,
+        ("input", "exponent"),
+        expand=_expand_power,
+        refuses=_refuses_power,
+        samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
+    )
+)
 
 
 @composite(refuses=tensors("input", "other"), samples=(sample(over=WITHIN_ONE, input=(3, 6), other=(3, 6)),))
@@ -99,7 +110,7 @@ def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Cal
     return build(sub, input, build(mul, whole, other, demand=WIDE))
 
 
-def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor]) -> None:
+def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor], *texts: str) -> None:
     """Register what a quotient or remainder by a tensor is; by a number it is a table of `functions`."""
     register(
         Operator(
@@ -108,14 +119,15 @@ def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], roundi
             ("input", "other"),
             expand=lambda build, input, other: expand(build, input, other, rounding),
             traits=frozenset({Trait.DIVIDES}),
+            samples=written(*texts, over=POSITIVE, within=COMPOSED, share=0.05),
         )
     )
 
 
-_rounded(floor_quotient, _rounded_quotient, torch.floor)
-_rounded(trunc_quotient, _rounded_quotient, torch.trunc)
-_rounded(floor_remainder, _rounded_remainder, torch.floor)
-_rounded(trunc_remainder, _rounded_remainder, torch.trunc)
+_rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.__rfloordiv__(2.0)")
+_rounded(trunc_quotient, _rounded_quotient, torch.trunc, "torch.div(x, y, rounding_mode='trunc')")
+_rounded(floor_remainder, _rounded_remainder, torch.floor, "remainder(x, y)", "x % y", "y.__rmod__(2.0)")
+_rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
 
 # ---- signs and steps ---------------------------------------------------------------------------------------------------
 
@@ -133,6 +145,7 @@ def copysign(build: Builder, input: fx.Node, other: Any) -> Any:
 
 
 @composite(dtypes={"input": "int16"}, refuses=tensors("input", "values"))
+@sampled("heaviside(x, torch.sigmoid(y))", within=NORMED)
 def heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
     """Compute 0 of what is negative, 1 of what is positive, and `values` of 0.
 
@@ -152,6 +165,7 @@ def xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 @tabled(lambda x: math.log2(1 + 2.0 ** -abs(x)))
+@sampled("torch.logaddexp2(x, y)", within=COMPOSED)
 def log2_of_one_and_power(input: Tensor) -> Tensor:
     """Compute log2(1 + 2 ** -|input|)."""
     return torch.log2(1 + torch.exp2(-input.abs()))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.numerics.rounding import straight_through
-from fxquant.ops.core.operators import Call, Clamp, Lowering, Own, Quantized, Ratio, Trait, is_parameter, lowered
+from fxquant.ops.core.operators import Call, Clamp, Lowering, Own, Quantized, Ratio, Trait, is_parameter, lowered, sampled
 from fxquant.ops.core.slope import by_whole_slope
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.elementwise.arithmetic import limited
@@ -78,6 +78,7 @@ def _onnx_prelu(c: Call) -> str:
     onnx=_onnx_prelu,
     demand=Own(shared_where="slope_bits"),
 )
+@sampled("F.prelu(x, {P(3)}).clamp(max=1)", "prelu(x, {P(1)})", "nn.PReLU()", "nn.PReLU(3)")
 def prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:
     """Compute max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp.
 

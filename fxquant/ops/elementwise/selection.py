@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.operators import Lowering, Quantized, TensorFact, Trait, fact, lowered
+from fxquant.ops.core.operators import ALIGNED, Lowering, Quantized, TensorFact, Trait, fact, lowered, sampled
 from fxquant.primitives import comparison
 
 
@@ -51,6 +51,9 @@ def _function(condition: Any, input: Any = None, other: Any = None, **named: Any
     traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
     onnx=lambda c: c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other")),
 )
+@sampled("torch.where(x > 0, x, y)", "torch.where(x > y, x, y)", "x.where(y < 0.7, 0.2)", "masked_fill(x, y > 0.5, -0.7)")
+@sampled("x.masked_fill((y > 0.5)[:, :1], 0.3)", "torch.where((x > 0)[:, :1].expand(-1, 3, -1, -1).flip(2), x, y)", within=ALIGNED)
+@sampled("(x > 0).float() * y + x * (y > 0.5)", within=ALIGNED)
 def where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
     """Return `input` where the condition holds, else `other`; each is a tensor or a number.
 

@@ -16,7 +16,8 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Sample, Trait, clamped, operator_of, register, sample
+from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
+from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
@@ -191,7 +192,10 @@ def unary(
             adapt=others.get(function, arguments),
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
             traits=traits | {Trait.ELEMENTWISE},
-            samples=samples or tuple(sample(over, input=(3, 6, 6), **given) for given in ([tried, {}] if tried else [{}])),
+            samples=(
+                *(samples or (sample(over, input=(3, 6, 6), **given) for given in ([tried, {}] if tried else [{}]))),
+                *getattr(function, "samples", ()),
+            ),
         )
     )
 
@@ -270,7 +274,17 @@ def _onnx_shifted(c: Call) -> str:
     return function.onnx(replace(c, name=function.name, arguments=arguments))
 
 
-SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted, traits=frozenset({Trait.ELEMENTWISE})))
+SHIFTED = register(
+    Operator(
+        "shifted",
+        shifted,
+        ("input",),
+        _lower_shifted,
+        onnx=_onnx_shifted,
+        traits=frozenset({Trait.ELEMENTWISE}),
+        samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),
+    )
+)
 
 
 def of_inverse(input: Any) -> dict[str, Any] | Instead:

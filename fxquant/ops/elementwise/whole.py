@@ -8,14 +8,13 @@ dtype are made int64 first, and a result of one is brought back to it, so that t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register
+from fxquant.ops.core.operators import Lowering, Operator, Plain, Sample, TensorFact, fact, is_parameter, register, written
 from fxquant.primitives import comparison
 from fxquant.primitives import whole as primitives
 
@@ -91,6 +90,7 @@ def _whole(
     reads: tuple[str, ...] = ("input", "other"),
     demand: Plain = WHOLE_NUMBERS,
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] | None = None,
+    samples: Sequence[Sample] = (),
     **forms: Any,
 ) -> Callable[..., Tensor]:
     """Register an operator on integers with this float meaning, and return it under its name; `steps` writes its primitives."""
@@ -100,19 +100,26 @@ def _whole(
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    register(Operator(name, function, (), lower, demand, reads=reads, refuses=refuses or needs_numbers(*reads), **forms))
+    given: dict[str, Any] = {"reads": reads, "refuses": refuses or needs_numbers(*reads), "samples": tuple(samples)}
+    register(Operator(name, function, (), lower, demand, **given, **forms))
     return function
 
 
 def _pairs(
-    name: str, doc: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], **fields: Any
+    name: str, doc: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], rounding: str = "", **fields: Any
 ) -> Callable[..., Tensor]:
-    """Register an operator on two integers: PyTorch's function, and an operation of `primitives.joined`, or the steps that write it."""
+    """Register an operator on two integers: PyTorch's function, and an operation of `primitives.joined`, or the steps that write it.
+
+    `rounding` is the function's rounding mode.
+    """
+    modes = {"rounding_mode": rounding} if rounding else {}
+    text = f"torch.{combined.__name__}(x.argmax(3) - 3, y.argmax(3) + 1{''.join(f', {key}={mode!r}' for key, mode in modes.items())})"
 
     def join(steps: Steps, input: Value, other: Value) -> Any:
         return steps(operation, input, other) if isinstance(operation, str) else operation(steps, input, other)
 
-    return _whole(name, doc, lambda input, other: as_whole(combined(as_whole(input), as_whole(other))), join, **fields)
+    own = lambda input, other: as_whole(combined(as_whole(input), as_whole(other), **modes))  # noqa: E731
+    return _whole(name, doc, own, join, samples=written(text), **fields)
 
 
 # ---- two numbers ----------------------------------------------------------------------------------------------------
@@ -146,21 +153,19 @@ whole_add = _whole(
     "input + alpha · other.",
     lambda input, other, alpha=1: as_whole(input + alpha * other),
     lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
+    samples=written("torch.add(x.argmax(3), y.argmax(3), alpha=2)"),
 )
 whole_sub = _whole(
     "whole_sub",
     "Compute input - alpha · other.",
     lambda input, other, alpha=1: as_whole(input - alpha * other),
     lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)),
+    samples=written("x.argmax(3) - y.argmax(3)"),
 )
 whole_mul = _pairs("whole_mul", "Compute input · other.", torch.mul, "multiply")
 whole_floor_divide = _pairs("whole_floor_divide", "Compute ⌊input / other⌋.", torch.floor_divide, "quotient", **_DIVIDES)
 whole_trunc_divide = _pairs(
-    "whole_trunc_divide",
-    "Compute input / other, rounded towards 0.",
-    partial(torch.div, rounding_mode="trunc"),
-    Steps.truncated_quotient,
-    **_DIVIDES,
+    "whole_trunc_divide", "Compute input / other, rounded towards 0.", torch.div, Steps.truncated_quotient, "trunc", **_DIVIDES
 )
 whole_remainder = _pairs("whole_remainder", "Compute input - other · ⌊input / other⌋.", torch.remainder, "remainder", **_DIVIDES)
 whole_fmod = _pairs("whole_fmod", "Compute the remainder of input divided by other, with the sign of input.", torch.fmod, _fmod)
@@ -201,9 +206,21 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 whole_abs = _whole(
-    "whole_abs", "Without the sign.", lambda input: torch.abs(input), lambda steps, input: steps.magnitude(input), ("input",)
+    "whole_abs",
+    "Without the sign.",
+    lambda input: torch.abs(input),
+    lambda steps, input: steps.magnitude(input),
+    ("input",),
+    samples=written("(x.argmax(3) - 3).abs()"),
 )
-whole_sign = _whole("whole_sign", "Return -1, 0 or 1.", lambda input: torch.sign(input), lambda steps, input: steps.sign(input), ("input",))
+whole_sign = _whole(
+    "whole_sign",
+    "Return -1, 0 or 1.",
+    lambda input: torch.sign(input),
+    lambda steps, input: steps.sign(input),
+    ("input",),
+    samples=written("(x.argmax(3) - 3).sign()"),
+)
 whole_clamp = _whole(
     "whole_clamp",
     "Limit to [min, max], which are numbers or tensors; None means no limit.",
@@ -211,6 +228,7 @@ whole_clamp = _whole(
     _clamp,
     ("input", "min", "max"),
     refuses=_refuses_clamp,
+    samples=written("x.argmax(3).clamp(1, 4)", "x.argmax(3).clamp(max=y.argmax(3))"),
 )
 whole_pow = _whole(
     "whole_pow",
@@ -219,6 +237,7 @@ whole_pow = _whole(
     _power,
     ("input",),
     refuses=_refuses_power,
+    samples=written("x.argmax(3) ** 3"),
 )
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
@@ -238,6 +257,11 @@ def _shifts(name: str, doc: str, function: Callable[..., Tensor], step: str) -> 
         lambda steps, input, other: steps(step, input, 2**other),
         ("input",),
         refuses=_refuses_shift,
+        samples=written(
+            f"{function.__name__}(x.argmax(3), 1)",
+            *(f"operator.{i}{short}(x.argmax(3), 1)" for i in ("", "i")),
+            *(f"x.argmax(3).__{i}{short}__(1)" for i in ("", "i")),
+        ),
         functions=dict.fromkeys((getattr(operator, short), getattr(operator, f"i{short}"), function)),
         methods=dict.fromkeys((f"__{short}__", f"__i{short}__", function.__name__, f"{function.__name__}_")),
     )
@@ -256,6 +280,7 @@ def _comparison(relation: str) -> Callable[..., Any]:
         lambda input, other: getattr(torch, relation)(as_whole(input), as_whole(other)),
         lambda steps, input, other: steps.compare(input, other, relation),
         demand=TRUTH_VALUES,
+        samples=written(f"torch.{relation}(x.argmax(3), y.argmax(3))"),
     )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite, fixed_sizes, function_and_method, sample
+from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite, fixed_sizes, function_and_method
+from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
@@ -58,6 +59,7 @@ def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(function=places.index, by_name=False, demand=Same(), moves=True, refuses=(_refuses_lists, one_varying))
+@sampled("x[:, [0, 1], :, [[2], [3]]]", "x[..., torch.ones(6, 6).tril().bool()]")
 def index(build: Builder, input: fx.Node, lists: list[Any]) -> Any:
     """Return input[lists]: for every dimension None, which leaves it whole, or a list of integers, which may be nested."""
     return _expand_index(build, input, lists)
@@ -75,6 +77,7 @@ def _refuses_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(function=places.index_parts, by_name=False, demand=Same(), moves=True, refuses=(one_varying, _refuses_parts))
+@sampled("x[:, None, [2, 1], 1:, [0, 5]]")
 def index_parts(build: Builder, input: fx.Node, index: list[Any], lists: list[Any]) -> Any:
     """Return input[index], an index without lists, and of that result [lists]."""
     return _expand_index(build, build(getitem, input, index), lists)
@@ -94,6 +97,8 @@ def _refuses_put(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     carries=("input", "value"),
     refuses=(_refuses_put, _refuses_lists, one_varying),
 )
+@sampled("(x[0] * 2).index_put_((torch.tensor([0, 1]), torch.tensor([2, 5])), torch.tensor(0.5))", within=ALIGNED)
+@sampled("x = x * 1; x[:, [0, 2], [1, 2]] = 0.25; return x", within=ALIGNED)
 def index_put(build: Builder, input: fx.Node, lists: list[Any], value: Any) -> Any:
     """Return a copy of `input` in which input[lists] is one number: it is chosen by a constant mask."""
     sizes = [1 if entry is None else size for entry, size in zip(lists, build.fact(input).shape, strict=True)]
@@ -110,6 +115,7 @@ def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(function=places.pick_each, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_each)
+@sampled("x[torch.arange(x.shape[0]), :, y[:, 0, 0].argmax(1)]")
 def pick_each(build: Builder, input: fx.Node, dim: int, places: fx.Node) -> Any:
     """Of each item of the batch what is at its own places, [batch, …], along a dimension: [batch, …, the other dimensions]."""
     shape = list(build.fact(input).shape)
@@ -135,6 +141,7 @@ def _refuses_pick_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(function=places.pick_parts, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_parts)
+@sampled("x[:, 1:3, y[0, 0, 0].argmax(0, keepdim=True)]")
 def pick_parts(build: Builder, input: fx.Node, index: list[Any], dim: int, places: fx.Node) -> Any:
     """Return input[index], an index without lists, and of that result the slices along a dimension at the places."""
     return build(pick, build(getitem, input, index), dim, places)
@@ -163,6 +170,7 @@ def _refuses_take(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     moves=True,
     refuses=(fixed_sizes("the size of its operand is not fixed", start=1), _refuses_take),
 )
+@sampled("take(x, torch.tensor([[3, 17], [0, 5]]))")
 def take(build: Builder, input: fx.Node, index: Any) -> Any:
     """Return the elements at these places, a list that may be nested, of all elements row by row.
 
@@ -203,6 +211,7 @@ def _of_last_dimensions(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = 
     moves=True,
     refuses=(_refuses_diagonal, one_varying),
 )
+@sampled("diagonal(x, 1, 2, 3)", "x.diagonal(-1, dim1=3, dim2=1)", "torch.linalg.diagonal(x, offset=2)", "torch.diag(x[0, 1])")
 def diagonal(build: Builder, input: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Return a diagonal of the matrices that two dimensions hold, as the last dimension."""
     sizes = numbers(build.fact(input).shape)
@@ -225,6 +234,7 @@ def _refuses_diag_embed(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     refuses=(_refuses_diag_embed, one_varying),
     samples=(sample(input=(4, 6), offset=1, dim1=1, dim2=-1), sample(input=(4, 6))),
 )
+@sampled("x[0, 1, 2].diag(-1)")
 def diag_embed(build: Builder, input: fx.Node, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere.
 

@@ -14,7 +14,7 @@ from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
 from fxquant.ops.core.constants import Branch, on_the_output, real, selected
 from fxquant.ops.core.declare import function_and_method, lowered, spelled
-from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, Size, TensorFact, known_size
+from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, whole_index
@@ -130,6 +130,11 @@ def _onnx_setitem(c: Call) -> str:
     refuses=(_refuses_setitem, one_varying),
     onnx=_onnx_setitem,
 )
+@sampled("x = x * 1.5; x[..., ::2] = y[..., 1::2]; x[:, 0] = y[:, 1]; x[:, 1, 2:4] = 0.5; x[x > 1] = 0.25; return x", within=NORMED)
+@sampled("x = x * 1.5; x[:, torch.tensor([2, 1])] = y[:, :2]; return x", within=NORMED)
+@sampled("slice_scatter(x, y[:, :, 1:3], 2, 2, 6, 2)", "select_scatter(x, y[:, 1], 1, 0)")
+@sampled("index_copy(x, 2, torch.tensor([3, 1]), y[:, :, 2:4])", "index_fill(x, 1, torch.tensor([2, 1]), 0.4)")
+@sampled("torch.index_put(x[0], (torch.tensor([0, 2]),), torch.tensor(0.5))", "x[0].index_put((torch.tensor([1]),), y[0, :1])")
 def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
     """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them.
 

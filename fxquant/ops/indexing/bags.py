@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fxquant.ops.core.operators import INNER, Builder, TensorFact, bound, composite, fact, is_parameter, operator_named, settings_of
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
@@ -101,6 +102,8 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     reads=("input",),
     refuses=(_refuses, refuses_embedding),
 )
+@sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='max')", "{nn.EmbeddingBag(6, 5)}(x[:, 1].argmax(2))", within=NORMED)
+@sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='sum', per_sample_weights=y[:, 0, 0])", within=NORMED)
 def embedding_bag(
     build: Builder,
     input: fx.Node,

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.operators import Builder, Call, Instead, Lowering, Plain, Quantized, TensorFact, are_fixed, composite, listed, lowered
+from fxquant.ops.core.samples import sampled
 from fxquant.ops.elementwise.comparison import threshold
 from fxquant.ops.movement.shape import numbers, one_varying
 from fxquant.primitives import comparison, scatter, selection, shape
@@ -33,6 +34,7 @@ def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     refuses=(_refuses_real, _refuses_one_hot),
     demand=Plain("int64"),
 )
+@sampled("one_hot(x.argmax(3), 6)")
 def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
     """Return for each integer a vector of zeros with a 1 at its place, along a new last dimension: int64.
 
@@ -64,12 +66,14 @@ def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     refuses=_refuses_count,
     demand=Plain("int64"),
 )
+@sampled("torch.count_nonzero(x > 0.2, (1, 2))")
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
 
 
 @composite(function=lambda input, dim: torch.count_nonzero(input, dim), demand=Plain("int64"), refuses=_refuses_count)
+@sampled("count_nonzero(x.relu(), 1)")
 def count_of(build: Builder, input: fx.Node, dim: list[int]) -> Any:
     """Return how many of the numbers along dimensions are not 0: int64."""
     return build(count_nonzero, build(torch.ne, input, 0), dim)
@@ -107,6 +111,7 @@ def _searched(
     refuses=(_refuses_bucketize, one_varying),
     demand=Plain("int64"),
 )
+@sampled("bucketize(x, torch.tensor([-0.5, 0.0, 0.5]))", "torch.searchsorted(torch.tensor([0.2, 0.5]), x, side='right')")
 def bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, right: bool = False) -> Any:
     """Return how many of the boundaries, a row in ascending order, are below each number, or, if `right`, not above it: int64.
 
@@ -147,6 +152,7 @@ def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     onnx=_onnx_isin,
     demand=Plain("bool"),
 )
+@sampled("isin(x.argmax(1), torch.tensor([0, 3]))")
 def isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
     """Return whether each integer is one of those of a constant.
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ops.core.operators import Lowering, Quantized, TensorFact, bound, fact, is_parameter, lowered, on_the_output, settings_of
+from fxquant.ops.core.samples import sampled
 from fxquant.primitives import shape
 
 CHANGES = "it changes its weight while it runs (max_norm)"
@@ -46,6 +47,8 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     observes=lambda arguments: arguments["weight"],
     onnx=lambda c: c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0),
 )
+@sampled("torch.embedding({P(6, 5)}, x.argmax(-1))", "F.embedding(x.argmax(-1), {P(6, 5)}, padding_idx=2)")
+@sampled("{nn.Embedding(6, 5)}(x.argmin(-1))")
 def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
     """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there.
 

@@ -18,6 +18,7 @@ from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.guards import are_fixed, fixed, known_size
 from fxquant.ops.core.operators import BatchDim, Call, Instead, Lowering, Own, Quantized, Same, Size, TensorFact, on_the_output, selected
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
+from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.indexing.embedding import embedding
 from fxquant.ops.movement.batch import interleave, piece, pieces_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of
@@ -78,6 +79,7 @@ def _computed(entry: Any) -> bool:
     refuses=(_refuses_pick, fixed(because="it indexes the batch")),
     demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
 )
+@sampled("torch.linspace(-1, 1, 6)[x.argmax(3)]", within=ROUNDED)
 def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
     """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
     at = lowering.given("index", index, torch.int64)
@@ -302,6 +304,8 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     refuses=_refuses_getitem,
     demand=Same(),
 )
+@sampled("x[:, 1]", "x[..., ::2, None, 1:-1]", "x[:, [2, 0]]", "x.__getitem__((slice(None), 2))", "narrow(x, -1, 2, 3)", "select(x, 2, 3)")
+@sampled("index_select(x, 1, torch.tensor([1, 1, 0]))", "repeat_interleave(x, 2, dim=1)", "x.repeat_interleave(3, 2)")
 def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
     """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.operators import INNER, Builder, Same, composite, sample
+from fxquant.ops.core.operators import EXACT, INNER, Builder, Same, composite, sample, sampled
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.ranking import fixed_dimension, gather, ranked, sort
@@ -22,6 +22,7 @@ from fxquant.ops.reduction.progression import along, length_of
 
 
 @composite(refuses=fixed_dimension("looks through", whole=True))
+@sampled("aminmax(x, dim=1)[1]", "x.aminmax(dim=-1, keepdim=True).min", within=EXACT)
 def aminmax(build: Builder, input: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the smallest and the largest element along a dimension, or of all."""
     dims = [] if dim is None else [dim]
@@ -34,6 +35,7 @@ def _refuses_msort(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(refuses=_refuses_msort)
+@sampled("msort(x[0])", within=EXACT)
 def msort(build: Builder, input: fx.Node) -> Any:
     """Return the elements along the first dimension in order."""
     return build(sort, input, 0)[0]
@@ -67,12 +69,14 @@ _RUNNING = (*fixed_dimension("looks through"), _refuses_running)
 
 
 @composite(refuses=_RUNNING)
+@sampled("cummax(x, 1)[0]", within=EXACT)
 def cummax(build: Builder, input: fx.Node, dim: int) -> Any:
     """Return the largest element so far along a dimension, and where it is."""
     return _expand_running(build, input, dim, maximum)
 
 
 @composite(refuses=_RUNNING)
+@sampled("cummin(x, dim=2)[0]", within=EXACT)
 def cummin(build: Builder, input: fx.Node, dim: int) -> Any:
     """Return the smallest element so far along a dimension, and where it is."""
     return _expand_running(build, input, dim, minimum)

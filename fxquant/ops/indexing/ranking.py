@@ -14,6 +14,7 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, composite, first_reason, function_and_method, lowered
 from fxquant.ops.core.guards import are_fixed, fixed, has_dimensions
 from fxquant.ops.core.operators import Builder, Instead, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
+from fxquant.ops.core.samples import EXACT, sampled, written
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
@@ -44,12 +45,14 @@ _LOOKS, _RANKS = fixed_dimension("looks through"), fixed_dimension("ranks")
 
 
 @lowered(demand=PLACES, refuses=_LOOKS)
+@sampled("argmax(x, 1, True)", "argmax(x.flatten(1), 1)")
 def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the largest element along a dimension."""
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, True)
 
 
 @lowered(demand=PLACES, refuses=_LOOKS)
+@sampled("argmin(x, dim=-1)")
 def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the smallest element along a dimension."""
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
@@ -69,6 +72,7 @@ def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
     onnx=lambda c: c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1),
     demand=PLACES,
 )
+@sampled("x.topk(2, 2, largest=False)[1]", share=0.1)
 def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
     """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return lowering.call(selection.ranking, input.value, dim, count, largest)
@@ -115,6 +119,7 @@ def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     refuses=refuses_index,
     demand=Same(),
 )
+@sampled("gather(x, 2, y.argmax(2, True))", "gather(x, 3, y.argsort(3))", "take_along_dim(x, y.argmax(1, True), 1)")
 def gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
     """Return the elements at these places along a dimension."""
     places = lowering.given("index", index, torch.int64)
@@ -122,6 +127,7 @@ def gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quanti
 
 
 @composite(by_name=False, operands=("input",), demand=Same(), moves=True, reads=("indices",), refuses=_refuses_taken)
+@sampled("take_along_dim(x, y[:, :, :1].argsort(3), 3)")
 def take_along_dim(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
     """Return the elements at these places along a dimension; along others tensor and places are broadcast."""
     mine, other = build.fact(input).shape, build.fact(indices).shape
@@ -136,7 +142,16 @@ def _extreme(name: str, function: Any, extremum: Any, place: Any) -> None:
     def expand(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
         return build(extremum, input, [dim], keepdim), build(place, input, dim, keepdim)
 
-    register(Operator(name, function, ("input",), expand=expand, refuses=first_reason(*_LOOKS)))
+    register(
+        Operator(
+            name,
+            function,
+            ("input",),
+            expand=expand,
+            refuses=first_reason(*_LOOKS),
+            samples=written(f"{name[:3]}(x, 1)[0]", f"{name[:3]}(x, -1, keepdim=True)[1]", within=EXACT),
+        )
+    )
 
 
 _extreme("max_along", largest_along, amax, argmax)
@@ -164,18 +179,21 @@ def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool
 
 
 @composite(moves=True, refuses=_RANKS)
+@sampled("topk(x, 2, 1)[0]", within=EXACT)
 def topk(build: Builder, input: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the k largest, or smallest, elements along a dimension, and where they are."""
     return _with_places(build, input, dim, k, largest)
 
 
 @composite(adapt=_sorted, moves=True, refuses=_RANKS)
+@sampled("sort(x, descending=True)[0]", "sort(x, 2)[1]", within=EXACT)
 def sort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Return the elements along a dimension in order, and where they were."""
     return _with_places(build, input, dim, length_of(input, dim), descending)
 
 
 @composite(moves=True, refuses=_RANKS)
+@sampled("kthvalue(x, 2, 1, True)[0]", within=EXACT)
 def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     """Return the k-th smallest element along a dimension, and where it is."""
     return _kthvalue(build, input, k, dim, keepdim)
@@ -186,12 +204,14 @@ def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any
 
 
 @composite("nanmedian", function=_median, moves=True, refuses=_RANKS)
+@sampled("median(x, 2)[0]", "nanmedian(x, 1)[0]", within=EXACT)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the lower median along a dimension, and where it is."""
     return _kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
 
 
 @composite(adapt=_sorted, moves=True, demand=PLACES, refuses=_RANKS)
+@sampled("argsort(x, 1)", "argsort(x, descending=True)")
 def argsort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Return where the elements along a dimension are, in order."""
     return build(ranked, input, dim, length_of(input, dim), descending)

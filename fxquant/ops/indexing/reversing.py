@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.ops.core.declare import function_and_method, listed, lowered
-from fxquant.ops.core.operators import Lowering, Quantized, Same, are_fixed, fixed_along, known_size, sample, selected
+from fxquant.ops.core.operators import Lowering, Quantized, Same, are_fixed, fixed_along, known_size, sample, sampled, selected
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 
@@ -22,6 +22,7 @@ from fxquant.primitives import shape
     refuses=fixed_along("dims", "it reverses the batch"),
     demand=Same(),
 )
+@sampled("flip(x, [1, -1])", "x.flip(2)", "fliplr(x)", "flipud(x.transpose(0, 1))")
 def flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
     """Return the elements in reverse order along `dims`."""
     value = input.value

@@ -18,6 +18,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
 from fxquant.ops.core.operators import FLOAT32_EXACT, INNER, Builder, Call, Instead, Ratio, TensorFact, composite, known_size, lowered
+from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of
 from fxquant.ops.indexing.ranking import refuses_index
@@ -85,6 +86,7 @@ def _onnx_scatter(c: Call) -> str:
     refuses=(_refuses_scatter, refuses_index),
     normalize=as_large_as_index,
 )
+@sampled("scatter(x, 1, y.argmax(1, True), y[:, :1])", "x.scatter(3, y.argsort(3), y)", "x.scatter(1, y.argmax(1, True), y)")
 def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
     """Return the tensor with other elements, or one number, at these places along a dimension."""
     places = lowering.given("index", index, torch.int64)
@@ -123,6 +125,7 @@ def _summed(c: Call, places: str) -> str:
     refuses=_refuses_sum_at,
     onnx=_onnx_sum_at,
 )
+@sampled("torch.zeros_like(x).scatter_add(1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y)")
 def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
     """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     terms = known_size(src.shape[dim])
@@ -144,6 +147,7 @@ def _onnx_index_sum(c: Call) -> str:
 
 
 @lowered(function=lambda src, dim, index, size: _zeros(src, dim, size).index_add(dim, index, src), onnx=_onnx_index_sum)
+@sampled("torch.zeros_like(x).index_add(2, torch.tensor([1, 1]), y[:, :, :2])")
 def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
     """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places.
 
@@ -195,6 +199,9 @@ def _index_added(input: Any, dim: int, index: Any, source: Any, alpha: float = 1
 
 
 @composite(adapt=scatter_added, **ADDS)
+@sampled("scatter_add(x, 1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y)", within=NORMED)
+@sampled("scatter_add(x, 3, y.argmax(3, True), y)", within=NORMED)
+@sampled("scatter_reduce(x, 1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y, 'sum')", within=NORMED)
 def scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     """Return the tensor with the elements of `src` added at their places along a dimension."""
     alone = made_number(input) == 0
@@ -203,6 +210,7 @@ def scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: f
 
 
 @composite(operands=("input", "source"), adapt=_index_added, refuses=_refuses_index_add)
+@sampled("index_add(x, 1, torch.tensor([0, 2]), y[:, 1:], alpha=-0.5)", "x.index_add(3, torch.tensor([5, 0]), y[..., :2])")
 def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float = 1) -> Any:
     """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
     alone = made_number(input) == 0

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.operators import INNER, Builder, Call, Fixed, Instead, Lowering, Quantized, composite, lowered
+from fxquant.ops.core.operators import INNER, NORMED, Builder, Call, Fixed, Instead, Lowering, Quantized, composite, lowered, sampled
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.division import reciprocal_of
@@ -35,6 +35,7 @@ def _many(build: Builder, dim: int, index: fx.Node, size: int) -> Any:
 
 
 @composite(function=lambda input, dim, index, src: torch.scatter_reduce(input, dim, index, src, "sum", include_self=False), **ADDS)
+@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'sum', include_self=False)")
 def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
     size = length_of(input, dim)
@@ -48,6 +49,8 @@ def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: f
     ),
     **ADDS,
 )
+@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'mean')", within=NORMED)
+@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'mean', include_self=False)", within=NORMED)
 def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool = True) -> Any:
     """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
     size = length_of(input, dim)
@@ -100,6 +103,8 @@ def _scatter_reduced(
 
 
 @lowered("scatter_reduce", function=_scatter_extremum, adapt=_scatter_reduced, onnx=_onnx_scatter_extremum, **ADDS)
+@sampled("scatter_reduce(x, 1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y, 'amax')")
+@sampled("x.scatter_reduce(1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y, 'amin', include_self=False)")
 def scatter_extremum(
     lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool = True
 ) -> Quantized:

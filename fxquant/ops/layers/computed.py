@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core import equations
 from fxquant.ops.core.equations import is_computed
-from fxquant.ops.core.operators import BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes
+from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes, sampled, written
 from fxquant.ops.core.record import Instead, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add
@@ -110,6 +110,14 @@ def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 
+OWN_KERNELS = {  # each item of the batch with kernels of its own: all items are the channels of one
+    1: "k = y[:, :2, :3, :2]; o = F.conv1d(x.reshape(1, -1, 36), k.flatten(0, 1), padding=1, dilation=2, groups=x.shape[0]);"
+    " return o.view(x.shape[0], 2, -1)",
+    2: "k = y.unflatten(1, (1, 3))[..., :3, :2]; o = F.conv2d(x.reshape(1, -1, 6, 6), k.flatten(0, 1), padding=1, dilation=2,"
+    " groups=x.shape[0]); return o.view(x.shape[0], 1, *o.shape[2:])",
+}
+
+
 def _computed(rank: int) -> Callable[..., Tensor]:
     convolution = getattr(torch, f"conv{rank}d")
 
@@ -119,6 +127,7 @@ def _computed(rank: int) -> Callable[..., Tensor]:
         operands=("input", "weight", "bias"),
         refuses=_refuses(rank),
         macs=_products,
+        samples=written(OWN_KERNELS[rank], within=ROUNDED),
     )
     def computed(
         build: Builder,
@@ -147,6 +156,7 @@ def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(function=equations.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, macs=_products)
+@sampled("F.linear(x, y[0, 0, :5])", within=ROUNDED)
 def computed_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None) -> Any:
     """Compute x · wᵀ + b with a weight that the model computes."""
     product = build(matmul, input, build(permute, weight, [1, 0]))

@@ -18,7 +18,7 @@ from torch import fx
 from fxquant.ops.core import equations
 from fxquant.ops.core.declare import composite, function_and_method, listed
 from fxquant.ops.core.equations import spelled
-from fxquant.ops.core.operators import Builder, TensorFact, Trait, are_fixed, fact, is_parameter, nodes
+from fxquant.ops.core.operators import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, nodes, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul
@@ -177,6 +177,13 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
     },
     refuses=_refuses,
 )
+@sampled("torch.einsum('bij,bkj->bik', x, y)", "torch.einsum('bij,bij->bj', [x, y])", within=ROUNDED, x=(6, 6))
+@sampled("torch.einsum('... i j, ... k j -> ... i k', x[:, 0], y[:, 0])", "torch.linalg.vecdot(x, y, dim=1)", within=ROUNDED)
+@sampled("torch.einsum('bijk,kh->bhij', x, {P(6, 4)})", "torch.tensordot(x, {P(6, 6)}, 1)", within=ROUNDED)
+@sampled("torch.tensordot(x, {P(6, 6)}, ([2], [1]))", "trace(x[0, 0])", within=ROUNDED)
+@sampled("mv(x, {P(3, 8)}[1])", "outer(x[:, 0], {P(3, 8)}[1])", "ger(x[:, 0], x[0])", "inner(x, {P(3, 8)})", within=ROUNDED, x=(8,))
+@sampled("torch.chain_matmul(x, {P(8, 3)})", "torch.linalg.multi_dot([x, {P(8, 3)}])", within=ROUNDED, x=(8,))
+@sampled("dot(x[0], {P(3, 8)}[1]) + x[:, 0]", "vdot(x[0], {P(3, 8)}[1]) + x[:, 0]", within=NORMED, x=(8,))
 def einsum(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
     """Return the contraction of the operands that an equation without spaces or dots says."""
     letters, result = _split(equation)
@@ -223,6 +230,9 @@ def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     },
     refuses=(nodes("one", "other", because="one of its operands is not a tensor"), _refuses_added),
 )
+@sampled("addmv(x[:, 0], x, {P(3, 8)}[1], alpha=0.5)", "addr(x, x[:, 0], {P(3, 8)}[1])", within=HEADS, x=(8,))
+@sampled("addbmm(x, x[None], {P(8, 8)}[None], beta=2)", within=HEADS, x=(8,))
+@sampled("baddbmm(x, x, y, beta=0.5, alpha=0.3)", "x.baddbmm(y, x, beta=0)", within=HEADS, x=(6, 6))
 def added_product(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, equation: str, beta: float = 1, alpha: float = 1) -> Any:
     """Return beta · input + alpha · the contraction of the other two operands."""
     product = build(einsum, equation, [one, other])
@@ -235,6 +245,8 @@ def added_product(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, 
 
 
 @composite(operands=("input1", "input2"))
+@sampled("bilinear(x, x.flip(1), {P(6, 6)}[None], None)", within=HEADS, x=(6, 6))
+@sampled("nn.Bilinear(6, 6, 2)", within=100.0, x=(6, 6), y=(6, 6))
 def bilinear(build: Builder, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
     """Compute x · W_o · y + b_o for each output channel o.
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
-from fxquant.ops.core.operators import Call, Clamp, Lowering, Quantized, TensorFact, Trait
+from fxquant.ops.core.operators import FOLDED, IMAGES, Call, Clamp, Lowering, Quantized, TensorFact, Trait, written
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
@@ -199,6 +199,27 @@ def _onnx_transposed(c: Call) -> str:
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
+FOLDING = (
+    "{nn.SyncBatchNorm(4)}({nn.Conv2d(3, 4, 3)}(x))",
+    "F.batch_norm({nn.Conv2d(3, 4, 3)}(x), {B(torch.randn(4))}, {B(torch.rand(4) + 0.5)}, {P(4)}, {P(4)})",
+)
+SAMPLES = {
+    "conv1d": ("{name}(x, {{P(4, 3, 3)}}, {{P(4)}}, 2, 1)", "{layer}(3, 4, 3, padding='same')"),
+    "conv2d": (
+        "{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, padding=1)", "{layer}(3, 6, 3, groups=3, bias=False)",
+        "{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, dilation=2, stride=(1, 2))", "{layer}(3, 2, 3, dilation=2, padding='same')",
+        "{layer}(3, 5, (3, 1), stride=(2, 1), padding=(1, 0))", "{layer}(3, 1, 1, padding='valid')",
+    ),
+    "conv3d": ("{name}(x, weight={{P(2, 3, 2, 3, 3)}}, bias={{P(2)}}, padding=(0, 1, 1))", "{layer}(3, 2, 2)"),
+    "conv_transpose1d": ("{name}(x, {{P(3, 3, 3)}}, {{P(3)}}, 2).relu()", "{layer}(3, 2, 3, 2, 1, 1)"),
+    "conv_transpose2d": (
+        "{name}(x, {{P(3, 1, 2, 2)}}, {{P(3)}}, stride=2, groups=3)", "{layer}(3, 2, 4, 2, 1)",
+        "{layer}(3, 2, (2, 3), dilation=2, bias=False)",
+    ),
+    "conv_transpose3d": ("{name}(x, {{P(3, 3, 2, 2, 2)}}, {{P(3)}}, 2)", "{layer}(3, 2, 2)"),
+}  # fmt: skip
+
+
 def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
     name = f"{kind.name}{rank}d"
 
@@ -206,6 +227,7 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
         return kind.arrange(weight, groups), bias
 
+    layer = f"nn.{module_of(name)[0].__name__}"
     declared = lowered(
         name=name,
         function=absorbing(kind.kernels[rank], folded, tuple(kind.attributes)),
@@ -225,6 +247,11 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
         macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
         onnx=onnx,
+        samples=(
+            *written(*(text.format(name=f"F.{name}", layer=layer) for text in SAMPLES[name]), x=IMAGES[rank]),
+            *written(f"{{nn.BatchNorm{rank}d(4)}}({{{layer}(3, 4, 2, bias=False)}}(x))", within=FOLDED, x=IMAGES[rank]),
+            *written(*(FOLDING if name == "conv2d" else ()), within=FOLDED),
+        ),
     )
     return declared(_lower(kind, rank))
 

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops.core.guards import are_fixed, fixed_sizes, known_sizes
-from fxquant.ops.core.operators import Builder, Call, Guard, Lowering, Quantized, Same, composite, fact, lowered, selected
+from fxquant.ops.core.operators import SAMPLED, Builder, Call, Guard, Lowering, Quantized, Same, composite, fact, lowered, sampled, selected
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d
@@ -111,6 +111,7 @@ _REFUSES_TAPS: tuple[Guard, Guard] = (
     onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
     demand=Same(("input",)),
 )
+@sampled("{fxq.nn.DeformConv2d(3, 2, 1)}(x, y)", within=SAMPLED, x=(3, 6, 6), y=(2, 6, 6))
 def deformed_taps(
     lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1
 ) -> Quantized:
@@ -154,6 +155,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(operands=("input", "offset", "mask"), function=_deform_conv2d, refuses=(_refuses, *_REFUSES_TAPS))
+@sampled("{fxq.nn.DeformConv2d(3, 4, 3, padding=1)}(x, y)", within=SAMPLED, x=(3, 6, 6), y=(18, 6, 6))
 def deform_conv2d(
     build: Builder,
     input: fx.Node,

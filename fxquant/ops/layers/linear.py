@@ -15,6 +15,7 @@ from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.operators import BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, operator_named
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import FOLDED, sampled
 from fxquant.ops.core.weighted import ABSORBED, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.primitives.arithmetic import MATRIX
@@ -71,6 +72,9 @@ def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
     macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
     onnx=_onnx_linear,
 )
+@sampled("linear(x, {P(5, 8)}, {P(5)})", "nn.Linear(8, 3)", x=(8,))
+@sampled("{nn.BatchNorm1d(4)}({nn.Linear(8, 4)}(x))", within=FOLDED, x=(8,))
+@sampled("nn.Linear(8, 4, bias=False)", x=(3, 5, 8))
 def linear(
     lowering: Lowering,
     input: Quantized,
@@ -139,6 +143,9 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
     onnx=_onnx_linear,
 )
+@sampled("matmul(x, y)", "x @ y.mT", "torch.linalg.matmul(x, y)", "x.__matmul__(y)", "bmm(x, y).relu()", x=(6, 6))
+@sampled("torch.matmul(x, {P(6, 4)})", "torch.matmul({P(4, 6)}, x)")
+@sampled("mm(x, {P(8, 3)})", "addmm({P(8)}, x, {P(8, 8)}).relu()", x=(8,))
 def matmul(
     lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None
 ) -> Quantized:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import composite, function_and_method, listed
-from fxquant.ops.core.operators import INNER, Builder, Same, are_fixed, fixed_along, fixed_sizes, sample
+from fxquant.ops.core.operators import EXACT, INNER, NORMED, Builder, Same, are_fixed, fixed_along, fixed_sizes, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.indexing.reversing import flip
@@ -65,6 +65,7 @@ def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
     adapt=_listed,
     refuses=_refuses_broadcast,
 )
+@sampled("broadcast_tensors(x, y[:, :1])[1]", within=EXACT)
 def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
     """Return the tensors, each repeated to the shape of all of them."""
     common = fact(build.node)[0].shape
@@ -77,6 +78,7 @@ def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
     adapt=_listed,
     refuses=_refuses_meshgrid,
 )
+@sampled("torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing='xy')[0]", within=EXACT)
 def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> Any:
     """Return each line along a dimension of its own, repeated along the others."""
     places = list(range(len(tensors)))
@@ -100,6 +102,7 @@ def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
 
 
 @composite(function=lambda input, sizes: input.sum_to_size(sizes), adapt=_summed, refuses=_refuses_sum_to_size)
+@sampled("x.sum_to_size(x.shape[0], 3, 1, 6)")
 def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
     """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
     present, wanted = build.fact(input).shape, build.fact(build.node).shape
@@ -140,6 +143,7 @@ def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     calls=function_and_method(None, "as_strided"),
     refuses=_refuses_as_strided,
 )
+@sampled("as_strided(x, (2, 3), (3, 1), 4)", "x.as_strided((2, 2, 2), (1, 6, 36))", within=EXACT)
 def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Return elements of an input by their places in memory, where the first sample's elements are contiguous."""
     places = _places({"size": size, "stride": stride, "storage_offset": storage_offset})
@@ -177,6 +181,7 @@ def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | Non
 
 
 @composite(refuses=_refuses_kron)
+@sampled("kron(x, torch.tensor([[1.0, -0.5]]))")
 def kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     """Return every element of one tensor times the whole of another, block by block."""
     shapes = [numbers(build.fact(value).shape) for value in (input, other)]
@@ -201,6 +206,7 @@ def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
 
 
 @composite(torch.linalg.matrix_power, refuses=(_refuses_matrix_power, fixed_sizes("its matrices are as large as the batch", start=-2)))
+@sampled("matrix_power(x, 2)", "torch.linalg.matrix_power(x, 3)", within=NORMED, x=(6, 6))
 def matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
     """Return a square matrix times itself, n factors.
 

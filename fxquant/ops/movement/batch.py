@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import torch
 
-from fxquant.ops.core.operators import BatchDim, Lowering, Quantized, Same, Size, lowered
+from fxquant.ops.core.operators import LIMITED, BatchDim, Lowering, Quantized, Same, Size, lowered, sampled
 from fxquant.ops.movement.shape import one_varying, result_varying
 from fxquant.primitives import shape
 
@@ -27,6 +27,7 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
     refuses=(one_varying, result_varying),
     demand=Same(),
 )
+@sampled("torch.cat((x, x.relu())).chunk(2)[1]", within=LIMITED)
 def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
     """Return one of `count` pieces of equal size along a dimension."""
     before, behind = input.shape[:dim], input.shape[dim + 1 :]
@@ -41,6 +42,7 @@ def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: in
     refuses=(one_varying, result_varying),
     demand=Same(),
 )
+@sampled("x.repeat_interleave(2, 0)")
 def interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
     """Repeat each item along a dimension this many times, one after another."""
     before, behind = input.shape[:dim], input.shape[dim + 1 :]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.ops.core.constants import Branch, on_the_output, real
-from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, fact, is_parameter, lowered, sampled
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
@@ -78,6 +78,9 @@ def _joined(c: Call) -> list[str]:
     idle=lambda arguments: len(arguments["tensors"]) == 1,
     onnx=lambda c: c.do("Concat", *_joined(c), axis=c["dim"]),
 )
+@sampled("torch.cat([x, y], 1)", "torch.cat((y, x, y), dim=-1)", "torch.concat([x, y], dim=2)", "torch.concatenate((x, y), 1)")
+@sampled("torch.hstack([x, y])", "torch.column_stack((x, y))", "torch.vstack((x, y))", "torch.row_stack((x, y))", "torch.dstack([x, y])")
+@sampled("torch.cat([{P(1, 3, 6, 2)}.expand(x.shape[0], -1, -1, -1), x], -1)", "torch.cat([{P(3, 6, 6)}, x.flatten(0, 1)])[1:]")
 def cat(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along `dim`.
 
@@ -93,6 +96,7 @@ def _onnx_stack(c: Call) -> str:
 
 
 @lowered(operands=("tensors",), demand=lambda node, arguments: DEMAND, moves=True, refuses=(_refuses_cat, result_varying), onnx=_onnx_stack)
+@sampled("stack([x, y], 1)", "stack((y, x, y), dim=-1)")
 def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along a new dimension.
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Same, known_size, lowered, operator_of, selected
+from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
 from fxquant.primitives import shape
 
 _MODES = {"Zero": "constant", "Constant": "constant", "Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
@@ -139,6 +140,16 @@ def _onnx_pad(c: Call) -> str:
     onnx=_onnx_pad,
     demand=lambda node, arguments: Own() if _brings(node, arguments) else Same(),
 )
+@sampled("F.pad(x, (1, 2))", "F.pad(x, (2, -1, 1, 0), mode='reflect')", "nn.ReflectionPad2d((2, 1, 1, 0))", within=EXACT)
+@sampled("nn.ReplicationPad2d((2, 1, 1, 0))", "nn.CircularPad2d((2, 1, 1, 0))", "nn.ZeroPad2d(1)", within=EXACT)
+@sampled("nn.ReflectionPad1d((2, 1))", "nn.ReplicationPad1d((2, 1))", "nn.CircularPad1d((2, 1))", within=EXACT, x=IMAGES[1])
+@sampled("nn.ZeroPad1d(1)", within=EXACT, x=IMAGES[1])
+@sampled("nn.ReflectionPad3d((2, 1, 1, 0, 1, 0))", "nn.ReplicationPad3d((2, 1, 1, 0, 1, 0))", within=EXACT, x=IMAGES[3])
+@sampled("nn.CircularPad3d((2, 1, 1, 0, 1, 0))", "nn.ZeroPad3d(1)", within=EXACT, x=IMAGES[3])
+@sampled("F.pad(x, (1, 0, 2, 0, 0, 1), value=0.37)", "torch.constant_pad_nd(x, (1, 0, 2, 1), 0.5)", within=LIMITED)
+@sampled("nn.ConstantPad2d(1, -0.5)", within=LIMITED)
+@sampled("nn.ConstantPad1d(1, -0.5)", within=LIMITED, x=IMAGES[1])
+@sampled("nn.ConstantPad3d(1, -0.5)", within=LIMITED, x=IMAGES[3])
 def pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str = "constant", value: float = 0.0) -> Quantized:
     """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …
 

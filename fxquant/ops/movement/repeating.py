@@ -13,6 +13,7 @@ from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops.core.demands import Demand, Own, Plain, Same
 from fxquant.ops.core.operators import Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, listed, lowered, on_the_output
+from fxquant.ops.core.samples import ALIGNED, EXACT, sampled
 from fxquant.ops.movement.shape import numbers, one_varying, rank_of
 from fxquant.primitives import shape
 
@@ -100,6 +101,9 @@ def _size_of(wanted: Any, present: Size) -> Any:
     idle=lambda arguments: True,
     demand=_demanded_by,
 )
+@sampled("broadcast_to(x[:, :1], x.shape)", "x[:, :, :1].expand(-1, 3, 4, 6)", "x[..., :1].expand_as(x)", within=EXACT)
+@sampled("x.broadcast_to((2, *x.shape))", within=EXACT)
+@sampled("{P(1, 4, 5)}.expand(x.size(0) * 2, 4, 5)", within=ALIGNED)
 def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
     kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
@@ -150,6 +154,8 @@ def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     onnx=_onnx_repeat,
     demand=_demanded_by,
 )
+@sampled("tile(x, (2, 1))", "x.tile(2)", "x.repeat(1, 2, 1, 3)", within=EXACT)
+@sampled("{P(4, 5)}.repeat(x.size(0), 2, 1)")
 def repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
     """Return the whole tensor this many times along each dimension, new ones in front."""
     sizes = numbers(input.shape)

@@ -14,6 +14,7 @@ from torch import fx, nn
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.core.operators import Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, function_and_method, listed, lowered
+from fxquant.ops.core.samples import sampled
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
 
@@ -87,6 +88,11 @@ _RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
     idle=lambda arguments: True,
     demand=Same(),
 )
+@sampled("reshape(x, (-1, 6, 18))", "x.reshape(x.shape[0], -1)", "x.view(-1, 108)", "x.view(x.size(0), 3, 36)", "flatten(x, 1)", "ravel(x)")
+@sampled("torch.flatten(x, start_dim=2, end_dim=3)", "squeeze(x.reshape(-1, 1, 108), 1)", "unsqueeze(x, 2)", "unflatten(x, 2, (2, -1))")
+@sampled("nn.Flatten()", "nn.Flatten(2)", "nn.Unflatten(1, (3, 1))", "torch.atleast_1d(x).flatten(1)", "torch.atleast_2d(x).flatten(1)")
+@sampled("torch.atleast_3d(x)", x=(8,))
+@sampled("x.view_as(y)", "x.reshape_as(y)", x=(3, 6, 6), y=(6, 18))
 def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
     """Return the elements in another shape."""
     return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
@@ -147,6 +153,9 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
     idle=lambda arguments: True,
     demand=Same(),
 )
+@sampled("clone(x).relu()", "positive(x).relu()", "(+x).relu()", "x.contiguous().relu()", "x.cpu().relu()", "{nn.Identity()}(x).relu()")
+@sampled("x.to(torch.float32).relu()", "x.to(x).relu()", "x.type(torch.float32).relu()", "x.type_as(x).relu()", "x.float().relu()")
+@sampled("x.double().float().relu()")
 def identity(lowering: Lowering, input: Quantized) -> Quantized:
     """Return the input itself."""
     return input
@@ -205,6 +214,9 @@ def _property(input: Any, name: str) -> dict[str, Any] | str:
     idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
     demand=Same(),
 )
+@sampled("permute(x, (0, 2, 3, 1))", "x.permute(0, -1, 1, 2)", "transpose(x, 1, -1)", "swapdims(x, 1, 2)", "swapaxes(x, 2, 3)", "x.mT")
+@sampled("movedim(x, 1, -1)", "moveaxis(x, (1, 2), (3, 1))", "adjoint(x)", "x.flatten(1).T")
+@sampled("t(x)", x=(8,))
 def permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
     """Return the elements with dimensions in another order."""
     return input.with_value(lowering.call(shape.permute, input.value, dims))

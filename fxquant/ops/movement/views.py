@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.operators import Builder, Size, TensorFact, are_fixed, composite, function_and_method
+from fxquant.ops.core.operators import ALIGNED, ROUNDED, Builder, Size, TensorFact, are_fixed, composite, function_and_method, sampled
 from fxquant.ops.core.places import tensors
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -118,6 +118,8 @@ def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int =
     carries=("input", "value"),
     refuses=_refuses,
 )
+@sampled("diagonal_scatter(x, y[..., 0], 0, 2, 3)", "x.diagonal_scatter(y[..., :5, 0], 1, 2, 3)", within=ROUNDED)
+@sampled("z = x * 0.5; z.narrow(1, 1, 2).copy_(x[:, :2]); z.diagonal(dim1=2, dim2=3).fill_(0.3); return z", within=ALIGNED)
 def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
     """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
     return _expand(build, input, value, way)
@@ -128,6 +130,7 @@ def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
     carries=("input", "value"),
     refuses=_refuses_lists,
 )
+@sampled("x = x * 1; x[:, [0, 2], [1, 3]] = y[:, :2, 0]; return x", within=ALIGNED)
 def put_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
     """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
     places = _places(build.fact(input).shape, Lists(lists))

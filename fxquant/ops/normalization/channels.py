@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fxquant.ops.core.operators import Call, Clamp, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
@@ -73,6 +74,10 @@ def _onnx_batch_norm(c: Call) -> str:
     rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
     onnx=_onnx_batch_norm,
 )
+@sampled("F.batch_norm(x, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, {P(3)}, {P(3)})", "{nn.BatchNorm2d(3)}(x.relu())")
+@sampled("torch.batch_norm(x, {P(3)}, {P(3)}, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, False, 0.1, 1e-5, True)")
+@sampled("nn.BatchNorm1d(8)", x=(8,))
+@sampled("nn.BatchNorm3d(3)", x=IMAGES[3])
 def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
     """Batch normalisation with running statistics, and a fused clamp.
 
@@ -120,6 +125,7 @@ def _onnx_scale_channels(c: Call) -> str:
     rescaled=_rescaled_channels,
     onnx=_onnx_scale_channels,
 )
+@sampled("F.layer_norm(x, (8,), {P(8)}, {P(8)})", within=NORMED, x=(8,))
 def scale_channels(
     lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None
 ) -> Quantized:

@@ -10,8 +10,9 @@ from torch import fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered, sample
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, pool, shape
@@ -78,6 +79,7 @@ def _reduces(verb: str) -> dict[str, Any]:
 
 
 @lowered("nanmean", **_reduces("averages"))  # a quantized tensor has no NaN
+@sampled("torch.mean(x, dim=-1, keepdim=True).relu()")
 def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the mean over dimensions (all of them if `dim` is None)."""
     dims = _dims(input.shape, dim)
@@ -85,6 +87,7 @@ def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = 
 
 
 @lowered("nansum", **_reduces("sums"))
+@sampled("torch.sum(x, dim=1, keepdim=True).relu()")
 def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the sum over dimensions (all of them if `dim` is None)."""
     return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

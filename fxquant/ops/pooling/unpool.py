@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.declare import Guard, composite, lowered, module_of
-from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, known_sizes, operator_named
+from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, known_sizes, operator_named, sampled
+from fxquant.ops.core.samples import EXACT, IMAGES, written
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
 from fxquant.primitives import position
@@ -45,6 +46,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         demand=Plain("int64"),
         refuses=refuses_max_pool(rank),
         settings=WINDOW,
+        samples=written(f"F.max_pool{rank}d(x, 2, return_indices=True)[1]", x=IMAGES[rank]),
     )
     def max_pool_indices(lowering: Lowering, input: Quantized, **window: Any) -> Any:
         """Return the positions of the maxima of windows in one, two or three dimensions: int64."""
@@ -55,6 +57,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
     with_places = f"{name}_with_indices"
 
     @composite(name=with_places, adapt=_values(with_places), refuses=refuses_max_pool(rank), settings=WINDOW)
+    @sampled(f"F.{name}(x, 3, 2, 1, return_indices=True)[0]", f"{with_places}(x, 2)[0]", within=EXACT, x=IMAGES[rank])
     def max_pool_with_indices(build: Builder, input: fx.Node, **window: Any) -> Any:
         """Return the maxima of windows in one, two or three dimensions, and their positions."""
         return build(operator_named(name).function, input, **window), build(max_pool_indices, input, **window)
@@ -64,6 +67,7 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         function=lambda input, output_size: getattr(F, f"{adaptive}_with_indices")(input, output_size)[1],
         demand=Plain("int64"),
         refuses=refuses_adaptive(rank, False),
+        samples=written(f"F.{adaptive}(x, 4, return_indices=True)[1]", x=IMAGES[rank]),
     )
     def adaptive_max_indices(lowering: Lowering, input: Quantized, output_size: Any) -> Any:
         """Return the positions of the maxima of windows that give the wanted size in one, two or three dimensions: int64."""
@@ -83,6 +87,8 @@ def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
         adapt=_values(f"{adaptive}_with_indices"),
         refuses=refuses_adaptive(rank, False),
     )
+    @sampled(f"F.{adaptive}(x, 4, return_indices=True)[0]", f"F.{adaptive}_with_indices(x, 3)[0]", within=EXACT, x=IMAGES[rank])
+    @sampled(*["torch.adaptive_max_pool1d(x, 2)[0]"] * (rank == 1), within=EXACT, x=IMAGES[rank])
     def adaptive_max_pool_with_indices(build: Builder, input: fx.Node, output_size: Any) -> Any:
         """Return the maxima of windows that give the wanted size in one, two or three dimensions, and their positions."""
         return build(operator_named(adaptive).function, input, output_size), build(adaptive_max_indices, input, output_size)
@@ -143,6 +149,11 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
         normalize=_planes,
         refuses=_refuses_unpool(rank),
         onnx=_onnx_unpool,
+        samples=written(
+            f"F.{name}(*F.max_pool{rank}d(x, 3, return_indices=True), 3, output_size=x.shape).relu()",
+            f"v, p = {{nn.MaxPool{rank}d(2, return_indices=True)}}(x); return {{nn.MaxUnpool{rank}d(2)}}(v, p, output_size=x.shape)",
+            x=IMAGES[rank],
+        ),
     )
     def max_unpool(lowering: Lowering, input: Quantized, indices: Any, size: list[int], disjoint: bool = True) -> Quantized:
         """Return planes of this size in one, two or three dimensions that hold each element where it was, and 0 elsewhere."""

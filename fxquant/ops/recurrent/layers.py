@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, TensorFact, fact, is_parameter, register, settings_of
+from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
 # ---- the float functions --------------------------------------------------------------------------------------------
@@ -225,8 +226,11 @@ def _declare(
     expand: Callable[..., Any],
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]],
     functions: Mapping[Callable[..., Any], Adapt],
+    *texts: str,
+    **shapes: Any,
 ) -> None:
     settings: dict[str, Any] = {"modules": modules, "functions": functions, "normalize": _plain, "refuses": _refuses}
+    settings["samples"] = written(*texts, within=RECURRENT, **shapes)
     register(Operator(function.__name__, function, ("input", "hx"), expand=expand, **settings))
 
 
@@ -245,24 +249,65 @@ def _expand_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any
     return expand_cell(build, kind, input, hx, list(weights.values()))[0]
 
 
-_declare(lstm, _expand_lstm, {nn.LSTM: _layer_of}, {torch.lstm: _called(nested=False)})
-_declare(gru, _expand_rnn, {nn.GRU: _layer_of}, {torch.gru: _called()})
+_BENT = ("tanh", "relu")
+_STATE = {"x": (4,), "y": (3,)}
+_GIVEN = "True, 1, 0.0, False, False, True)[0]"  # the settings of a layer that is called as a function, and its result
+_declare(
+    lstm,
+    _expand_lstm,
+    {nn.LSTM: _layer_of},
+    {torch.lstm: _called(nested=False)},
+    "{nn.LSTM(4, 3, batch_first=True)}(x)[0]",
+    "{nn.LSTM(4, 3, 2, bidirectional=True, dropout=0.2, batch_first=True)}(x)[0]",
+    "{nn.LSTM(4, 3, proj_size=2, bias=False, batch_first=True)}(x)[1][0]",
+    f"h = x.new_zeros(1, x.shape[0], 3); return torch.lstm(x, (h, h), [{{P(12, 4)}}, {{P(12, 3)}}, {{P(12)}}, {{P(12)}}], {_GIVEN}",
+    x=(2, 4),
+)
+_declare(
+    gru,
+    _expand_rnn,
+    {nn.GRU: _layer_of},
+    {torch.gru: _called()},
+    "{nn.GRU(4, 3, batch_first=True)}(x)[0]",
+    "{nn.GRU(4, 3, 2, bidirectional=True, bias=False, batch_first=True)}(x)[1]",
+    f"torch.gru(x, x.new_zeros(1, x.shape[0], 3), [{{P(9, 4)}}, {{P(9, 3)}}, {{P(9)}}, {{P(9)}}], {_GIVEN}",
+    x=(2, 4),
+)
 _declare(
     rnn,
     _expand_rnn,
     {nn.RNN: lambda m: {**_layer_of(m), "nonlinearity": m.nonlinearity}},
     {torch.rnn_tanh: _called(nonlinearity="tanh"), torch.rnn_relu: _called(nonlinearity="relu")},
+    "{nn.RNN(4, 3, batch_first=True)}(x)[0]",
+    "{nn.RNN(4, 3, nonlinearity='relu', batch_first=True)}(x)[0]",
+    *(f"torch.rnn_{each}(x, x.new_zeros(1, x.shape[0], 3), [{{P(3, 4)}}, {{P(3, 3)}}, {{P(3)}}, {{P(3)}}], {_GIVEN}" for each in _BENT),
+    x=(2, 4),
 )
 _declare(
     lstm_cell,
     lambda build, input, hx, **weights: tuple(expand_cell(build, "lstm", input, hx, list(weights.values()))),
     {nn.LSTMCell: settings_of(WEIGHTS)},
     {torch.lstm_cell: _cell_called()},
+    "{nn.LSTMCell(4, 3)}(x, (y, y))[0]",
+    "{nn.LSTMCell(4, 3)}(x, (y, y))[1]",
+    "torch.lstm_cell(x, (y, y), {P(12, 4)}, {P(12, 3)}, {P(12)}, {P(12)})[0]",
+    **_STATE,
 )
-_declare(gru_cell, _expand_cell, {nn.GRUCell: settings_of(WEIGHTS)}, {torch.gru_cell: _cell_called()})
+_declare(
+    gru_cell,
+    _expand_cell,
+    {nn.GRUCell: settings_of(WEIGHTS)},
+    {torch.gru_cell: _cell_called()},
+    "nn.GRUCell(4, 3)",
+    "torch.gru_cell(x, y, {P(9, 4)}, {P(9, 3)}, {P(9)}, {P(9)})",
+    **_STATE,
+)
 _declare(
     rnn_cell,
     _expand_cell,
     {nn.RNNCell: settings_of((*WEIGHTS, "nonlinearity"))},
     {torch.rnn_tanh_cell: _cell_called(nonlinearity="tanh"), torch.rnn_relu_cell: _cell_called(nonlinearity="relu")},
+    *("nn.RNNCell(4, 3)", "nn.RNNCell(4, 3, nonlinearity='relu')"),
+    *(f"torch.rnn_{each}_cell(x, y, {{P(3, 4)}}, {{P(3, 3)}}, {{P(3)}}, {{P(3)}})" for each in _BENT),
+    **_STATE,
 )

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ops.core.operators import INNER, NORMED, POSITIVE, WIDE, Builder, Own, Size, composite, fact, nodes, one_of, sample
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Own, Size, composite, fact, nodes, one_of
+from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.selection import where
@@ -62,6 +63,7 @@ def hypot(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 @tabled(lambda x: math.log1p(math.exp(-abs(x))))
+@sampled("torch.logaddexp(x, y)", within=COMPOSED)
 def log_of_one_and_exponential(input: Tensor) -> Tensor:
     """Compute log(1 + exp(-|input|))."""
     return torch.log1p(torch.exp(-input.abs()))
@@ -78,6 +80,7 @@ NOT_ZERO = 2.0**-24  # a divisor of 0, at the origin alone, whose angle is 0 the
 
 
 @tabled(lambda x: math.atan2(x, 1 - abs(x)))
+@sampled("torch.atan2(x, y)", within=NORMED, share=0.02)
 def angle_of_share(input: Tensor) -> Tensor:
     """Return the angle in ±π/2 of a point whose ordinate is this share of |ordinate| + |abscissa|."""
     return torch.atan2(input, 1 - input.abs())

@@ -13,7 +13,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.ops.core.constants import Branch, on_the_output, real, refuse_nan
-from fxquant.ops.core.operators import Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register, sample
+from fxquant.ops.core.operators import NORMED, Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
+from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.primitives import pool, product, selection, shape
 
@@ -185,4 +186,12 @@ def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) ->
     return input
 
 
-register(Operator("clamp_between", clamp_between, ("input", "min", "max"), expand=_expand_clamp_between))
+register(
+    Operator(
+        "clamp_between",
+        clamp_between,
+        ("input", "min", "max"),
+        expand=_expand_clamp_between,
+        samples=written("clamp(x, y - 1, y)", within=NORMED),
+    )
+)

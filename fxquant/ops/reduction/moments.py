@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ops.core.declare import settings_of, taking
-from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, NORMED, WIDE, Builder, Trait, composite, fact, sample, shape_of
+from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, WIDE, Builder, Trait, composite, fact, shape_of
 from fxquant.ops.core.operators import numbers as numeric
+from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
@@ -115,12 +116,14 @@ def std(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, k
 
 
 @composite(adapt=_statistics, refuses=_refuses_statistics)
+@sampled("torch.var_mean(x, 1)[0] + torch.var_mean(x, 1)[1]", within=NORMED)
 def var_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
     """Return the variance and the mean."""
     return _var(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
 
 
 @composite(adapt=_statistics, refuses=_refuses_statistics)
+@sampled("torch.std_mean(x, (2, 3))[0] + torch.std_mean(x, (2, 3))[1]", within=NORMED)
 def std_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
     """Return the deviation and the mean."""
     return _std(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
@@ -153,6 +156,7 @@ def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     takes="input num_groups weight bias eps cudnn_enabled",
     refuses=_refuses_group_norm,
 )
+@sampled("F.group_norm(x, 3, eps=0.1)", "torch.group_norm(x, 1)", "nn.GroupNorm(1, 3)", "nn.GroupNorm(3, 3, affine=False)", within=NORMED)
 def group_norm(
     build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-5
 ) -> Any:
@@ -206,6 +210,11 @@ def _float_instance_norm(
     modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
     refuses=_refuses_instance_norm,
 )
+@sampled("F.instance_norm(x)", "torch.instance_norm(x, {P(3)}, {P(3)}, None, None, True, 0.1, 1e-5, True)", within=NORMED)
+@sampled("nn.InstanceNorm2d(3)", within=NORMED)
+@sampled("nn.InstanceNorm2d(3, track_running_stats=True)", within=NORMED)
+@sampled("nn.InstanceNorm1d(3, affine=True)", within=NORMED, x=IMAGES[1])
+@sampled("nn.InstanceNorm3d(3)", within=NORMED, x=IMAGES[3])
 def instance_norm(
     build: Builder,
     input: fx.Node,

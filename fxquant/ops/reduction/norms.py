@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.operators import NORMED, WIDE, Builder, Instead, Trait, composite, sample
+from fxquant.ops.core.operators import NORMED, POSITIVE, WIDE, Builder, Instead, Trait, composite, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import tabled
@@ -26,6 +26,7 @@ from fxquant.ops.reduction.moments import reduced, refuses_reduction
 
 
 @tabled(lambda x, root=2.0: x ** (-1 / root) if x > 0 else 0.0)
+@sampled("F.normalize(x, dim=1)", over=POSITIVE, within=NORMED)
 def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
     """Return x^(-1/root) of positive numbers, and 0 of 0."""
     return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
@@ -91,6 +92,7 @@ def _sums_norm(input: Tensor, summed: int, other: int, largest: bool, keepdim: b
 @composite(
     function=_sums_norm, refuses=lambda node, arguments: refuses_reduction(arguments["input"], [arguments["summed"], arguments["other"]])
 )
+@sampled("torch.linalg.matrix_norm(x, 1)", within=NORMED)
 def sums_norm(build: Builder, input: fx.Node, summed: int, other: int, largest: bool, keepdim: bool = False) -> Any:
     """Return the largest, or smallest, sum of magnitudes along one dimension of a matrix: its 1-norm, or the one of infinity."""
     sums = build(sum, build(torch.abs, input, demand=WIDE), [summed], True)
@@ -122,6 +124,9 @@ def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     traits=frozenset({Trait.STATISTIC}),
     refuses=_refuses_norm,
 )
+@sampled("torch.norm(x, dim=1)", "torch.norm(x, 1, (1, 2), True)", "x.norm(math.inf, 1)", "torch.linalg.norm(x, dim=(2, 3))", within=NORMED)
+@sampled("torch.linalg.vector_norm(x, 3, (1, 2))", "torch.linalg.vector_norm(x, -math.inf, dim=1)", within=NORMED)
+@sampled("torch.linalg.matrix_norm(x)", within=NORMED)
 def norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool = False) -> Any:
     """Compute the p-norm over dimensions: (Σ |x|^p)^(1/p).
 

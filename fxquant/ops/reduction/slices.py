@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of as sizes_of
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, composite, sample
+from fxquant.ops.core.operators import INNER, NORMED, WIDE, Builder, Size, composite, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.reduction.norms import norm
@@ -33,6 +33,7 @@ def _refuses_dist(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(refuses=_refuses_dist)
+@sampled("dist(x[0], y[0])", "x[0].dist(y[0], 1)", within=NORMED)
 def dist(build: Builder, input: fx.Node, other: fx.Node, p: float = 2) -> Any:
     """Return the p-norm of all elements of a difference."""
     difference = build(sub, input, other, demand=INNER)
@@ -40,6 +41,7 @@ def dist(build: Builder, input: fx.Node, other: fx.Node, p: float = 2) -> Any:
 
 
 @tabled(lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0)
+@sampled("torch.renorm(x, 2, 0, 0.5)", within=NORMED)
 def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
     """Return the factor for a slice with this norm that makes its norm at most `most`."""
     return torch.where(input > most, most / (input + SMALL), 1.0)

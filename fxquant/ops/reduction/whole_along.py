@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.casting import to_integer
-from fxquant.ops.core.operators import Builder, Lowering, TensorFact, composite, fact, lowered
+from fxquant.ops.core.operators import Builder, Lowering, Sample, TensorFact, composite, fact, lowered, sampled, written
 from fxquant.ops.elementwise.whole import TRUTH_VALUES, WHOLE_NUMBERS, Steps, as_whole, needs_numbers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
@@ -30,11 +30,16 @@ def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(function=_whole_where, reads=("condition", "input", "other"), refuses=needs_numbers("input", "other"), demand=WHOLE_NUMBERS)
+@sampled("torch.where(x > 0, x.argmax(1, True), y.argmax(1, True))")
 def whole_where(lowering: Lowering, condition: Any, input: Any, other: Any) -> Any:
     """Return `input` where the condition holds, else `other`."""
     steps = Steps(lowering)
     held = lowering.given("condition", condition, torch.bool)
     return lowering.call(primitives.chosen, steps.held(input), steps.held(other), held)
+
+
+def _of_places(function: Callable[..., Tensor]) -> tuple[Sample, ...]:
+    return written(f"torch.{function.__name__}(x.argmax(1), 1)")
 
 
 def _reduces(function: Callable[..., Tensor], operation: str) -> Callable[..., Tensor]:
@@ -45,7 +50,9 @@ def _reduces(function: Callable[..., Tensor], operation: str) -> Callable[..., T
 
     lower.__doc__ = f"Return the {operation} along dimensions."
     own = lambda input, dim, keepdim=False: function(input, dim, keepdim)  # noqa: E731
-    return lowered(name=f"whole_{function.__name__}", function=own, reads=("input",), demand=WHOLE_NUMBERS)(lower)
+    return lowered(name=f"whole_{function.__name__}", function=own, reads=("input",), demand=WHOLE_NUMBERS, samples=_of_places(function))(
+        lower
+    )
 
 
 whole_sum = _reduces(torch.sum, "sum")
@@ -54,6 +61,7 @@ whole_amin = _reduces(torch.amin, "smallest")
 
 
 @lowered(function=lambda input, dim: torch.cumsum(input, dim), reads=("input",), demand=WHOLE_NUMBERS)
+@sampled("x.argmax(1).cumsum(1)")
 def whole_cumsum(lowering: Lowering, input: Any, dim: int) -> Any:
     """Return the sum up to each one along a dimension."""
     return lowering.call(primitives.running, input, dim)
@@ -69,7 +77,7 @@ def _places(function: Callable[..., Tensor], operation: str) -> Callable[..., Te
 
     lower.__doc__ = f"Return the place of the {operation} along a dimension, the first of equal ones."
     own = lambda input, dim, keepdim=False: function(input, dim, keepdim)  # noqa: E731
-    fields: dict[str, Any] = {"reads": ("input",), "demand": WHOLE_NUMBERS, "refuses": _refuses_place}
+    fields: dict[str, Any] = {"reads": ("input",), "demand": WHOLE_NUMBERS, "refuses": _refuses_place, "samples": _of_places(function)}
     return lowered(name=f"whole_{function.__name__}", function=own, **fields)(lower)
 
 
@@ -90,7 +98,8 @@ def _both(function: Callable[..., Any], which: str, extreme: Callable[..., Any],
 
     expand.__doc__ = f"Return the {which} along a dimension, in a dtype, and their places."
     name = f"whole_{which}_along"
-    return composite(name=name, function=own, operands=(), reads=("input",), refuses=_refuses_place)(expand)
+    samples = written(f"torch.{function.__name__}(x.argmax(1), 1)[0]")
+    return composite(name=name, function=own, operands=(), reads=("input",), refuses=_refuses_place, samples=samples)(expand)
 
 
 whole_largest_along = _both(torch.max, "largest", whole_amax, whole_argmax)
@@ -102,6 +111,7 @@ whole_smallest_along = _both(torch.min, "smallest", whole_amin, whole_argmin)
     reads=("tensors",),
     demand=lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
 )
+@sampled("torch.cat((x.argmax(1), y.argmin(1)), 1)")
 def whole_cat(lowering: Lowering, tensors: list[Any], dim: int = 0) -> Any:
     """Concatenate integers or booleans."""
     dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)

@@ -14,7 +14,7 @@ from fxquant.ir.graph import shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.ops.core.constants import real
 from fxquant.ops.core.matrix import CUBIC, cubic_weight
-from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, known_sizes, lowered
+from fxquant.ops.core.operators import SAMPLED, Call, Lowering, Quantized, Ratio, known_sizes, lowered, sampled
 from fxquant.ops.sampling.grid import (
     GRID_SAMPLE_OPSET,
     LINEAR_OPSET,
@@ -63,6 +63,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     refuses=_refuses,
     onnx=_onnx,
 )
+@sampled("F.grid_sample(x, y, 'bicubic', 'border')", "torch.grid_sampler(x, y, 2, 1, False)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
 def cubic(
     lowering: Lowering, input: Quantized, grid: Quantized | Tensor, padding_mode: str = "zeros", align_corners: bool = False
 ) -> Quantized:

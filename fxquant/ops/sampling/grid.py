@@ -18,6 +18,7 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.ops.core.constants import real
 from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, Ratio, Same, are_fixed, fixed_sizes, known_sizes, lowered
+from fxquant.ops.core.samples import IMAGES, SAMPLED, sampled
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 
@@ -145,6 +146,12 @@ def _onnx_grid_sample(c: Call) -> str:
     onnx=_onnx_grid_sample,
     demand=Same(("input",)),
 )
+@sampled("F.grid_sample(x, y / 2, align_corners=False)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
+@sampled("F.grid_sample(x, y, 'bilinear', 'reflection', True)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
+@sampled("torch.grid_sampler(x, y, 0, 0, True)", "torch.grid_sampler_2d(x, y, 0, 0, True)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
+@sampled("F.grid_sample(x, y.permute(0, 2, 3, 1), padding_mode='border')", within=SAMPLED, x=(3, 6, 6), y=(2, 4, 5))
+@sampled("F.grid_sample(x, y, align_corners=False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
+@sampled("torch.grid_sampler_3d(x, y, 0, 2, False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
 def grid_sample(
     lowering: Lowering,
     input: Quantized,
@@ -201,6 +208,7 @@ def _onnx_warp(c: Call) -> str:
     onnx=_onnx_warp,
     demand=Same(("input",)),
 )
+@sampled("{fxq.nn.Warp()}(x, y)", within=SAMPLED, x=(3, 6, 6), y=(6, 6, 2))
 def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Quantized:
     """Return the image (N, C, H, W) read at (x + flow[…, 0], y + flow[…, 1]) for each pixel (x, y) of a flow (N, H', W', 2) of pixels."""
     positions = Positions([1.0, 1.0], _pixels(*known_sizes(flow.shape[1:3])), False)
@@ -242,6 +250,8 @@ def _onnx_affine_grid(c: Call) -> str:
     normalize=_spatial_size,
     onnx=_onnx_affine_grid,
 )
+@sampled("F.affine_grid(x, [x.shape[0], 1, 8, 4], align_corners=True)", x=(2, 3))
+@sampled("F.affine_grid(x, (x.shape[0], 1, 2, 3, 4), align_corners=False)", x=(3, 4))
 def affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_corners: bool | None = None) -> Quantized:
     """Return the grid that reads an image of this spatial size, transformed by theta, (N, rank, rank + 1): (N, *size, rank).
 
