@@ -465,6 +465,15 @@ def test_leaving_calibrate_sets_the_scales_and_returning_continues(prepared: fx.
     assert all(after[name] > before[name] for name in ("x_quantize", "conv1", "head"))
 
 
+def test_freeze_keeps_scales_and_statistics_through_training(prepared: fx.GraphModule) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    fxq.freeze(prepared)
+    scales, statistics = fxq.qparams(prepared), prepared.bn1.running_mean.clone()
+    prepared.train()(4 * batch())
+    assert fxq.qparams(prepared) == scales
+    assert torch.equal(prepared.bn1.running_mean, statistics)
+
+
 def test_set_scales_survive_calibration_and_training(prepared: fx.GraphModule) -> None:
     fxq.set_qparams(prepared, {"head": 0.5, "x_quantize": 0.25})
     fxq.calibrate(prepared, [3 * batch()], show_progress=False)
