@@ -18,7 +18,8 @@ from fxquant.backends.onnx import exportable
 from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.independent_parts import split
 from tests.shared.contract import compiled
-from tests.shared.onnx_files import Net, assert_verified, batch, integer_of, rows
+from tests.shared.networks import Network
+from tests.shared.onnx_files import assert_verified, batch, integer_of, rows
 
 Function = Callable[[Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
@@ -79,13 +80,13 @@ def test_what_is_called_instead_computes_the_same() -> None:
 
 def between(function: Callable[[Tensor], Tensor], outputs: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return Net(lambda s, x: s.b(function(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(outputs, 4, 1))
+    return Network(lambda s, x: s.b(function(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(outputs, 4, 1))
 
 
 def recurrent(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     layer = kind(8, 6, batch_first=True)
-    return Net(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
+    return Network(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
 
 
 class Windows(nn.Module):
@@ -141,7 +142,7 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
     "embedding bag": (
-        lambda: Net(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
+        lambda: Network(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
         torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
     ),
     "windows": (Windows, None),
@@ -179,7 +180,7 @@ def islands(last: Callable[[Tensor], Tensor]) -> fx.GraphModule:
     """Three parts between linear layers that bernoulli2, without 16-bit tensors, leaves in float; the second reads parameters."""
     torch.manual_seed(0)
     layers = {name: nn.Linear(8, 8) for name in "abc"}
-    net = Net(lambda s, x: last(s.c(s.norm(s.b(s.a(x).log_softmax(1))))), norm=nn.GroupNorm(2, 8), **layers)
+    net = Network(lambda s, x: last(s.c(s.norm(s.b(s.a(x).log_softmax(1))))), norm=nn.GroupNorm(2, 8), **layers)
     return integer_of(net, rows(), "bernoulli2")
 
 

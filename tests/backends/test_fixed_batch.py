@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.cli import main
-from tests.shared.contract import Net
+from tests.shared.networks import Network
 
 
 class Sizes(nn.Module):
@@ -113,7 +113,9 @@ def test_of_prepared_and_float_models(result: fxq.Result, tmp_path: Path) -> Non
 
 def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
     """It is what ONNX's reference evaluator gives as an array of negative strides."""
-    result = fxq.quantize(Net(lambda s, x: s.linear(x).flip(0), linear=nn.Linear(4, 4)).eval(), [torch.randn(4, 4)], show_progress=False)
+    result = fxq.quantize(
+        Network(lambda s, x: s.linear(x).flip(0), linear=nn.Linear(4, 4)).eval(), [torch.randn(4, 4)], show_progress=False
+    )
     path = result.export(tmp_path / "m.onnx", batch_size=1)
     assert unfixed(path) == []
     assert result.verify(path, [torch.randn(1, 4)])
@@ -134,7 +136,7 @@ def test_batches_of_another_size_are_refused_by_name(result: fxq.Result, tmp_pat
 
 
 def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
-    only_even = Net(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
+    only_even = Network(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
     halves = fxq.quantize(only_even.eval(), [images(4)], show_progress=False)
     with pytest.raises(fxq.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
         halves.export(tmp_path / "m.onnx", batch_size=1)

@@ -22,12 +22,12 @@ from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
-from tests.shared.contract import Net
 from tests.shared.horizon_tool import DATE, FakeTool, integers
+from tests.shared.networks import Network
 
 
 def small() -> nn.Module:
-    return Net(lambda s, x: s.b(torch.relu(s.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
+    return Network(lambda s, x: s.b(torch.relu(s.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
 
 
 def batches() -> list[Tensor]:
@@ -102,9 +102,9 @@ def test_sizes_that_grow_with_the_batch_are_those_of_one(size: str, expected: in
 
 
 HEADS: dict[str, Callable[[], nn.Module]] = {
-    "vector": lambda: Net(lambda s, x: s.fc(x.mean((2, 3))), fc=nn.Linear(3, 5)),
-    "last": lambda: Net(lambda s, x: s.fc(x.permute(0, 2, 3, 1)), fc=nn.Linear(3, 5)),
-    "conv1d": lambda: Net(lambda s, x: s.fc(x.flatten(2)), fc=nn.Conv1d(3, 4, 3)),
+    "vector": lambda: Network(lambda s, x: s.fc(x.mean((2, 3))), fc=nn.Linear(3, 5)),
+    "last": lambda: Network(lambda s, x: s.fc(x.permute(0, 2, 3, 1)), fc=nn.Linear(3, 5)),
+    "conv1d": lambda: Network(lambda s, x: s.fc(x.flatten(2)), fc=nn.Conv1d(3, 4, 3)),
 }
 
 
@@ -119,7 +119,7 @@ def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_p
 
 def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
     """A clamp behind a layer, or alone behind a pool."""
-    model = Net(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
+    model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
     return converted(model, **scales)
 
 
@@ -145,7 +145,7 @@ def test_an_average_pool_of_16_bits_is_refused(pool: Callable[[Tensor], Tensor],
     """The compiler's program is off by up to 32543 steps there; of 8 bits, and as a mean over the image, it is not."""
 
     def made(last: Callable[[Tensor], Tensor], dtype: str) -> fx.GraphModule:
-        return converted(Net(lambda s, x: last(s.a(x)), a=nn.Conv2d(3, 4, 3)), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
+        return converted(Network(lambda s, x: last(s.a(x)), a=nn.Conv2d(3, 4, 3)), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
 
     with pytest.raises(fxq.ExportError, match="int16") as refused:
         fxq.export_horizon(made(pool, "int16"), tmp_path)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import quiet
-from tests.shared.onnx_files import Net, run
+from tests.shared.networks import Network
+from tests.shared.onnx_files import run
 
 
 class Between(nn.Module):
@@ -110,7 +111,10 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.onnx, "export", refuse)
 
     torch.manual_seed(0)
-    tail, x = Net(lambda s, x: attended(None, s.norm(s.first(x))), first=nn.Linear(12, 16), norm=nn.LayerNorm(16)), torch.randn(3, 6, 12)
+    tail, x = (
+        Network(lambda s, x: attended(None, s.norm(s.first(x))), first=nn.Linear(12, 16), norm=nn.LayerNorm(16)),
+        torch.randn(3, 6, 12),
+    )
     result = fxq.quantize(tail.eval(), [x], target="bernoulli2")
     (found,) = run(result.export(tmp_path / "model.onnx"), x)
     assert torch.allclose(found, result.integer(x), rtol=1e-5, atol=1e-5)  # float sums, in another order

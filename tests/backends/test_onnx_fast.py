@@ -22,9 +22,9 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.ir.integer import qparams
 from fxquant.primitives import elementwise
 from tests.shared.contract import VNNI, needs_vnni
+from tests.shared.networks import Network
 from tests.shared.onnx_files import (
     MODELS,
-    Net,
     assert_takes_integers,
     assert_verified,
     batch,
@@ -86,7 +86,7 @@ def on_scales(model: nn.Module, target: str, scales: dict[int, float]) -> fx.Gra
 def test_a_table_is_computed_where_no_rounding_can_change_an_entry(name: str, target: str, tmp_path: Path) -> None:
     function, computing = FUNCTIONS[name]
     torch.manual_seed(0)
-    integer = on_scales(Net(lambda s, x: s.b(function(s.a(x))), a=conv(3, 8), b=conv(8, 4)), target, {1: 0.0217, 2: 0.0181})
+    integer = on_scales(Network(lambda s, x: s.b(function(s.a(x))), a=conv(3, 8), b=conv(8, 4)), target, {1: 0.0217, 2: 0.0181})
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     assert computed(path) == 1
     assert set(computing) <= set(operators(path))
@@ -96,14 +96,14 @@ def test_a_table_is_computed_where_no_rounding_can_change_an_entry(name: str, ta
 @pytest.mark.parametrize(("scale", "wanted"), [(1 / 32, 0), (0.0301, 1)])
 def test_a_table_with_an_entry_beside_a_tie_is_looked_up(scale: float, wanted: int, tmp_path: Path) -> None:
     """A quarter of a step below 0 and a half are ties on the same grid."""
-    integer = on_scales(Net(lambda s, x: F.leaky_relu(s.a(x), 0.25), a=conv(3, 8)), "nash-e", {1: 1 / 32, 2: scale})
+    integer = on_scales(Network(lambda s, x: F.leaky_relu(s.a(x), 0.25), a=conv(3, 8)), "nash-e", {1: 1 / 32, 2: scale})
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     assert computed(path) == wanted
     assert operators(path).count("GatherElements") == 1 - wanted
 
 
 def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) -> None:
-    integer = integer_of(Net(lambda s, x: s.a(x).round(decimals=1), a=conv(3, 8)))
+    integer = integer_of(Network(lambda s, x: s.a(x).round(decimals=1), a=conv(3, 8)))
     assert computed(exported(integer, tmp_path / "model.onnx", style="fast")) == 0
 
 
@@ -184,7 +184,7 @@ def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> 
 
 
 def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -> None:
-    net = Net(lambda s, x: (((x * 3).long() ^ ((x + x.flip(3)) * 2).long()).float(), s.a(x)), a=conv(3, 3))
+    net = Network(lambda s, x: (((x * 3).long() ^ ((x + x.flip(3)) * 2).long()).float(), s.a(x)), a=conv(3, 3))
     integer = integer_of(net)
     words = {value for node in integer.graph.nodes for value in node.args if isinstance(value, str)}
     assert words & {node.name for node in integer.graph.nodes}
@@ -245,7 +245,7 @@ POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
 def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
     forward, bytewise = POOLS[name]
     torch.manual_seed(0)
-    integer = fxq.quantize(Net(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target, show_progress=False).integer
+    integer = fxq.quantize(Network(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target, show_progress=False).integer
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
     types = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.output)}
@@ -257,6 +257,6 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
 @needs_vnni
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    integer = integer_of(Net(lambda s, x: s.b(torch.logaddexp(s.a(x), 0.5 * s.a(x))), a=conv(3, 8), b=conv(8, 4)))
+    integer = integer_of(Network(lambda s, x: s.b(torch.logaddexp(s.a(x), 0.5 * s.a(x))), a=conv(3, 8), b=conv(8, 4)))
     path = exported(integer, tmp_path / "model.onnx", [batch(), batch(1)], style="fast")
     assert operators(path).count("QLinearConv") == 3

@@ -21,7 +21,8 @@ from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
 from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
 from tests.shared.contract import assert_train_is_validate, compiled, same_bytes
-from tests.shared.onnx_files import Net, assert_verified, batch, exported, integer_of, linear_of, rows
+from tests.shared.networks import Network
+from tests.shared.onnx_files import assert_verified, batch, exported, integer_of, linear_of, rows
 
 # ---- signed zeros -----------------------------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ from tests.shared.onnx_files import Net, assert_verified, batch, exported, integ
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1, bias=False)).eval()
+    net = Network(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1, bias=False)).eval()
     (prepared, integer), given = compiled(net, [batch(2)], target), batch(8, seed=2)
     wanted = integer(given)
     assert not torch.signbit(wanted[wanted == 0]).any()
@@ -44,7 +45,7 @@ def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
 
 def test_what_a_float_operator_makes_of_zeros_is_equal() -> None:
     torch.manual_seed(0)
-    net = Net(lambda s, x: (s.a(x) - 0.0).relu().double() ** -1.0, a=nn.Conv2d(3, 4, 1)).eval()
+    net = Network(lambda s, x: (s.a(x) - 0.0).relu().double() ** -1.0, a=nn.Conv2d(3, 4, 1)).eval()
     assert fxq.verify(*compiled(net, [batch(8)], "nash-e"), [batch(8)], show_progress=False)
 
 
@@ -69,7 +70,7 @@ def test_verify_compares_bytes(one: Tensor, other: Tensor, count: int) -> None:
 def test_a_model_that_ends_in_a_float_operator_is_equal(tmp_path: Path) -> None:
     """A softmax over the batch is rounded in a way of its own by every runtime; the integers before it are equal."""
     torch.manual_seed(0)
-    prepared, integer = compiled(Net(lambda s, x: s.a(x).softmax(0), a=nn.Linear(8, 6)).eval(), [rows(64)], "bayes-e")
+    prepared, integer = compiled(Network(lambda s, x: s.a(x).softmax(0), a=nn.Linear(8, 6)).eval(), [rows(64)], "bayes-e")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     for form in (integer, prepared):
         report = assert_verified(form, path, [rows(64)])
@@ -110,7 +111,7 @@ def plant(path: Path, consumer: Callable[[onnx.NodeProto], bool]) -> None:
 def test_a_fault_on_either_side_of_a_float_operator_is_located(layer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     forward = lambda s, x: (s.b(y := torch.logaddexp(s.a(x), torch.atan(s.a(x)))), y.asinh())  # noqa: E731
-    integer = integer_of(Net(forward, a=nn.Linear(8, 6), b=nn.Linear(6, 4)), rows(32), "bayes-e")
+    integer = integer_of(Network(forward, a=nn.Linear(8, 6), b=nn.Linear(6, 4)), rows(32), "bayes-e")
     path = exported(integer, tmp_path / "model.onnx", [rows(16)])
     plant(path, lambda node: node.op_type == "Add" and node.output[0].startswith(f"{layer}_linear"))
     report = fxq.verify(integer, path, [rows(16)], show_progress=False)
@@ -167,7 +168,7 @@ def test_zeros_before_a_pool_are_zeros_for_every_runtime(target: str, opset: int
         x = F.pad(s.layer(x), (0, 1, 0, 1))
         return [pool(x) for pool in s.pools] + [F.max_pool1d(F.pad(x.mean(2), (2, 0)), 3)]
 
-    model, x = Net(forward, layer=nn.Conv2d(3, 4, 3), pools=pools), torch.randn(2, 3, 12, 12)
+    model, x = Network(forward, layer=nn.Conv2d(3, 4, 3), pools=pools), torch.randn(2, 3, 12, 12)
     nn.init.constant_(model.layer.bias, -1.0)
     exported(integer_of(model, x, target), tmp_path / "model.onnx", [x], opset=opset)
 
@@ -184,7 +185,7 @@ def test_tables_of_one_length_and_two_dtypes(style: str, tmp_path: Path) -> None
 def test_modules_named_like_constants(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = {f"constant_{i}": nn.Linear(8, 8) for i in range(3)}
-    integer = integer_of(Net(lambda s, x: s.constant_2(s.constant_1(s.constant_0(x))), **layers), rows())
+    integer = integer_of(Network(lambda s, x: s.constant_2(s.constant_1(s.constant_0(x))), **layers), rows())
     exported(integer, tmp_path / "model.onnx", [rows()])
 
 
@@ -300,7 +301,7 @@ def test_pytorchs_table_of_translations_is_built_once_and_left_as_it_was() -> No
 
 
 def test_a_tensor_without_elements_is_flattened(tmp_path: Path) -> None:
-    empty = Net(lambda s, x: (torch.relu(x), torch.sin(x)[:, :0].flatten(1)))
+    empty = Network(lambda s, x: (torch.relu(x), torch.sin(x)[:, :0].flatten(1)))
     result = fxq.quantize(empty, [torch.randn(2, 3, 4, 4)], qconfig=fxq.QConfigMapping(default=None), show_progress=False)
     path = result.export(tmp_path / "empty.onnx")
     found = OnnxModel(path).runner("onnxruntime", [], [])({"x": torch.randn(5, 3, 4, 4)})

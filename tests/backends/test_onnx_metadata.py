@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from tests.shared.contract import needs_vnni, same_bytes
-from tests.shared.onnx_files import Net, integer_of, linear_of, rows
+from tests.shared.networks import Network
+from tests.shared.onnx_files import integer_of, linear_of, rows
 
 
 class Chosen(nn.Module):
@@ -58,7 +59,7 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
     torch.manual_seed(0)
     last = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig(width)))
     integer = integer_of(
-        Net(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
+        Network(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
     )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, io=io, opset=21, output_names=["scores", "features"])
     said = fxq.onnx_metadata(path)
@@ -186,7 +187,7 @@ def test_a_known_session_option_is_taken(written: tuple[fx.GraphModule, Path], t
 
 
 def test_a_file_of_other_inputs_is_another_models(written: tuple[fx.GraphModule, Path]) -> None:
-    other = integer_of(Net(lambda s, x: (s.l(x), x), l=nn.Linear(8, 4)), rows())
+    other = integer_of(Network(lambda s, x: (s.l(x), x), l=nn.Linear(8, 4)), rows())
     with pytest.raises(fxq.ExportError, match="it has 1 inputs and 1 outputs, and this model has 1 and 2"):
         fxq.verify(other, written[1], [rows()], show_progress=False)
 

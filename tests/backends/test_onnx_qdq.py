@@ -20,7 +20,8 @@ from fxquant.ir.integer import operation
 from fxquant.ops import BY_NAME, OPERATORS
 from tests.ops.test_operators import BY_OPERATOR, RECURRENT, WIDE_INSIDE, Pack, Sample, covering, inputs_of
 from tests.shared.contract import compiled, graph_values, needs_vnni
-from tests.shared.onnx_files import MODELS, Net, batch, conv, integer_of, known, operators, run
+from tests.shared.networks import Network
+from tests.shared.onnx_files import MODELS, batch, conv, integer_of, known, operators, run
 
 OPSETS = (11, 13, 17, 21)
 
@@ -123,7 +124,7 @@ def test_an_operator_without_a_form_is_written_by_its_float_function(
     operator: str, model: Any, written: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    integer = integer_of(Net(model, a=conv(3, 8), b=nn.PReLU(8), c=nn.Sequential(nn.Flatten(), nn.Linear(512, 5))))
+    integer = integer_of(Network(model, a=conv(3, 8), b=nn.PReLU(8), c=nn.Sequential(nn.Flatten(), nn.Linear(512, 5))))
     record, path = BY_NAME[operator], tmp_path / "model.onnx"
     for table, key in ((OPERATORS, record.function), (BY_NAME, operator)):
         monkeypatch.setitem(table, key, replace(record, onnx=None))
@@ -215,9 +216,9 @@ def test_the_report_counts_in_steps(tmp_path: Path) -> None:
 @needs_vnni
 def test_float_operators_mean_the_same_in_an_old_opset_or_are_refused(tmp_path: Path) -> None:
     """Softmax flattened its operand before opset 13; sums at computed places, and the transform, are in none of them."""
-    integer = integer_of(Net(lambda s, x: s.a(x).softmax(1), a=conv(3, 4)), target="bernoulli2")
+    integer = integer_of(Network(lambda s, x: s.a(x).softmax(1), a=conv(3, 4)), target="bernoulli2")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=11)
     assert least_sqnr(measured(integer, path)) > 40
-    integer = integer_of(Net(lambda s, x: torch.fft.rfft(s.a(x)).real, a=conv(3, 4)))
+    integer = integer_of(Network(lambda s, x: torch.fft.rfft(s.a(x)).real, a=conv(3, 4)))
     with pytest.raises(fxq.ExportError, match="cannot be exported with opset=11"):
         fxq.export_onnx(integer, path, style="qdq", opset=11)

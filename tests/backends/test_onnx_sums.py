@@ -20,8 +20,8 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.ir.integer import qparams
 from fxquant.primitives import accumulate
 from tests.shared.contract import needs_vnni
+from tests.shared.networks import Network
 from tests.shared.onnx_files import (
-    Net,
     assert_takes_integers,
     assert_verified,
     batch,
@@ -40,27 +40,33 @@ FIXED = ("bayes-e", "bayes", "bernoulli2", "bernoulli")
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layers are sums of bytes
-    "plain": (lambda: Net(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)), 1),
-    "clamped": (lambda: Net(lambda s, x: F.relu6(3 * s.b(F.relu6(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), 1),
+    "plain": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)), 1),
+    "clamped": (lambda: Network(lambda s, x: F.relu6(3 * s.b(F.relu6(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), 1),
     "no bias, stride, dilation": (
-        lambda: Net(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.Conv2d(8, 6, (3, 4), (2, 1), (2, 0), 2, bias=False)),
+        lambda: Network(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.Conv2d(8, 6, (3, 4), (2, 1), (2, 0), 2, bias=False)),
         1,
     ),
-    "residual": (lambda: Net(lambda s, x: s.c(residual(s.b, s.a(x))), a=conv(3, 8), b=conv(8, 8), c=conv(8, 4)), 2),
-    "in groups, and short": (lambda: Net(lambda s, x: s.c(s.b(s.a(x))), a=conv(3, 32), b=conv(32, 32, groups=2), c=nn.Conv2d(32, 4, 1)), 0),
-    "beyond 24 bits": (lambda: Net(lambda s, x: F.relu(s.b(s.a(x))), a=conv(3, 256), b=nn.Conv2d(256, 4, 3)), 1),
-    "beyond 24 bits, linear": (lambda: Net(lambda s, x: s.b(s.a(x[:, 0].flatten(1))), a=nn.Linear(64, 1200), b=nn.Linear(1200, 4)), 2),
-    "an accumulator that is returned": (lambda: Net(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=conv(8, 8)), 1),
-    "linear": (lambda: Net(lambda s, x: s.b(F.relu(s.a(x.flatten(1)))), a=nn.Linear(192, 64), b=nn.Linear(64, 5, bias=False)), 2),
+    "residual": (lambda: Network(lambda s, x: s.c(residual(s.b, s.a(x))), a=conv(3, 8), b=conv(8, 8), c=conv(8, 4)), 2),
+    "in groups, and short": (
+        lambda: Network(lambda s, x: s.c(s.b(s.a(x))), a=conv(3, 32), b=conv(32, 32, groups=2), c=nn.Conv2d(32, 4, 1)),
+        0,
+    ),
+    "beyond 24 bits": (lambda: Network(lambda s, x: F.relu(s.b(s.a(x))), a=conv(3, 256), b=nn.Conv2d(256, 4, 3)), 1),
+    "beyond 24 bits, linear": (lambda: Network(lambda s, x: s.b(s.a(x[:, 0].flatten(1))), a=nn.Linear(64, 1200), b=nn.Linear(1200, 4)), 2),
+    "an accumulator that is returned": (lambda: Network(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=conv(8, 8)), 1),
+    "linear": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x.flatten(1)))), a=nn.Linear(192, 64), b=nn.Linear(64, 5, bias=False)), 2),
     "rows, read twice": (
-        lambda: Net(
+        lambda: Network(
             lambda s, x: s.b(F.gelu(s.a(x.flatten(2)))) + s.c(F.gelu(s.a(x.flatten(2)))),
             **{"a": nn.Linear(64, 64), "b": nn.Linear(64, 9), "c": nn.Linear(64, 9)},
         ),
         4,
     ),
-    "one dimension": (lambda: Net(lambda s, x: s.b(s.a(x.flatten(2))), a=nn.Conv1d(3, 16, 3), b=nn.Conv1d(16, 8, 5, padding=2)), 1),
-    "three dimensions": (lambda: Net(lambda s, x: s.b(F.relu(s.a(x[:, None]))), a=nn.Conv3d(1, 4, 3, padding=1), b=nn.Conv3d(4, 4, 3)), 1),
+    "one dimension": (lambda: Network(lambda s, x: s.b(s.a(x.flatten(2))), a=nn.Conv1d(3, 16, 3), b=nn.Conv1d(16, 8, 5, padding=2)), 1),
+    "three dimensions": (
+        lambda: Network(lambda s, x: s.b(F.relu(s.a(x[:, None]))), a=nn.Conv3d(1, 4, 3, padding=1), b=nn.Conv3d(4, 4, 3)),
+        1,
+    ),
 }
 
 

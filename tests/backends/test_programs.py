@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.backends.aten import programs
-from tests.shared.contract import Net, all_equal, compiled
+from tests.shared.contract import all_equal, compiled
+from tests.shared.networks import Network
 
 WRITERS = {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}
 ALONE = """
@@ -103,7 +104,7 @@ def found(scores: Tensor) -> list[list[int]]:
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    finds = Net(lambda s, x: (y := s.conv(x), found(y.mean((2, 3)))), conv=nn.Conv2d(3, 4, 1))
+    finds = Network(lambda s, x: (y := s.conv(x), found(y.mean((2, 3)))), conv=nn.Conv2d(3, 4, 1))
     integer = fxq.quantize(finds.eval(), [torch.randn(4, 3, 4, 4)]).integer
     capfd.readouterr()
     with pytest.raises(fxq.ExportError, match="found"):

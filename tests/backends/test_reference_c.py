@@ -22,7 +22,8 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.shared.c_cases import Case, cases
-from tests.shared.contract import Net, compiled, same_bytes
+from tests.shared.contract import compiled, same_bytes
+from tests.shared.networks import Network
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-ffp-contract=off"]
@@ -175,7 +176,7 @@ def test_another_compiler_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    integer = integer_of(Net(lambda s, x: torch.fft.rfft(s.layer(x)).abs(), layer=nn.Linear(8, 8)), torch.randn(4, 8), "bayes-e")
+    integer = integer_of(Network(lambda s, x: torch.fft.rfft(s.layer(x)).abs(), layer=nn.Linear(8, 8)), torch.randn(4, 8), "bayes-e")
     with pytest.raises(fxq.ExportError, match="in float") as caught:
         fxq.export_c(integer, tmp_path / "made" / "spectrum.c")
     assert caught.value.at is not None
@@ -184,7 +185,7 @@ def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) 
 
 
 def test_a_batch_size_beyond_the_models_is_refused(tmp_path: Path) -> None:
-    integer = integer_of(Net(lambda s, x: x[-3:].relu()), torch.randn(6, 4), "bayes-e")
+    integer = integer_of(Network(lambda s, x: x[-3:].relu()), torch.randn(6, 4), "bayes-e")
     with pytest.raises(fxq.ConfigurationError, match="batch_size=2"):
         fxq.export_c(integer, tmp_path / "last.c", batch_size=2)
 

@@ -16,7 +16,8 @@ import fxquant as fxq
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.serialization.archive import pack, unpack
-from tests.shared.contract import Net, assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
+from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
+from tests.shared.networks import Network
 
 ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
 
@@ -32,7 +33,7 @@ class Block(nn.Module):
         return self.relu(self.bn(self.conv(x)) + x)
 
 
-class Network(nn.Module):
+class Fused(nn.Module):
     """A fused residual, a function, a clamp, a concatenation, and a pooling on its operand's scale."""
 
     def __init__(self) -> None:
@@ -52,9 +53,9 @@ def batches() -> list[Tensor]:
     return [torch.randn(4, 2, 8, 8, generator=generator) * (i + 1) for i in range(3)]
 
 
-def network() -> Network:
+def network() -> Fused:
     torch.manual_seed(0)
-    return Network().eval()
+    return Fused().eval()
 
 
 def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
@@ -217,7 +218,7 @@ def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.Observat
     """In float the clamp shows everything it reads; as an integer operator it lets nothing beyond its limits be seen."""
     torch.manual_seed(0)
     layers = {"conv": nn.Conv2d(2, 4, 1), "head": nn.Conv2d(4, 2, 1), "limit": nn.Hardtanh(-0.25, 0.5)}
-    model, default = Net(lambda s, x: s.head(s.limit(F.max_pool2d(s.conv(x), 2))), **layers), fxq.QConfig()
+    model, default = Network(lambda s, x: s.head(s.limit(F.max_pool2d(s.conv(x), 2))), **layers), fxq.QConfig()
     before = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=default), batches(), show_progress=False)
     qconfig = Mapping().set_module_name("limit", None)
     prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observations(before))
@@ -280,7 +281,7 @@ def test_sizes_that_differ_are_told(seen: fxq.Observations, caplog: pytest.LogCa
 
 
 def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
-    fork = Net(lambda s, x: (s.left(x), s.right(x)), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1))
+    fork = Network(lambda s, x: (s.left(x), s.right(x)), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1))
     model, wide = fork, Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
     one, two = (calibrated(model, batches(), "nash-e", qconfig) for qconfig in (None, wide))
     assert len(fxq.qparams(two)) == len(fxq.qparams(one)) + 1

@@ -36,7 +36,8 @@ from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
-from tests.shared.contract import Net, all_equal, compiled, flat
+from tests.shared.contract import all_equal, compiled, flat
+from tests.shared.networks import Network
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
 
@@ -158,7 +159,7 @@ def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_comp
 
 def test_constants_and_inputs_are_returned_by_every_run() -> None:
     anchors = torch.arange(6.0).view(2, 3)
-    returning = Net(lambda s, x: (s.anchors, s.conv(x), x, s.anchors), conv=nn.Conv2d(3, 4, 3), anchors=nn.Buffer(anchors.clone()))
+    returning = Network(lambda s, x: (s.anchors, s.conv(x), x, s.anchors), conv=nn.Conv2d(3, 4, 3), anchors=nn.Buffer(anchors.clone()))
     integer, reference = both(returning, "bayes-e", ordinary(2, 3, 6, 6))
     assert_same(integer, reference, images(2, 3, 6, 6), runs=3)
     assert torch.equal(integer(images(2, 3, 6, 6))[0], anchors)
@@ -221,7 +222,7 @@ def test_affine_tensors_and_narrow_ones(target: str, dtype: str) -> None:
 
 
 def test_what_runs_on_the_host_has_the_strides_it_had() -> None:
-    mixed = Net(
+    mixed = Network(
         lambda s, x: s.second(torch.erfinv(torch.tanh(s.first(x)) * 0.5).cumsum(3)), first=nn.Conv2d(3, 8, 3), second=nn.Conv2d(8, 4, 3)
     )
     mapping = fxq.QConfigMapping().set_module_name("second", None)
@@ -238,7 +239,7 @@ class Pair(NamedTuple):
 
 
 def test_what_is_returned_has_the_same_containers() -> None:
-    returns = Net(lambda s, x: Pair(y := s.conv(x), {"list": [y, x], "tuple": (y, None, 3)}), conv=nn.Conv2d(3, 4, 1))
+    returns = Network(lambda s, x: Pair(y := s.conv(x), {"list": [y, x], "tuple": (y, None, 3)}), conv=nn.Conv2d(3, 4, 1))
     integer, reference = both(returns, "nash-e", ordinary(2, 3, 5, 5))
     for _ in range(3):
         found, wanted = integer(ordinary(2, 3, 5, 5)), reference(ordinary(2, 3, 5, 5))
@@ -520,7 +521,7 @@ def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
 
 def test_what_was_chosen_for_sizes_is_bounded() -> None:
     """Rows of a reshaped tensor that grow with the batch are sizes of their own for a proof."""
-    rows = Net(lambda s, x: s.second(torch.relu(s.first(x).permute(1, 0, 2))), first=nn.Linear(6, 8), second=nn.Linear(8, 4))
+    rows = Network(lambda s, x: s.second(torch.relu(s.first(x).permute(1, 0, 2))), first=nn.Linear(6, 8), second=nn.Linear(8, 4))
     integer, reference = both(rows, "nash-e", ordinary(4, 5, 6))
     for size in range(1, 40):
         x = images(size, 5, 6)
@@ -670,6 +671,7 @@ LOCKS = {
 COLLECTION = """
 import gc
 from fxquant.ir.model import collection_paused
+from tests.shared.networks import Network
 leave, thread = held(collection_paused())
 def collects():
     assert gc.isenabled()  # the compilation of the other thread does not go on in the child

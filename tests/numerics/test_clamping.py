@@ -21,7 +21,7 @@ from fxquant.primitives.record import PRIMITIVES
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from fxquant.training import fused_layers
-from tests.shared import contract
+from tests.shared.networks import Network
 
 LOW, HIGH = -0.5, 1.25
 
@@ -67,7 +67,7 @@ def test_it_can_be_transformed_and_differentiated_twice() -> None:
 
 
 def test_what_traces_a_graph_meets_clamp() -> None:
-    limited = contract.Net(lambda s, x: clamped(x * s.weight, 0.0, 1.0), weight=nn.Parameter(torch.ones(3)))
+    limited = Network(lambda s, x: clamped(x * s.weight, 0.0, 1.0), weight=nn.Parameter(torch.ones(3)))
     program = torch.export.export(limited, (torch.ones(3),))
     assert torch.ops.aten.clamp.default in {node.target for node in program.graph.nodes}
 
@@ -137,7 +137,7 @@ def test_gradients_of_a_model_with_elements_on_its_limits_are_exact(target: str,
     """x → int4 → times 1 → clamp(-1, 1): integers are -8 … 7 of half a step; at the limits of both the gradient passes."""
     x = torch.tensor([[-9.0, -4.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 3.5, 4.0, 9.0]])
     qconfig = fxq.QConfig(fxq.ActivationConfig("int4", training=training))
-    prepared = fxq.prepare(contract.Net(lambda s, x: (x * 2.0).clamp(-2.0, 2.0)), x, target, qconfig)
+    prepared = fxq.prepare(Network(lambda s, x: (x * 2.0).clamp(-2.0, 2.0)), x, target, qconfig)
     fxq.set_qparams(prepared, {"x_quantize": 0.5, "mul": 0.5})
     fxq.set_state(prepared, fxq.State.TRAIN)
     wanted = ((x >= -1.0) & (x <= 1.0)) * 2.0

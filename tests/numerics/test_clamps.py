@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import Net, compiled
+from tests.shared.contract import compiled
+from tests.shared.networks import Network
 
 
 def limited(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """A convolution, and what is done with its output."""
     low, high = (nn.Buffer(torch.full((8, 1, 1), value)) for value in (1.0, -0.5))
-    return Net(lambda s, x: function(s, s.conv(x)), conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1), low=low, high=high)
+    return Network(lambda s, x: function(s, s.conv(x)), conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1), low=low, high=high)
 
 
 CROSSING: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -18,8 +18,8 @@ from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.primitives import accumulate
 from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.requantize import HALF_STEPS, NEAREST_HALF_STEP, _rounded_floor, _rounded_half_step, half_step, requantize_fixed
-from tests.shared.contract import Net
 from tests.shared.drawn import EXACT
+from tests.shared.networks import Network
 
 SIXTEEN_BITS = torch.arange(-(2**15), 2**15)
 mantissas = st.lists(st.integers(2**14, 2**15 - 1), min_size=1, max_size=4)
@@ -147,7 +147,7 @@ def network() -> nn.Module:
         return s.head(F.relu6(s.wide(x)).mean((2, 3)))
 
     deep, wide = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 24, 1)
-    return Net(forward, stem=nn.Conv2d(3, 16, 3, padding=1), deep=deep, wide=wide, head=nn.Linear(24, 5))
+    return Network(forward, stem=nn.Conv2d(3, 16, 3, padding=1), deep=deep, wide=wide, head=nn.Linear(24, 5))
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -173,7 +173,7 @@ def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Pa
 def test_wide_sums_are_formed_from_blocks_of_channels(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
-    deep = Net(lambda s, x: s.deep(torch.tanh(s.spread(x))), spread=nn.Conv2d(3, 300, 1), deep=nn.Conv2d(300, 8, 3, padding=1))
+    deep = Network(lambda s, x: s.deep(torch.tanh(s.spread(x))), spread=nn.Conv2d(3, 300, 1), deep=nn.Conv2d(300, 8, 3, padding=1))
     nn.init.uniform_(deep.deep.weight, 0.5, 1.0)  # of so many channels, sums exceed 2^24
     result = fxq.quantize(deep.eval(), batches, target=target)
     assert any(node.target is accumulate.convolution_wide for node in result.integer.graph.nodes)

@@ -27,6 +27,7 @@ from fxquant.primitives import accumulate, elementwise, product, requantize, tra
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 from tests.shared.contract import compiled, graph_values
+from tests.shared.networks import Network
 
 FORMATS = (("bayes-e", "int8"), ("nash-e", "int8"), ("nash-e", "int16"))
 every_format = pytest.mark.parametrize(("target", "weight"), FORMATS)
@@ -163,7 +164,7 @@ def test_int16_is_far_nearer_to_float_than_int8(target: str, weight: str) -> Non
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_a_product_of_int16_activations_has_48_bits(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = contract.Net(lambda s, x: s.left(x) @ s.right(x).transpose(1, 2), left=nn.Linear(16, 600), right=nn.Linear(16, 600))
+    model = Network(lambda s, x: s.left(x) @ s.right(x).transpose(1, 2), left=nn.Linear(16, 600), right=nn.Linear(16, 600))
     batch = torch.randn(2, 4, 16)
     integer = assert_contract(model, batch, target, wide_config("int8"), tmp_path)
     assert max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes) > 32
@@ -189,7 +190,7 @@ def head(last: nn.Module, behind: Callable[[Any, Tensor], Tensor] = lambda y, x:
         x = F.relu(s.first(x))
         return behind(s.last(x.mean((2, 3)) if rows else x), x)
 
-    return contract.Net(forward, first=nn.Conv2d(3, 6, 3, padding=1), last=last)
+    return Network(forward, first=nn.Conv2d(3, 6, 3, padding=1), last=last)
 
 
 HEADS: dict[str, Callable[[], nn.Module]] = {

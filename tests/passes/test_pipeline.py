@@ -32,8 +32,8 @@ from fxquant.primitives import shape
 from fxquant.quantization.mapping import QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
-from tests.shared.contract import all_equal, compiled
-from tests.shared.written import calibrated, to_train, written
+from tests.shared.contract import all_equal, calibrated, compiled
+from tests.shared.written import to_train, written
 
 SHAPE = (2, 8, 8)
 

@@ -20,8 +20,8 @@ from fxquant.quantization.learning import LSQ, TrainableScale, learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
-from tests.shared import written as shared
-from tests.shared.written import assert_contract, to_train, to_validate, written
+from tests.shared.contract import assert_contract
+from tests.shared.written import to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
 
@@ -57,7 +57,7 @@ def config(activations: str = "statistics", weights: str = "statistics", bits: i
 @functools.cache
 def once_calibrated(qconfig: fxq.QConfig, target: str, **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
-    return shared.calibrated(Net(), batches(), target, qconfig, **options)
+    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, **options), batches(), show_progress=False)
 
 
 def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
@@ -331,7 +331,7 @@ def test_training_without_calibration_starts_from_the_first_batch_unless_scales_
             prepared(batches()[0])
         return
     prepared(batches()[0])
-    reference = shared.calibrated(Net(), batches()[:1], qconfig=config())
+    reference = contract.calibrated(Net(), batches()[:1], qconfig=config())
     assert fxq.qparams(prepared)["x_quantize"] == fxq.qparams(reference)["x_quantize"]
     contract.assert_validate_is_integer(prepared, fxq.convert(to_validate(prepared)), batches()[1])
 
@@ -569,7 +569,7 @@ class Skips(nn.Module):
 @functools.cache
 def skipping(qconfig: fxq.QConfig | None) -> fx.GraphModule:
     torch.manual_seed(0)
-    return shared.calibrated(Skips(), [images()], "nash-e", qconfig)
+    return contract.calibrated(Skips(), [images()], "nash-e", qconfig)
 
 
 def skips(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +27,6 @@ TARGETS = ("bayes-e", "nash-e")
 NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive behind
 
 Inputs = tuple[Tensor, ...]
-
-
-class Net(nn.Module):
-    """Layers by name, and a forward of one input that uses them."""
-
-    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x: Any) -> Any:
-        return self.function(self, x)
 
 
 class Compiled(NamedTuple):
@@ -176,11 +163,14 @@ def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequenc
         assert all_equal([torch.from_numpy(value) for value in found], integer(*inputs))
 
 
-def assert_contract(prepared: fx.GraphModule, path: Path, *inputs: Tensor, few: int = 1) -> fx.GraphModule:
-    """E1 to E3 of a calibrated model, on the inputs, for the file also on their first items; returns the integer model."""
-    integer = fxq.convert(prepared)
+def assert_contract(
+    prepared: fx.GraphModule, path: Path | None, *inputs: Tensor, few: int = 1, integer: fx.GraphModule | None = None
+) -> fx.GraphModule:
+    """E2 of a calibrated model, E1 where a path is given, also on the first few items, and E3; returns the integer model."""
+    integer = fxq.convert(prepared) if integer is None else integer
     assert_validate_is_integer(prepared, integer, *inputs)
-    assert_integer_is_onnx(integer, path, [inputs, tuple(value[:few] for value in inputs)])
+    if path is not None:
+        assert_integer_is_onnx(integer, path, [inputs, tuple(value[:few] for value in inputs)])
     assert_train_is_validate(prepared, *inputs)
     return integer
 

@@ -95,8 +95,7 @@ def _public(node: ast.expr) -> Any:
     """What a dotted name stands for; None of anything else."""
     if isinstance(node, ast.Name):
         return NAMESPACE.get(node.id)
-    owner = _public(node.value) if isinstance(node, ast.Attribute) else None
-    return None if owner is None else getattr(owner, node.attr, None)
+    return getattr(_public(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
 
 
 def written(record: Operator, text: str, sample: Sample) -> Call:

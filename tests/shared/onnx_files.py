@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import VNNI, Net, assert_alive, compiled, graph_values
+from tests.shared.contract import VNNI, assert_alive, compiled, graph_values
+from tests.shared.networks import Network
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, **options: Any) -> nn.Conv2d:
@@ -43,34 +44,34 @@ def integer_of(model: nn.Module, given: Any = None, target: str = "nash-e", qcon
 def linear_of(function: Callable[..., Any]) -> fx.GraphModule:
     """A function of rows, by a linear layer `l` and a buffer of integers `i`."""
     torch.manual_seed(0)
-    return integer_of(Net(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows())
+    return integer_of(Network(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "convolution": lambda: Net(lambda s, x: F.relu(s.a(x)), a=conv(3, 8, stride=2)),
-    "depthwise": lambda: Net(lambda s, x: F.relu6(s.b(s.a(x))), a=conv(3, 8, 1), b=conv(8, 8, groups=8)),
-    "grouped": lambda: Net(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 12, groups=4, dilation=2, bias=False)),
-    "linear": lambda: Net(lambda s, x: s.b(F.relu(s.a(x.flatten(1)))), a=nn.Linear(192, 16), b=nn.Linear(16, 5, bias=False)),
-    "rows": lambda: Net(lambda s, x: s.a(x.flatten(2)), a=nn.Linear(64, 9)),
-    "residual": lambda: Net(lambda s, x: residual(s.b, F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)),
-    "addition": lambda: Net(lambda s, x: F.relu(s.a(x).sigmoid() - 2 * x[:, :1]), a=conv(3, 8)),
-    "concatenation": lambda: Net(lambda s, x: torch.cat([F.relu(s.a(x)), s.a(x), x], 1)[:, 2:14], a=conv(3, 8)),
-    "pooling": lambda: Net(
+    "convolution": lambda: Network(lambda s, x: F.relu(s.a(x)), a=conv(3, 8, stride=2)),
+    "depthwise": lambda: Network(lambda s, x: F.relu6(s.b(s.a(x))), a=conv(3, 8, 1), b=conv(8, 8, groups=8)),
+    "grouped": lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 12, groups=4, dilation=2, bias=False)),
+    "linear": lambda: Network(lambda s, x: s.b(F.relu(s.a(x.flatten(1)))), a=nn.Linear(192, 16), b=nn.Linear(16, 5, bias=False)),
+    "rows": lambda: Network(lambda s, x: s.a(x.flatten(2)), a=nn.Linear(64, 9)),
+    "residual": lambda: Network(lambda s, x: residual(s.b, F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)),
+    "addition": lambda: Network(lambda s, x: F.relu(s.a(x).sigmoid() - 2 * x[:, :1]), a=conv(3, 8)),
+    "concatenation": lambda: Network(lambda s, x: torch.cat([F.relu(s.a(x)), s.a(x), x], 1)[:, 2:14], a=conv(3, 8)),
+    "pooling": lambda: Network(
         lambda s, x: F.adaptive_avg_pool2d(F.avg_pool2d(F.max_pool2d(s.a(x), 3, 2, 1), 3, 1, 1, count_include_pad=False), 1), a=conv(3, 8)
     ),
-    "resizing": lambda: Net(
+    "resizing": lambda: Network(
         lambda s, x: F.interpolate(s.a(x), scale_factor=2) + F.interpolate(s.a(x), size=[16, 16], mode="bilinear"), a=conv(3, 4)
     ),
-    "silu": lambda: Net(lambda s, x: F.silu(s.b(F.silu(s.a(x)))), a=conv(3, 8), b=conv(8, 8)),
-    "transposed": lambda: Net(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 3, 2, 1, 1)),
-    "transposed in groups": lambda: Net(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 2, 2, groups=2)),
-    "products": lambda: Net(lambda s, x: s.a(x).flatten(2) @ s.b(x).flatten(2).transpose(1, 2), a=conv(3, 8), b=conv(3, 6)),
-    "margins": lambda: Net(
+    "silu": lambda: Network(lambda s, x: F.silu(s.b(F.silu(s.a(x)))), a=conv(3, 8), b=conv(8, 8)),
+    "transposed": lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 3, 2, 1, 1)),
+    "transposed in groups": lambda: Network(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 2, 2, groups=2)),
+    "products": lambda: Network(lambda s, x: s.a(x).flatten(2) @ s.b(x).flatten(2).transpose(1, 2), a=conv(3, 8), b=conv(3, 6)),
+    "margins": lambda: Network(
         lambda s, x: s.b(F.relu(s.a(x))),
         a=nn.Conv2d(3, 8, (2, 3), padding="same"),
         b=nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect", groups=2),
     ),
-    "padding": lambda: Net(lambda s, x: s.a(F.pad(F.pad(x, (1, 2, 0, 1), value=0.5), (1, 1, 1, 1), "reflect")), a=nn.Conv2d(3, 8, 3)),
+    "padding": lambda: Network(lambda s, x: s.a(F.pad(F.pad(x, (1, 2, 0, 1), value=0.5), (1, 1, 1, 1), "reflect")), a=nn.Conv2d(3, 8, 3)),
 }
 
 

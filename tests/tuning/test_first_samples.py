@@ -19,6 +19,7 @@ from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import cut
 from tests.shared import contract
+from tests.shared.networks import Network
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
 
@@ -124,7 +125,7 @@ def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_vector_without_a_batch_is_tuned() -> None:
     torch.manual_seed(0)
-    model, square = contract.Net(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, 4)).eval(), torch.randn(6, 6)
+    model, square = Network(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, 4)).eval(), torch.randn(6, 6)
     turned = [square, square.flip(0), square.flip(1), square.T]
     prepared = contract.calibrated(model, turned, qconfig=FOUR_BITS, correct_bias=True)
     assert corrected(prepared) or "weight rounded by samples" in fxq.explain(prepared)

@@ -26,6 +26,7 @@ from fxquant.tuning.second_moment import WINDOW, _Layer
 from fxquant.tuning.units import bound_arguments, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk
 from tests.shared import contract
+from tests.shared.networks import Network
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
 
@@ -40,7 +41,7 @@ BATCHES, UNSEEN = list(torch.split(images(0, 48), 16)), images(100, 64)
 
 def product() -> nn.Module:
     """A matrix parameter on the right."""
-    return contract.Net(lambda s, x: x @ s.matrix, matrix=nn.Parameter(torch.randn(8, 5)))
+    return Network(lambda s, x: x @ s.matrix, matrix=nn.Parameter(torch.randn(8, 5)))
 
 
 def network() -> nn.Module:
@@ -192,7 +193,7 @@ class Stairs(torch.autograd.Function):
 
 def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    odd, square = contract.Net(lambda s, x: s.last(x.mean(1) @ x), last=nn.Linear(3, 2)), torch.randn(3, 3)  # a product of vectors
+    odd, square = Network(lambda s, x: s.last(x.mean(1) @ x), last=nn.Linear(3, 2)), torch.randn(3, 3)  # a product of vectors
     vectors, _ = by_itself(odd, square)
     contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
