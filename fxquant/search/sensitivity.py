@@ -194,7 +194,8 @@ def sensitivity(
     The outputs of the float model are kept for all batches. `seed` is that of the estimate; no global generator is used. If the process
     is killed, the same call with the same `checkpoint` continues, and ends with the same numbers. The model is left unchanged.
 
-    Raises NotCalibrated for a prepared model without scales, and what `prepare` and `calibrate` raise.
+    Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
+    and `calibrate` raise.
     """
     prepared = as_prepared(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
     samples = taken(prepared, batches, num_batches, batch_fn)
@@ -219,6 +220,12 @@ def as_prepared(
             "a prepared model cannot be prepared again",
             because="its dtypes are to change, and they are those that it was prepared with",
             remedy="pass the float model, and the qconfig",
+        )
+    if is_prepared and qconfig is not None:
+        raise ConfigurationError(
+            "a prepared model has a qconfig already",
+            because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
+            remedy="leave qconfig out, or pass the float model",
         )
     if not is_prepared:
         _refuse_used_up(batches)

@@ -159,6 +159,11 @@ def test_an_output_that_is_given_a_grid_keeps_it(small: nn.Module, batches: list
 # ---- sensitivity ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_qconfig_beside_a_prepared_model_is_refused(prepared: Any, batches: list[Tensor]) -> None:
+    with pytest.raises(fxq.ConfigurationError, match="a prepared model has a qconfig already"):
+        fxq.sensitivity(prepared, batches, qconfig=fxq.QConfig())
+
+
 def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
     model: nn.Module, prepared: Any, batches: list[Tensor], found: fxq.Sensitivity
 ) -> None:
