@@ -16,7 +16,7 @@ from torch import fx
 from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed
 from fxquant.ir.parts import ties
-from fxquant.numerics.grids import EVERYTHING, Interval
+from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
 from fxquant.ops import matters, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.matching import decide, result_config
@@ -52,27 +52,29 @@ def share(gm: fx.GraphModule, context: Context) -> int:
 def _observe(gm: fx.GraphModule, context: Context) -> None:
     """Find for every integer node which of its values affect any of its readers.
 
-    A clamp discards values beyond its limits; a scale that covered these as well would be too coarse for the others.
+    A clamp discards values beyond its limits, and a sigmoid hardly changes beyond 7. A scale that covered these as well would be too coarse
+    for the others.
     """
     for node in reversed(gm.graph.nodes):
         if not is_quantized(node) or not node.users:
             continue
-        wanted = [_wanted(reader, context) for reader in node.users]
+        spec = annotation(node)
+        assert spec is not None
+        bits = None if spec.dtype is None else ACTIVATION_TYPES[spec.dtype].bits
+        wanted = [_wanted(reader, bits, context) for reader in node.users]
         interval = min(low for low, _ in wanted), max(high for _, high in wanted)
         if interval == EVERYTHING:
             continue
         set_observed(node, interval)
-        spec = annotation(node)
-        assert spec is not None
         if not shares(node):
             annotate(node, replace(spec, because=f"{spec.because}; only its values {_within(*interval)} make a difference"))
 
 
-def _wanted(reader: fx.Node, context: Context) -> Interval:
-    """Return which values of its operands affect a node."""
+def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
+    """Return which values of its operands, of so many bits, affect a node."""
     if not is_integer(reader):
         return EVERYTHING
-    return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)))
+    return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)
 
 
 def _within(low: float, high: float) -> str:

@@ -70,7 +70,8 @@ def test_narrow_integers_are_near(activation: str, weight: str, name: str, opset
 
 # ---- every operator -------------------------------------------------------------------------------------------------------
 
-NEW_FORMS = ("tril", "triu")  # written by PyTorch's exporter, from opset 18 on
+# Written by PyTorch's exporter, from opset 18 on; as are operators on integers.
+NEW_FORMS = ("tril", "triu", "signbit", "isposinf", "isneginf", "isreal", "piece", "sum_at")
 # Their records have no form of ONNX, and PyTorch's exporters write none.
 WITHOUT_A_FORM = {f"adaptive_max_indices{rank}d" for rank in (1, 2, 3)}
 
@@ -91,10 +92,15 @@ def packs(samples: list[Sample], size: int = 8) -> list[list[Sample]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
+def is_new(sample: Sample) -> bool:
+    """Whether it has no form before opset 18."""
+    return sample.operator in NEW_FORMS or sample.operator.startswith("whole_")
+
+
 EVERY = [sample for sample in BY_OPERATOR.values() if sample.operator not in WITHOUT_A_FORM]
 QDQ = [
     *((pack, 21) for pack in packs(EVERY)),
-    *((pack, 11) for pack in packs([s for s in EVERY if s.operator not in NEW_FORMS and not is_wide(s)])),
+    *((pack, 11) for pack in packs([s for s in EVERY if not is_new(s) and not is_wide(s)])),
 ]
 
 

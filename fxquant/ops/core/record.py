@@ -67,6 +67,8 @@ class Operator:
     keeps      which of its operand's values its result distinguishes, given which of its result's matter: a value outside the interval
                gives the same result as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale,
                those that matter of its result
+    saturates  its arguments, and the bits of its operand -> the interval beyond which its result is at its limit, to within a quarter of
+               a step of 2^-bits. Calibration does not let a scale cover more. None: its result has no limits
     observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
                show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
@@ -115,6 +117,7 @@ class Operator:
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
+    saturates: Callable[[dict[str, Any], int], Interval] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     observes: Callable[[dict[str, Any]], Tensor | None] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
@@ -294,11 +297,17 @@ def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, 
     return preferred[reader] if operand in passed_on else None
 
 
-def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
-    """Return which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
+def matters(node: fx.Node, after: Interval, shares: bool, bits: int | None = None) -> Interval:
+    """Return which values of its operands matter to a canonical node of whose result those in `after` do.
+
+    `shares` says whether operands and result have one scale. Of operands of so many `bits`, values at which the function saturates do not
+    matter either.
+    """
     operator = operator_of(node)
     if operator is not None and operator.keeps is not None:
         return operator.keeps(operator.arguments(node), after)
+    if operator is not None and operator.saturates is not None and bits is not None:
+        return operator.saturates(operator.arguments(node), bits)
     return after if shares else EVERYTHING
 
 

@@ -136,6 +136,7 @@ def unary(
     tried: Mapping[str, Any] | None = None,
     samples: tuple[Sample, ...] = (),
     varies: Interval = EVERYTHING,
+    saturates: bool = False,
     onnx: str | Callable[[Call], str] | None = None,
     adapted: Mapping[Any, Adapt] | None = None,
     module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
@@ -150,7 +151,8 @@ def unary(
     What PyTorch has of `name` calls it: functions of torch, torch.special and torch.nn.functional, methods, in place or not, and the
     class of torch.nn. `forms` are further functions and names. `adapted` holds call forms, and `module` a class, that take more than the
     settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module
-    holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it
+    holds under the same names. Outside of `varies` the function is constant; one that
+    `saturates` tends to a constant on one side of 0 or on both. `onnx` is the operator of ONNX that computes it, or writes it
     in several; see `Operator.onnx`. `demand` is of its result's grid. `lowered` is its integer meaning where that is not always a table.
     `traits` are those it has besides that of every such function. Its sample is a tensor of normal elements, or of elements `over` an
     interval, with the defaults of its settings, unless it has `samples`; `tried` are settings of another such sample.
@@ -187,6 +189,9 @@ def unary(
             methods={form: how for form, how in every.items() if isinstance(form, str) and hasattr(Tensor, form)},
             modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
             keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
+            saturates=(lambda arguments, bits: _changing(name, tuple((key, arguments[key]) for key in settings), bits))
+            if saturates
+            else None,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
             adapt=others.get(function, arguments),
@@ -198,6 +203,23 @@ def unary(
             ),
         )
     )
+
+
+FARTHEST = 64  # beyond this magnitude no function is looked at
+
+
+@lru_cache(maxsize=256)
+def _changing(name: str, settings: Settings, bits: int) -> Interval:
+    """Return the interval, in halves, beyond which a function is within a quarter of a step of 2^-bits of its limit."""
+    function, tolerance, chosen = UNARY[name][1], 2.0 ** -(bits + 2), dict(settings)
+
+    def end(sign: int) -> float:
+        limit = function(float(sign * FARTHEST), **chosen)
+        away = (half for half in range(2 * FARTHEST, -1, -1) if abs(function(sign * half / 2, **chosen) - limit) > tolerance)
+        found = next(away, 0) + 1
+        return sign * (math.inf if found >= 2 * FARTHEST else found / 2)
+
+    return end(-1), end(1)
 
 
 def tabled(

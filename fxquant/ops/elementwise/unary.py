@@ -31,7 +31,7 @@ def _gelu(x: float, approximate: str = "none") -> float:
     return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
 
 
-@tabled(_gelu, tried={"approximate": "tanh"}, onnx=lambda c: _onnx_gelu(c))
+@tabled(_gelu, saturates=True, tried={"approximate": "tanh"}, onnx=lambda c: _onnx_gelu(c))
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """PyTorch's gelu, whose setting is a keyword."""
     return F.gelu(input, approximate=approximate)
@@ -98,12 +98,18 @@ def _onnx_gelu(c: Call) -> str:
 
 # ---- one line each --------------------------------------------------------------------------------------------------
 
-unary("sigmoid", torch.sigmoid, _sigmoid, "expit", onnx="Sigmoid")
-unary("tanh", torch.tanh, math.tanh, onnx="Tanh")
-unary("silu", F.silu, lambda x: x * _sigmoid(x), onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
+unary("sigmoid", torch.sigmoid, _sigmoid, "expit", saturates=True, onnx="Sigmoid")
+unary("tanh", torch.tanh, math.tanh, saturates=True, onnx="Tanh")
+unary("silu", F.silu, lambda x: x * _sigmoid(x), saturates=True, onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
 unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), varies=(-3.0, math.inf), onnx=_onnx_hardswish)
 unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, varies=(-3.0, 3.0), onnx=_onnx_hardsigmoid)
-unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))))
+unary(
+    "mish",
+    F.mish,
+    lambda x: x * math.tanh(_softplus(x)),
+    saturates=True,
+    onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))),
+)
 unary("selu", F.selu, lambda x: 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717), onnx="Selu")
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), onnx="Softsign")
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
@@ -131,7 +137,7 @@ unary(
     onnx="Reciprocal",
     adapted=dict.fromkeys(spelled("reciprocal"), lambda input: of_inverse(input)),
 )
-unary("erf", torch.erf, math.erf, onnx="Erf")
+unary("erf", torch.erf, math.erf, saturates=True, onnx="Erf")
 unary("abs", torch.abs, abs, operator.abs, "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS}))
 unary("square", torch.square, lambda x: x * x, onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, onnx="Sin")
@@ -147,7 +153,7 @@ unary(
     demand=Own(shared_where="slope_bits"),
     traits=frozenset({Trait.HOMOGENEOUS}),
 )
-unary("elu", F.elu, _elu, alpha=1.0, tried={"alpha": 0.7}, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
+unary("elu", F.elu, _elu, alpha=1.0, tried={"alpha": 0.7}, saturates=True, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
 unary("softplus", F.softplus, _softplus, beta=1.0, threshold=20.0, tried={"beta": 2.0, "threshold": 3.0}, onnx=_onnx_softplus)
 
 

@@ -44,18 +44,18 @@ def _axes(c: Call) -> list[int] | None:
     return (list(dims) if isinstance(dims, list | tuple) else [dims]) or None
 
 
-def _onnx_amax(c: Call) -> str:
+def _onnx_extremum(c: Call, operator: str, opposite: str) -> str:
     axes = _axes(c)
     if c.e.opset >= 12 or c.by_layers:
-        return c.reduced("ReduceMax", c.input, axes, c["keepdim"])
+        return c.reduced(operator, c.input, axes, c["keepdim"])
     # onnxruntime would make one operator on int8 of the three, which that opset does not have.
-    return c.do("Neg", c.reduced("ReduceMin", c.do("Neg", c.input), axes, c["keepdim"]))
+    return c.do("Neg", c.reduced(opposite, c.do("Neg", c.input), axes, c["keepdim"]))
 
 
 REDUCES: dict[str, Any] = {"demand": Same(), "refuses": _refuses_amax, "traits": frozenset({Trait.REDUCTION, Trait.HOMOGENEOUS})}
 
 
-@lowered(onnx=_onnx_amax, **REDUCES, samples=(sample(input=(3, 6, 6), dim=[1, 3]),))
+@lowered(onnx=lambda c: _onnx_extremum(c, "ReduceMax", "ReduceMin"), **REDUCES, samples=(sample(input=(3, 6, 6), dim=[1, 3]),))
 def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
     """Return the largest element along dimensions (all of them if there are none).
 
@@ -71,11 +71,7 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
     return input.with_value(lowering.call(shape.reshape, largest, sizes))
 
 
-@lowered(
-    onnx=lambda c: c.reduced("ReduceMin", c.input, _axes(c), c["keepdim"]),
-    **REDUCES,
-    samples=(sample(input=(3, 6, 6), dim=[2], keepdim=True),),
-)
+@lowered(onnx=lambda c: _onnx_extremum(c, "ReduceMin", "ReduceMax"), **REDUCES, samples=(sample(input=(3, 6, 6), dim=[2], keepdim=True),))
 def amin(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
     """Return the smallest element along dimensions (all of them if there are none)."""
     return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
