@@ -17,7 +17,7 @@ from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed
 from fxquant.ir.parts import ties
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
-from fxquant.ops import matters, operator_of, shares, sharing_operands
+from fxquant.ops import Own, demand, matters, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
@@ -62,7 +62,9 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
         assert spec is not None
         bits = None if spec.dtype is None else ACTIVATION_TYPES[spec.dtype].bits
         wanted = [_wanted(reader, bits, context) for reader in node.users]
-        interval = min(low for low, _ in wanted), max(high for _, high in wanted)
+        demanded = demand(node)
+        limit = demanded.limit if isinstance(demanded, Own) and demanded.limit is not None else math.inf
+        interval = max(-limit, min(low for low, _ in wanted)), min(limit, max(high for _, high in wanted))
         if interval == EVERYTHING:
             continue
         set_observed(node, interval)

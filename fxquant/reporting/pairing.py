@@ -15,6 +15,7 @@ from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import GraphForm, Values
 from fxquant.analysis.steps import alike, recurrent_parts
 from fxquant.ir.graph import stage_of
+from fxquant.numerics.grids import EVERYTHING
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 from fxquant.reporting.effects import Effects
@@ -32,7 +33,7 @@ class Pairing:
     found        for every name of the right side that of its reference
     inside       the names of `found` whose reference is of `inner`
     parts        the names of parts of recurrences that the left side does not have
-    limits       the ends of grids that are given, where values beyond are not told apart
+    limits       the interval of a tensor beyond which values make no difference to what reads it
     factors      for every name the exponents that its reference is multiplied by 2 to; None without any
     firsts       for a tensor of a later step of a recurrence, the name of the first one that is like it
     seen         what was kept of each pair by the right side's name, and of each output
@@ -56,6 +57,9 @@ class Pairing:
             prepared = model if stage_of(model) == "PREPARED" else prepared
             if self.parts and prepared is not None and left.real:
                 self._compare_parts(prepared)
+        for name, operator in ({} if prepared is None else quantized_operators(prepared)).items():
+            if operator.observed != EVERYTHING and self.factors.get(name, 0) is None:
+                self.limits[name] = operator.observed
 
     def _compare_parts(self, prepared: fx.GraphModule) -> None:
         self.inner = Side(GraphForm(prepared, State.FLOAT))
@@ -84,8 +88,8 @@ class Pairing:
                 reference = inner.get(name) if name in self.inside else mine.get(self.found.get(name, name))
                 if reference is None or reference.shape != value.shape or reference.is_complex():
                     continue
-                if name in self.limits:  # what is beyond makes no difference to what reads it
-                    reference = reference.clamp(*self.limits[name])
+                if name in self.limits:
+                    reference, value = (each.clamp(*self.limits[name]) for each in (reference, value))
                 first = self.firsts.get(name, name)
                 if first not in self.seen:
                     known = self.right.facts.get(first)

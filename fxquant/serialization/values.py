@@ -65,13 +65,22 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
-    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,)},
+    Own: {
+        "dtype": (str, NoneType),
+        "shared_where": (str, NoneType),
+        "otherwise": (str, NoneType),
+        "headroom": (float,),
+        "limit": (float, NoneType),
+    },
     Same: {"operands": (tuple,)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
-_USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}}  # fields that are written only where they are otherwise
+_USUAL: Mapping[type, Mapping[str, Any]] = {
+    QConfig: {"dynamic": False},
+    Own: {"limit": None},
+}  # fields that are written only where they are otherwise
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 

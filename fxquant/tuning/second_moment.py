@@ -57,7 +57,7 @@ logger = logging.getLogger("fxquant")
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
 ROWS = 8192  # places of all samples that M is the mean over, about
-WINDOW = 64  # pixels of a larger image that are looked at, along each dimension
+WINDOW = 64  # pixels of a larger image that are looked at, along each dimension; twice a kernel that reaches further
 SHRUNK = (0.1, 0.5, 1.0)  # shares of S in M
 TOGETHER = (0.1, 0.5)  # the same where outputs are rounded together
 LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
@@ -310,7 +310,7 @@ class _Layer(NamedTuple):
             .repeat(self.groups, *[1] * (len(shape) - 1))
         )
         given[name] = self.operator.operator.weight(**{**given, name: one})  # what arranges a weight undoes itself
-        result: Tensor = self.operator.operator.function(*_few(given, index, len(shape) - 2, wanted).values())
+        result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
         axis = result.dim() - 1 - max(len(shape) - 2, 0)
         if axis < 0 or result.shape[axis] != self.groups * size:
             return None
@@ -361,13 +361,15 @@ class _Layer(NamedTuple):
         return chosen, before, after
 
 
-def _few(given: dict[str, Any], index: int, rank: int, wanted: int) -> dict[str, Any]:
+def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) -> dict[str, Any]:
     """Return the operands with a part of the input: a window of a larger image, elsewhere for each chunk, and items for so many places."""
-    value = given.get("input")
+    value, rank = given.get("input"), len(kernel)
     if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in given.values()) > 2:
         return given  # another operand, which goes with it place by place
-    for axis in range(value.dim() - rank, value.dim()):
-        free = max(0, value.shape[axis] - WINDOW)
+    dilation = given.get("dilation", 1)
+    dilations = [dilation] * rank if isinstance(dilation, int) else list(dilation) * (rank // len(dilation))
+    for axis, (size, spread) in enumerate(zip(kernel, dilations, strict=True), value.dim() - rank):
+        free = max(0, value.shape[axis] - max(WINDOW, 2 * spread * size))
         value = value.narrow(axis, int((0.5 + 0.618 * index) % 1 * free), value.shape[axis] - free)
     places = value[0].numel() // value.shape[1 if rank else -1]
     return {**given, "input": value[: wanted // max(places, 1) + 1]}

@@ -21,6 +21,7 @@ class Own:
     shared_where: str | None = None
     otherwise: str | None = None
     headroom: float = 1.0
+    limit: float | None = None
 
 
 # For an inner tensor of a composite: what its result needs, and what its result is better with.

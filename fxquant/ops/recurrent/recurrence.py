@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxquant.ir.graph import parameter_value
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, is_parameter, operator_of
 from fxquant.ops.elementwise.activation import clamp
@@ -22,7 +24,8 @@ from fxquant.ops.movement.shape import numbers, reshape
 
 WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
 GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=Fixed(2.0**-7, "int8")))  # from 0 to 1
-BENT = Fixed(2.0**-12, "int16", otherwise=Own("int8"))  # before a sigmoid or a tanh, which do not change any more beyond 8
+SATURATED = 8.0  # beyond it, a sigmoid and a tanh do not change any more
+BENT = Fixed(SATURATED * 2.0**-15, "int16", otherwise=Own("int8"))  # before them
 
 # ---- one step -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +146,18 @@ class Layers:
     dropout: float
 
 
+def _limit(build: Builder, weight: fx.Node, bias: fx.Node | None) -> float | None:
+    """Return a bound of W x + b beyond which no gate changes, since U h + b' cannot bring it back: 8 + max (Σ |U| + |b'|), as |h| <= 1.
+
+    None where a parameter is not finite, which is an error later.
+    """
+    model = build.node.graph.owning_module
+    assert model is not None
+    values = [parameter_value(model, each).detach() for each in (weight, bias) if each is not None]
+    reached = sum(float(value.abs().reshape(len(value), -1).sum(1).max()) for value in values)
+    return SATURATED + math.ceil(reached) if math.isfinite(reached) else None
+
+
 @dataclass
 class _Sequence:
     """A recurrent layer while it is being written.
@@ -163,7 +178,8 @@ class _Sequence:
         build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
-        given = build(linear, input, weights[0], bias_ih, demand=INNER)
+        limit = None if self.kind == "relu" or projection is not None or state[0] is not None else _limit(build, weights[1], bias_hh)
+        given = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
         shape = build.fact(given).shape
         layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, bounded=state[0] is None)
         steps = range(_whole(shape[self.axis]))
