@@ -36,7 +36,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.journal import Journal
-from fxquant.tuning.output_noise import OutputNoise
+from fxquant.tuning.output_noise import OutputNoise, decibels
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -159,18 +159,14 @@ def _judged(
         if after < before or not outputs.nodes:
             logger.info(
                 "biases corrected in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
-                len(given), layers, "" if share == 1 else " by half", _decibels(after), _decibels(before),
+                len(given), layers, "" if share == 1 else " by half", decibels(after), decibels(before),
             )  # fmt: skip
             return True
     for name, had in previous.items():
         operators[name].weight_quantizer.correct(had)
     if given:
-        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB without, and less with", _decibels(before))
+        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB without, and less with", decibels(before))
     return False
-
-
-def _decibels(noise: float) -> float:
-    return -10 * math.log10(noise) if noise > 0 else math.inf
 
 
 def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,3 +39,8 @@ class OutputNoise:
 def _share(found: Tensor, wanted: Tensor) -> float:
     error, power = (found.double() - wanted.double()).square().sum(), wanted.double().square().sum()
     return float(error / power.clamp_min(1e-30))
+
+
+def decibels(noise: float) -> float:
+    """Return the signal-to-noise ratio in dB of what `measure` returns; infinite without noise."""
+    return -10 * math.log10(noise) if noise > 0 else math.inf

@@ -10,7 +10,6 @@ clearly: a choice of one in two hardly adapts to the samples that it was made by
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import OutputNoise
+from fxquant.tuning.output_noise import OutputNoise, decibels
 
 logger = logging.getLogger("fxquant")
 
@@ -62,8 +61,8 @@ def balances_better(
     better = balanced_noise < WORTH * usual
     logger.info(
         "ranges are chosen by %s: the outputs have %.1f dB, and %.1f dB with ranges by %s",
-        *(("the noise of each sample", *map(_decibels, (balanced_noise, usual)), "the squared error of all")
-          if better else ("the squared error of all samples", *map(_decibels, (usual, balanced_noise)), "the noise of each")),
+        *(("the noise of each sample", *map(decibels, (balanced_noise, usual)), "the squared error of all")
+          if better else ("the squared error of all samples", *map(decibels, (usual, balanced_noise)), "the noise of each")),
     )  # fmt: skip
     return better
 
@@ -87,7 +86,3 @@ def _quantizers(prepared: fx.GraphModule) -> dict[str, Quantizer]:
         if not operator.plain
         for index, quantizer in enumerate(owned_quantizers(operator))
     }
-
-
-def _decibels(noise: float) -> float:
-    return -10 * math.log10(noise) if noise > 0 else math.inf

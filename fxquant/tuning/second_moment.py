@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
+from fxquant.tuning.output_noise import OutputNoise, decibels
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -56,9 +58,10 @@ from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 logger = logging.getLogger("fxquant")
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
-ROWS = 8192  # places of all samples that M is the mean over, about
+ROWS = 8192  # places of all samples that M is the mean over, about; half as many with 8 bits
 WINDOW = 64  # pixels of a larger image that are looked at, along each dimension; twice a kernel that reaches further
 SHRUNK = (0.1, 0.5, 1.0)  # shares of S in M
+SHRUNK_8_BITS = (0.5,)  # the same with 8 bits, where others lose up to 0.7 dB of a pretrained network's outputs, or gain 0.2
 TOGETHER = (0.1, 0.5)  # the same where outputs are rounded together
 LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
 
@@ -79,8 +82,9 @@ def round_weights(
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
     samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
     by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
-    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. What was decided is an `AdaptiveRounding`
-    and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight
+    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had, and so do all layers with 8 bits where the
+    outputs of the model are no nearer to the float model's. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file of
+    `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight
     whose scale is learned it is an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own,
     or a weight that others read as well, are left out.
 
@@ -143,13 +147,13 @@ def _round(
     prepared: fx.GraphModule, samples: Samples, nodes: Sequence[fx.Node], show_progress: bool | None, known: Checkpoint
 ) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
-    shares = SHRUNK if samples.learning else SHRUNK[-1:]  # what is judged by itself is not to be learned from in full
-    open_nodes = [node for node in nodes if node.name not in known.rows]
+    operators = {node: operator for node in nodes if (operator := operator_at(prepared, node)) is not None}
+    previous = {node: operator.weight_quantizer.rounding for node, operator in operators.items()}
+    open_nodes = [node for node in nodes if node.name not in known.rows and _has_few_bits(operators[node])]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]
     effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
     for node in progress(nodes, len(nodes), "rounding weights", show_progress):
-        operator = operator_at(prepared, node)
-        assert operator is not None
+        operator = operators[node]
         if node.name in known.rows:
             row = known.rows[node.name]
             if row.kept:
@@ -159,21 +163,55 @@ def _round(
             continue
         values = walk.at((*node.all_input_nodes, node))
         layer = _Layer.of(node, operator, values)
-        moments = None if layer is None else layer.moments(samples)
+        few = _has_few_bits(operator)
+        moments = None if layer is None else layer.moments(samples, ROWS if few else ROWS // 2)
         if layer is None or moments is None:
             skipped.append((node.name, "the terms of an output are not known"))
             continue
+        shares = SHRUNK if few else SHRUNK_8_BITS
+        shares = shares if samples.learning else shares[-1:]  # what is judged by itself is not to be learned from in full
         integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
         if row.kept:
             put(operator, Settled(integers - layer.clipped))
-            _level(node, operator, values, integers)
+            if few:
+                _level(node, operator, values, integers)
         known.add(row, learned_of(node.name, operator.weight_quantizer) if row.kept else None)
         found.append(row)
+    kept = {row.name for row in found if row.kept}
+    judged = {operators[node]: had for node, had in previous.items() if node.name in kept and not _has_few_bits(operators[node])}
+    if judged and not _nearer(prepared, [samples.chunks[index] for index in samples.judging], judged):
+        names = {node.name for node, operator in operators.items() if operator in judged}
+        found = [replace(row, kept=False) if row.name in names else row for row in found]
     result = TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
     logger.info("weights rounded by samples in %d of %d layers", len(result.kept), len(nodes))
     logger.debug("%s", result)
     return result
+
+
+def _has_few_bits(operator: QuantizedOperator) -> bool:
+    return operator.weight_quantizer.dtype.bits <= FEW_BITS
+
+
+def _nearer(prepared: fx.GraphModule, judging: Sequence[Sequence[Any]], previous: dict[QuantizedOperator, Rounding]) -> bool:
+    """Return whether the outputs are nearer to float with the roundings that these layers have than with the `previous` ones.
+
+    If not, put those back.
+    """
+    outputs = OutputNoise(prepared, judging)
+    after, rounded = outputs.measure(), {operator: operator.weight_quantizer.rounding for operator in previous}
+    for operator, rounding in previous.items():
+        operator.weight_quantizer.rounding = rounding
+    before = outputs.measure()
+    better = after < before or not outputs.nodes
+    if better:
+        for operator, rounding in rounded.items():
+            operator.weight_quantizer.rounding = rounding
+    logger.info(
+        "8-bit weights are %srounded by samples: on held-out samples the outputs have %.1f dB with it, and %.1f dB without",
+        "" if better else "not ", decibels(after), decibels(before),
+    )  # fmt: skip
+    return better
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:
@@ -282,13 +320,13 @@ class _Layer(NamedTuple):
         """Weights of an output."""
         return self.real[0].numel()
 
-    def moments(self, samples: Samples) -> tuple[Moment, Moment] | None:
-        """Return the second moments of the inputs of a layer's sums: over the samples that are learned from, and over those that judge."""
+    def moments(self, samples: Samples, places: int) -> tuple[Moment, Moment] | None:
+        """Return M of the samples that are learned from, and of those that judge, each at about so many `places` of the layer's result."""
         found = []
         for chosen in (samples.learning or samples.judging, samples.judging):
             moment = Moment(self.groups, self.columns, self.real[0, 0].numel() if self.real.dim() > 2 else 1, self.real.device)
             for index in chosen:
-                rows = self._rows(index, ROWS // len(chosen) + 1)
+                rows = self._rows(index, places // len(chosen) + 1)
                 if rows is None:
                     return None
                 moment.add(rows)
