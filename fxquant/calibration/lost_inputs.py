@@ -23,7 +23,7 @@ def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> N
     """Warn of each input of a calibrated model of which one batch loses at least half of its values, with the line that reads it."""
     target: Target = prepared.meta["target"]
     placeholders = {node.name: value for node, value in zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=False)}
-    for node, operator, share in _lost(prepared, placeholders):
+    for node, operator, share in lost(prepared, placeholders):
         readers = list(node.users)
         line = next((text for reader in readers if (text := source(reader))), "")
         logger.warning(
@@ -45,8 +45,8 @@ def _finer(operator: QuantizedOperator, target: Target) -> str:
     return f"where it is read, QConfig(input=ActivationConfig({WIDE!r})) rounds it more finely"
 
 
-def _lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
-    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is large."""
+def lost(prepared: fx.GraphModule, inputs: Mapping[str, object], least: float = LOST) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
+    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is at least so large."""
     operators = quantized_operators(prepared)
     for node in prepared.graph.nodes:
         operator = operators.get(node.name) if node.op == "call_module" else None
@@ -58,5 +58,5 @@ def _lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tu
             continue
         real = value.detach()
         nonzero = int((real != 0).sum())
-        if nonzero > 1 and (share := int((real != 0).sum() - (torch.round(real / scale.to(real.device)) != 0).sum()) / nonzero) >= LOST:
+        if nonzero > 1 and (share := int((real != 0).sum() - (torch.round(real / scale.to(real.device)) != 0).sum()) / nonzero) >= least:
             yield node, operator, share

@@ -13,7 +13,15 @@ from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.following import follow_in_numbers, stays
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
-from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
+from fxquant.quantization.observers import (
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    Observer,
+    gathering,
+    observe_together,
+    standard,
+)
 from fxquant.quantization.remembered import Remembered
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
@@ -218,6 +226,20 @@ class Quantizer(TrainableScale):
         """Choose the scale again from the observations, by the noise of each sample or by the pooled squared error."""
         self.balanced = balanced
         self._choose()
+
+    @property
+    def can_narrow(self) -> bool:
+        """Whether calibration may choose a narrower range than that of the least error: the default observer has found it."""
+        found = self.observer
+        return type(found) is HistogramObserver and found.observed and not self.frozen
+
+    @torch.no_grad()
+    def narrow(self, factor: float) -> None:
+        """Multiply the range that calibration has found; the next calibration finds it anew."""
+        if self.dtype.affine:
+            self._cover(*(self.ends * factor))
+        else:
+            self.assign(self._rounded(self.base_scale * factor))
 
     def _found(self, observer: Observer) -> Tensor:
         """Return the scale that an observer finds for a symmetric dtype."""

@@ -30,7 +30,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import BiasCorrection, Coverage
-from fxquant.tuning import bias, sample_ranges, second_moment
+from fxquant.tuning import bias, input_ranges, sample_ranges, second_moment
 from fxquant.tuning.units import weighted_nodes
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
 
@@ -133,6 +133,7 @@ class FirstSamples:
         seen = self._seen_by_all(distributed)
         corrects = self.corrects and seen >= self.enough
         self._balance(seen, distributed, show_progress)
+        self._narrow(distributed, show_progress)
         if not self.rounds and not corrects:
             return
         with _all_or_nothing(self.prepared):
@@ -158,6 +159,12 @@ class FirstSamples:
 
     def _balances_better(self, quantizers: Mapping[str, Quantizer], show_progress: bool | None) -> bool:
         return sample_ranges.balances_better(self.prepared, quantizers, self._few()[0].chunks, show_progress)
+
+    def _narrow(self, distributed: bool, show_progress: bool | None) -> None:
+        """Narrow the ranges of inputs that lose most of their values, where the outputs are better for it."""
+        if self.balances is not False:
+            find = lambda: input_ranges.narrower(self.prepared, self._few()[0].chunks, self.observed_before, show_progress)  # noqa: E731
+            input_ranges.narrow(self.prepared, self._of_first_rank(distributed, find, {}))
 
     def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
         """Run a method again and return what it gives layers; those that are left out keep what is known."""

@@ -21,19 +21,23 @@ class OutputNoise:
     def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
         self.prepared, self.chunks = prepared, chunks
         self.nodes = [node for node in prepared.graph.output_node().all_input_nodes if is_real(node)]
-        self.wanted = self._outputs(exact=False) if self.nodes else []
+        self.wanted = self._outputs(exact=False, chunks=chunks) if self.nodes else []
 
     def measure(self) -> float:
         """Return the noise of the model as it is now; 0 where it returns no floating point tensor."""
-        if not self.nodes:
-            return 0.0
-        pairs = zip(self._outputs(exact=True), self.wanted, strict=True)
-        shares = [_share(found[node], wanted[node]) for found, wanted in pairs for node in self.nodes]
+        return self._noise(self._outputs(exact=True, chunks=self.chunks)) if self.nodes else 0.0
+
+    def of_inputs(self, chunks: Sequence[Sequence[Any]]) -> float:
+        """Return the noise of the float form with other inputs; the model returns a floating point tensor."""
+        return self._noise(self._outputs(exact=False, chunks=chunks))
+
+    def _noise(self, outputs: Sequence[dict[fx.Node, Tensor]]) -> float:
+        shares = [_share(found[node], wanted[node]) for found, wanted in zip(outputs, self.wanted, strict=True) for node in self.nodes]
         return sum(shares) / len(shares)
 
-    def _outputs(self, exact: bool) -> list[dict[fx.Node, Tensor]]:
+    def _outputs(self, exact: bool, chunks: Sequence[Sequence[Any]]) -> list[dict[fx.Node, Tensor]]:
         """Return the outputs for each chunk, one chunk at a time: what is between the layers is kept for one alone."""
-        return [Walk(self.prepared, [chunk], exact=exact).at(self.nodes)[0] for chunk in self.chunks]
+        return [Walk(self.prepared, [chunk], exact=exact).at(self.nodes)[0] for chunk in chunks]
 
 
 def _share(found: Tensor, wanted: Tensor) -> float:

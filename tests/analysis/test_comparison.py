@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.networks import Network
 
 
 class Digits(nn.Module):
@@ -398,3 +399,16 @@ def test_a_scale_too_small_beside_a_mask_is_no_mask() -> None:
     fxq.set_qparams(prepared, {name: fxq.qparams(prepared)[name] / 512})
     found = first(fxq.compare(model, fxq.convert(prepared), batches))
     assert (found.layer, found.rule) == (name, "scale_too_small")
+
+
+@pytest.mark.parametrize("function", [F.silu, F.hardswish])
+def test_what_no_reader_tells_apart_is_no_error(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(1, 4, 1)
+    nn.init.constant_(layer.weight, -30.0)
+    nn.init.constant_(layer.bias, 5.0)
+    model, x = Network(lambda s, x: function(s.layer(x)), layer=layer).eval(), digits()[0][:16]
+    prepared = fxq.calibrate(fxq.prepare(model, x, "bayes-e"), [x], show_progress=False)
+    row = fxq.compare(model, prepared, x)["layer"]
+    assert row.clipped == 0
+    assert row.own > 35

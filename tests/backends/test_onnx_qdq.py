@@ -98,10 +98,7 @@ def is_new(sample: Sample) -> bool:
 
 
 EVERY = [sample for sample in BY_OPERATOR.values() if sample.operator not in WITHOUT_A_FORM]
-QDQ = [
-    *((pack, 21) for pack in packs(EVERY)),
-    *((pack, 11) for pack in packs([s for s in EVERY if not is_new(s) and not is_wide(s)])),
-]
+QDQ = [*((pack, 21) for pack in packs(EVERY)), *((pack, 11) for pack in packs([s for s in EVERY if not is_new(s) and not is_wide(s)]))]
 
 
 @needs_vnni

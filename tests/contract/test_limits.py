@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.errors import ExportError
+from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
@@ -126,6 +128,30 @@ def test_explain_says_what_a_scale_covers_and_a_saved_model_keeps_it(tmp_path: P
     for model in (prepared, loaded):
         fxq.calibrate(model, [x], show_progress=False)
     assert fxq.qparams(loaded) == fxq.qparams(prepared)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, F.silu, F.gelu, F.mish, F.selu, F.elu, torch.erf])
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_no_scale_covers_where_a_function_saturates(function: Callable[[Tensor], Tensor], dtype: str) -> None:
+    record = BY_NAME[function.__name__]
+    assert record.saturates is not None
+    settings = {name: default for name, default in record.parameters.items() if name != "input"}
+    bits = int(dtype.removeprefix("int"))
+    low, high = record.saturates(settings, bits)
+    points, step = torch.linspace(-60, 60, 4801, dtype=torch.float64), 2.0**-bits
+    limited_points = points.clamp(low, high)
+    assert float((function(points) - function(limited_points)).abs().max()) <= step / 4
+    inside = points.clamp(low + 1 if low > -math.inf else low, high - 1 if high < math.inf else high)  # and no narrower interval is enough
+    assert float((function(points) - function(inside)).abs().max()) > step / 4
+    x = -100 * normal().abs()
+    prepared = compiled(around(lambda m, x: function(x)), [x], qconfig=fxq.QConfig(fxq.ActivationConfig(dtype))).prepared
+    assert fxq.qparams(prepared)["x_quantize"] <= -low / (2 ** (bits - 1) - 1)
+
+
+def test_a_tensor_with_another_reader_is_covered_whole() -> None:
+    x = 100 * normal()
+    prepared = compiled(around(lambda m, x: (torch.sigmoid(x), m.conv(x))), [x]).prepared
+    assert fxq.qparams(prepared)["x_quantize"] > 50 / 127
 
 
 def test_values_that_are_averaged_before_a_limit_are_observed_whole() -> None:

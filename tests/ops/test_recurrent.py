@@ -192,3 +192,29 @@ def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
     with torch.no_grad():
         expected = prepared(sequences())
     assert contract.all_equal(prepared(sequences()), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_a_product_has_no_scale_beyond_what_gates_tell_apart(kind: type[nn.RNNBase], target: str) -> None:
+    torch.manual_seed(0)
+    layer = kind(6, 5, batch_first=True)
+    with torch.no_grad():
+        layer.weight_ih_l0[0] = 400
+    reached = 8 + float(layer.weight_hh_l0.abs().sum(1).max() + layer.bias_hh_l0.abs().max())
+    net, x = Whole(lambda layers, x: layers["rnn"](x)[0], rnn=layer).eval(), sequences()
+    prepared = compiled(net, [x], target).prepared
+    scale = fxq.qparams(prepared)["layers_rnn_linear"]
+    assert isinstance(scale, float)
+    assert scale * (2**15 if target == "bayes-e" else 2**7) < 2 * reached < float((x @ layer.weight_ih_l0.T).abs().max()) / 10
+
+
+def test_a_product_is_covered_whole_where_the_state_may_be_large() -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(6, 5, batch_first=True)
+    with torch.no_grad():
+        layer.weight_ih_l0[0] = 400
+    net = Whole(lambda layers, x: layers["rnn"](x, (x[:, 0, :5].unsqueeze(0), x[:, 1, :5].unsqueeze(0)))[0], rnn=layer).eval()
+    scale = fxq.qparams(compiled(net, [sequences()]).prepared)["layers_rnn_linear"]
+    assert isinstance(scale, float)
+    assert scale * 2**15 > 1000

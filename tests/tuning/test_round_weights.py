@@ -81,6 +81,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "one dimension": (lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 4, 9)),
     "three dimensions": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 4, 4, 4)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2), (4, 4, 5, 5)),
+    "a kernel larger than what is looked at of an image": (lambda: nn.Conv1d(1, 3, 2 * WINDOW), (4, 1, 3 * WINDOW)),
+    "a dilated one": (lambda: nn.Conv1d(1, 3, 5, dilation=WINDOW), (4, 1, 6 * WINDOW)),
 }
 
 
@@ -256,6 +258,20 @@ def test_with_8_bits_only_where_asked_for() -> None:
         found[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
     assert found[None] == found[False] == {fxq.Nearest}
     assert fxq.AdaptiveRounding in found[True]
+
+
+@pytest.mark.parametrize("worse", [False, True])
+def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    prepared = contract.calibrated(network(), BATCHES, correct_bias=False)
+    noise = iter([2.0, 1.0] if worse else [1.0, 2.0])  # with the new roundings, and without
+    monkeypatch.setattr("fxquant.tuning.output_noise.OutputNoise.measure", lambda self: next(noise))
+    with caplog.at_level("INFO", "fxquant"):
+        result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
+    found = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
+    assert (fxq.AdaptiveRounding in found) == bool(result.kept) == (not worse)
+    assert any(
+        ("8-bit weights are not rounded by samples" if worse else "8-bit weights are rounded by samples") in m for m in caplog.messages
+    )
 
 
 def test_it_is_repeatable_and_moves_no_generator() -> None:

@@ -110,7 +110,7 @@ unary(
     saturates=True,
     onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))),
 )
-unary("selu", F.selu, lambda x: 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717), onnx="Selu")
+unary("selu", F.selu, lambda x: 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717), saturates=True, onnx="Selu")
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), onnx="Softsign")
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
 unary(

@@ -1,0 +1,78 @@
+"""Ranges of inputs that a few large values make too coarse: narrowed where the outputs are better for it, and only there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.quantization.observers import MinMaxObserver
+from tests.shared import contract
+from tests.shared.networks import Network, sqnr
+
+
+def network(bounded: bool) -> nn.Module:
+    """Large values do the same from a certain size on, or count in full."""
+    generator = torch.Generator().manual_seed(0)
+    first, last = nn.Linear(16, 32), nn.Linear(32, 8)
+    for layer, size in ((first, 1.0), (last, 0.2)):
+        layer.weight.data.normal_(0, size, generator=generator)
+        layer.bias.data.zero_()
+    return Network(lambda s, x: s.last(torch.tanh(s.first(x)) if bounded else s.first(x)), first=first, last=last).eval()
+
+
+def powers(seed: int, count: int = 64) -> Tensor:
+    """Small values, behind one that is 0 or large."""
+    generator = torch.Generator().manual_seed(seed)
+    made = 0.5 * torch.rand(count, 16, generator=generator)
+    made[:, 0] = torch.where(made[:, 0] < 0.25, 0, 200 * made[:, 0])
+    return made
+
+
+def calibrated(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **options: bool) -> fx.GraphModule:
+    return contract.calibrated(model, list(powers(0).split(16)), target, qconfig, **options)
+
+
+def range_of(prepared: fx.GraphModule) -> float:
+    found = fxq.qparams(prepared)["x_quantize"]
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86", "bernoulli2"])
+def test_a_range_is_narrowed_where_large_values_saturate(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = network(bounded=True), powers(1)
+    with caplog.at_level("INFO", "fxquant"), torch.no_grad():
+        usual, narrow = calibrated(model, target, balance_samples=False), calibrated(model, target)
+        assert range_of(narrow) <= range_of(usual) / 4
+        assert sqnr(model(inputs), narrow(inputs)) > sqnr(model(inputs), usual(inputs)) + 6
+    assert sum("the range of input x is multiplied by" in message for message in caplog.messages) == 1
+    assert torch.equal(fxq.convert(narrow)(inputs), narrow(inputs))
+
+
+def test_it_stays_where_they_count() -> None:
+    assert range_of(calibrated(network(bounded=False))) == range_of(calibrated(network(bounded=False), balance_samples=False))
+
+
+def test_it_stays_where_the_user_chose_the_range() -> None:
+    whole = fxq.QConfig(input=fxq.ActivationConfig(observer=MinMaxObserver))
+    assert range_of(calibrated(network(bounded=True), qconfig=whole)) == pytest.approx(powers(0).max() / 127.5)
+    given = fxq.QConfig(input=fxq.ActivationConfig(scale=0.5))
+    assert range_of(calibrated(network(bounded=True), qconfig=given)) == 0.5
+
+
+def test_two_calibrations_end_as_one() -> None:
+    one, two = (fxq.prepare(network(bounded=True), powers(0)[:16], "bayes-e") for _ in range(2))
+    batches = list(powers(0).split(16))
+    fxq.calibrate(one, batches, show_progress=False)
+    for part in (batches[:1], batches[1:]):
+        fxq.calibrate(two, part, show_progress=False)
+    assert contract.same_state(one, two)
+
+
+def test_what_is_lost_all_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        calibrated(network(bounded=False))
+    assert any("of input x that are not 0 become 0" in message for message in caplog.messages)
