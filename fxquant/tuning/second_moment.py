@@ -84,8 +84,8 @@ def round_weights(
     by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers with 8 bits, unless the
     noise of the outputs falls. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file of `save` and in `state_dict`; the
-    first stays while weights move by less than half a step. Of a weight whose scale is learned it is an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own,
-    or a weight that others read as well, are left out.
+    first stays while weights move by less than half a step. Of a weight whose scale is learned it is an `AdaptiveRounding` and the scale
+    that training starts from. Layers with a rounding of the user's own, or a weight that others read as well, are left out.
 
     The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
     `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
