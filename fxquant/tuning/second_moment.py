@@ -44,11 +44,12 @@ from fxquant.quantization.learning import LSQ
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
+from fxquant.tuning.gains import gain_of
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
 from fxquant.tuning.output_noise import OutputNoise, decibels
-from fxquant.tuning.real import by_channel, real_result, weight_of
+from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.settled import Settled, learned_of, put, settled
@@ -221,7 +222,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
     quantizer, learned = operator.weight_quantizer, operator.weight_quantizer.learned
     if quantizer.power_of_two or (learned is not None and (learned.method is not LSQ or learned.frozen)):
         return
-    gain = _gain(node, operator, values, len(integers), integers.dim())
+    gain = gain_of(node, operator, values, len(integers), integers.dim())
     if gain is None:
         return
     gain = gain.clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
@@ -235,26 +236,6 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
     layer = _Layer.of(node, operator, values)  # in steps of the new scale, which a bias may keep from being smaller
     assert layer is not None
     put(operator, Settled(integers - layer.clipped, share, scale))
-
-
-def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
-    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
-    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
-    for each in values:
-        result = real_result(operator, bound_arguments(node, operator, each))
-        found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
-        if found is None or wanted is None:
-            return None
-        product += (found * wanted).sum(1)
-        power += wanted.square().sum(1)
-        noise += (found - wanted).square().sum(1)
-        places += wanted.shape[1]
-    if not operator.weight_quantizer.per_channel:
-        product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
-    beyond = product / power.clamp_min(1e-30) - 1
-    explained = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
-    gain = torch.where(power > 0, 1 + explained * beyond, torch.ones_like(power))
-    return gain.float().to(next(operator.weight_quantizer.buffers()).device)
 
 
 class _Seen(Rounding):

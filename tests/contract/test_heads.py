@@ -312,7 +312,7 @@ def test_training_is_validating_through_parts(target: str) -> None:
 
 def test_a_common_scale_in_the_middle_is_told() -> None:
     x = image()
-    model = pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
+    model = pair(lambda box, score: torch.cat((box, score), 1).atan()).eval()
     prepared = compiled(model, [x]).prepared
     assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
     advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
