@@ -196,7 +196,7 @@ def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
-def test_a_product_has_no_scale_beyond_what_gates_tell_apart(kind: type[nn.RNNBase], target: str) -> None:
+def test_a_product_has_no_scale_beyond_what_gates_tell_apart(kind: Callable[..., nn.RNNBase], target: str) -> None:
     torch.manual_seed(0)
     layer = kind(6, 5, batch_first=True)
     with torch.no_grad():
