@@ -223,15 +223,15 @@ class Quantizer(TrainableScale):
 
     @torch.no_grad()
     def balance_samples(self, balanced: bool) -> None:
-        """Choose the scale again from the observations, by the noise of each sample or by the pooled squared error."""
-        self.balanced = balanced
-        self._choose()
+        """Choose the scale from the observations by the noise of each sample, or by the pooled squared error, if it was the other one."""
+        if balanced != self.balanced:
+            self.balanced = balanced
+            self._choose()
 
     @property
     def can_narrow(self) -> bool:
         """Whether calibration may choose a narrower range than that of the least error: the default observer has found it."""
-        found = self.observer
-        return type(found) is HistogramObserver and found.observed and not self.frozen
+        return type(self.observer) is HistogramObserver and self.observer.observed and not self.frozen
 
     @torch.no_grad()
     def narrow(self, factor: float) -> None:

@@ -114,6 +114,31 @@ def _cut(inputs: Sequence[Any], axes: Sequence[int | None], size: int) -> Iterab
         ]
 
 
+class Kept:
+    """The bytes of tensors that are kept, each memory once, and the most there were."""
+
+    def __init__(self) -> None:
+        self.bytes = self.largest = 0
+        self._memories: dict[int, list[int]] = {}  # by address: how many tensors there are of it, and its bytes
+
+    def add(self, value: Any) -> None:
+        """Count a tensor; anything else has no bytes."""
+        if isinstance(value, Tensor):
+            memory = self._memories.setdefault(value.data_ptr(), [0, value.nbytes])
+            self.bytes += 0 if memory[0] else memory[1]
+            memory[0] += 1
+            self.largest = max(self.largest, self.bytes)
+
+    def drop(self, value: Any) -> None:
+        """Count a tensor no more."""
+        if isinstance(value, Tensor):
+            memory = self._memories[value.data_ptr()]
+            memory[0] -= 1
+            if not memory[0]:
+                self.bytes -= memory[1]
+                del self._memories[value.data_ptr()]
+
+
 class Walk:
     """The values of some chunks at the nodes of a prepared model, as far as they were asked for and are still to be read.
 
@@ -127,7 +152,15 @@ class Walk:
         inputs = prepared.graph.find_nodes(op="placeholder")
         self._values: list[Values] = [dict(zip(inputs, chunk, strict=True)) for chunk in chunks]
         self._done: set[fx.Node] = set(inputs)
-        self.largest = 0  # bytes that were kept at the same time
+        self._kept = Kept()
+        for values in self._values:
+            for value in values.values():
+                self._kept.add(value)
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that were kept at the same time, without parameters."""
+        return self._kept.largest
 
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
         """Return the values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
@@ -135,19 +168,25 @@ class Walk:
         for node in self._needed(wanted):
             for values in self._values:
                 values[node] = self._run(node, values)
+                if node.op != "get_attr":
+                    self._kept.add(values[node])
             self._done.add(node)
-            self.largest = max(self.largest, self._bytes())
             for operand in node.all_input_nodes:
                 self._left[operand] -= 1
                 if not self._left[operand] and operand not in wanted:
-                    for values in self._values:
-                        del values[operand]
+                    self._drop(operand)
         found = [{node: values[node] for node in wanted} for values in self._values]
         for node in wanted:
             if not self._left[node]:
-                for values in self._values:
-                    values.pop(node, None)
+                self._drop(node)
         return found
+
+    def _drop(self, node: fx.Node) -> None:
+        for values in self._values:
+            if node in values:
+                value = values.pop(node)
+                if node.op != "get_attr":
+                    self._kept.drop(value)
 
     def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""
@@ -163,10 +202,6 @@ class Walk:
     @torch.no_grad()
     def _run(self, node: fx.Node, values: Values) -> Any:
         return run(self.prepared, node, values, exact=self.exact)
-
-    def _bytes(self) -> int:
-        kept = (value for values in self._values for node, value in values.items() if node.op != "get_attr" and isinstance(value, Tensor))
-        return sum({value.data_ptr(): value.nbytes for value in kept}.values())
 
 
 def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:
