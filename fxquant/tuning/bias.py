@@ -46,6 +46,7 @@ from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 logger = logging.getLogger("fxquant")
 
 SHARES = (1.0, 0.5)  # of the corrections, which the outputs judge in this order
+WORTH = 0.95  # of the noise of the outputs, at most, for corrections to be kept: 0.2 dB, which a few samples tell from chance
 NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added
 FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
 PLACES = 2**15  # of a channel, about, by which means behind limits are matched
@@ -156,7 +157,7 @@ def _judged(
             start = torch.zeros_like(value) if had is None else had.value
             _put(operators[name], (start + share * (value - start)).tolist())
         after = outputs.measure()
-        if after < before or not outputs.nodes:
+        if after < WORTH * before or not outputs.nodes:
             logger.info(
                 "biases corrected in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
                 len(given), layers, "" if share == 1 else " by half", decibels(after), decibels(before),
@@ -165,7 +166,7 @@ def _judged(
     for name, had in previous.items():
         operators[name].weight_quantizer.correct(had)
     if given:
-        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB without, and less with", decibels(before))
+        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB, and with it no clear gain", decibels(before))
     return False
 
 
