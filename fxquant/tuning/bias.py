@@ -36,7 +36,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.journal import Journal
-from fxquant.tuning.output_noise import OutputNoise, decibels
+from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -46,7 +46,6 @@ from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 logger = logging.getLogger("fxquant")
 
 SHARES = (1.0, 0.5)  # of the corrections, which the outputs judge in this order
-WORTH = 0.95  # of the noise of the outputs, at most, for corrections to be kept: 0.2 dB, which a few samples tell from chance
 NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added
 FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
 PLACES = 2**15  # of a channel, about, by which means behind limits are matched

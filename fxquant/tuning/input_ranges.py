@@ -20,13 +20,12 @@ from fxquant.numerics.grids import Grid
 from fxquant.prepared.operators import quantized_operators
 from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import OutputNoise, decibels
+from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
 
 logger = logging.getLogger("fxquant")
 
 MANY = 0.2  # of the values that are not 0, and become 0
 FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)
-WORTH = 0.95  # a narrower range is chosen where it leaves at most so much of the noise
 CHUNKS = 4  # of samples, which judge
 
 
@@ -75,7 +74,8 @@ def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:
 
 
 def _together(values: Sequence[Any]) -> Any:
-    return torch.cat(list(values)) if all(isinstance(value, Tensor) and value.dim() for value in values) else values[0]
+    """Return the elements of an input in all chunks, whichever dimension is the batch; the input itself where it is not a tensor."""
+    return torch.cat([value.flatten() for value in values]) if all(isinstance(value, Tensor) for value in values) else values[0]
 
 
 def _replaced(chunk: Sequence[Any], index: int, grid: Grid) -> list[Any]:

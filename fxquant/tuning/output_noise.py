@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from fxquant.tuning.units import is_real
 from fxquant.tuning.walk import Walk
 
+WORTH = 0.95  # of the noise, at most, for a choice of calibration to be kept: 0.2 dB, which a few samples tell from chance
+
 
 class OutputNoise:
     """Measures the floating point outputs of a prepared model against those of its float form.

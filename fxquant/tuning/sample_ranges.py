@@ -21,11 +21,9 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import OutputNoise, decibels
+from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
 
 logger = logging.getLogger("fxquant")
-
-WORTH = 0.95  # of the noise of the outputs, at most, for ranges by samples to be taken: 0.2 dB
 
 
 def counts(prepared: fx.GraphModule) -> dict[str, int]:

@@ -38,6 +38,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.ops.core.weighted import sizes
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.learning import LSQ
@@ -384,9 +385,7 @@ def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) 
     value, rank = given.get("input"), len(kernel)
     if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in given.values()) > 2:
         return given  # another operand, which goes with it place by place
-    dilation = given.get("dilation", 1)
-    dilations = [dilation] * rank if isinstance(dilation, int) else list(dilation) * (rank // len(dilation))
-    for axis, (size, spread) in enumerate(zip(kernel, dilations, strict=True), value.dim() - rank):
+    for axis, (size, spread) in enumerate(zip(kernel, sizes(given.get("dilation", 1), rank), strict=True), value.dim() - rank):
         free = max(0, value.shape[axis] - max(WINDOW, 2 * spread * size))
         value = value.narrow(axis, int((0.5 + 0.618 * index) % 1 * free), value.shape[axis] - free)
     places = value[0].numel() // value.shape[1 if rank else -1]

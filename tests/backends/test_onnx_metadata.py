@@ -1,4 +1,4 @@
-"""What a file says of its tensors, inputs and outputs is true; what others have written there is refused by name."""
+"""The metadata of a file describes its tensors, inputs and outputs; malformed metadata is refused by name."""
 
 from __future__ import annotations
 

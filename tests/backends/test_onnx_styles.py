@@ -1,4 +1,4 @@
-"""What files of every style share: weights in a file beside them, what a file says about itself, the opsets that a style has."""
+"""What every export style has: external weights, metadata, and the opsets that it supports."""
 
 from __future__ import annotations
 

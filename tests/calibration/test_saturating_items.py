@@ -1,4 +1,4 @@
-"""Batch norms behind tensors that cut off what a few loud items hold."""
+"""Batch norms behind tensors that cut off what a few outlier items hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.shared.contract import calibrated
 
 
 class Network(nn.Module):
-    """One batch norm beside the sum that has loud items, two behind it; the last channel of the input makes them loud."""
+    """One batch norm beside the sum that has outlier items, two behind it; the last channel of the input makes them outliers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,20 +32,20 @@ class Network(nn.Module):
         return self.last(self.then(self.first(x) + self.wide(x)))
 
 
-def items(count: int, *, loud: bool) -> Tensor:
-    """Noise, whose last channel is silent but in one of 32 items, where `loud`."""
+def items(count: int, *, outliers: bool) -> Tensor:
+    """Noise, whose last channel is silent but in one of 32 items, where `outliers`."""
     x = torch.randn(count, 4, 8, 8)
     x[:, 3] = 0
-    if loud:
+    if outliers:
         x[::32, 3] = torch.randn(len(x[::32]), 8, 8)
     return x
 
 
-def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Module, dict[str, bool], float]:
+def trained_statistics(outliers: bool, observer: str | None = None) -> tuple[nn.Module, dict[str, bool], float]:
     """A model whose statistics alone were trained; which of its operators were live; its error on quiet items, in parts of their power."""
     torch.manual_seed(0)
     model = Network()
-    batches = [items(32, loud=loud) for _ in range(8)]
+    batches = [items(32, outliers=outliers) for _ in range(8)]
     with torch.no_grad():
         for _ in range(8):
             for batch in batches:
@@ -62,7 +62,7 @@ def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Modu
                 prepared(batch)
     prepared.eval()
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    quiet = items(64, loud=False)
+    quiet = items(64, outliers=False)
     with torch.no_grad():
         wanted = model(quiet)
         return prepared, live, float((prepared(quiet) - wanted).square().mean() / wanted.square().mean())
@@ -70,7 +70,7 @@ def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Modu
 
 def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared, live, error = trained_statistics(loud=True)
+        prepared, live, error = trained_statistics(outliers=True)
     norms = {name: buffer for name, buffer in prepared.named_buffers() if name.endswith("num_batches_tracked")}
     moved = {name.split(".")[0]: int(buffer) for name, buffer in norms.items()}
     assert moved["first"] > moved["last"] == moved["then"], moved
@@ -82,8 +82,8 @@ def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest
 
 def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
-        _, live, _ = trained_statistics(loud=False)
-        _, covering, _ = trained_statistics(loud=True, observer="minmax")
+        _, live, _ = trained_statistics(outliers=False)
+        _, covering, _ = trained_statistics(outliers=True, observer="minmax")
     assert all(live.values())
     assert all(covering.values())
     assert not [record for record in caplog.records if "running statistics" in record.getMessage()]
@@ -91,7 +91,7 @@ def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCapture
 
 @functools.cache
 def _loud() -> tuple[nn.Module, dict[str, bool]]:
-    return trained_statistics(loud=True)[:2]
+    return trained_statistics(outliers=True)[:2]
 
 
 def lives(prepared: nn.Module) -> dict[str, bool]:
@@ -103,7 +103,7 @@ def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> N
     fxq.set_state(trained, fxq.State.TRAIN)
     for scales_are_frozen in (False, True):
         fxq.freeze(trained, scales=scales_are_frozen, batch_norm=False)
-        before, after = (fxq.prepare(Network().eval(), items(32, loud=True), "bayes-e") for _ in range(2))
+        before, after = (fxq.prepare(Network().eval(), items(32, outliers=True), "bayes-e") for _ in range(2))
         before.load_state_dict(trained.state_dict())
         for prepared in (before, after):
             fxq.set_state(prepared, fxq.State.TRAIN)
@@ -116,7 +116,7 @@ def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> N
 
 def test_the_switches_of_torch_ao_keep_them_too() -> None:
     trained, live = _loud()
-    prepared = fxq.prepare(Network().eval(), items(32, loud=True), "bayes-e")
+    prepared = fxq.prepare(Network().eval(), items(32, outliers=True), "bayes-e")
     prepared.load_state_dict(trained.state_dict())
     torch_ao.enable_fake_quant(prepared)
     assert lives(prepared) == live

@@ -106,7 +106,7 @@ def runner_of(integer: fx.GraphModule) -> Runner:
 
 
 def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:
-    """What the primitives make of the constants as they are."""
+    """Return the result of the primitives for unmodified constants."""
     plain = copy.deepcopy(integer)
     del plain.__dict__[RUNNER]
     return plain(x)

@@ -121,7 +121,7 @@ CALLS = list(declared.calls())
 FIRST_CALLS = [call for call in CALLS if declared.is_first(call)]
 
 
-# int16: see FINE. uint8: since its zero point is a whole number, one end of its interval lies up to half a step inside the values.
+# int16: see FINE. uint8: since its zero point is an integer, one end of its interval lies up to half a step inside the values.
 EXTRA = {"int16": FINE, "uint8": 0.5}
 NAMED = [
     (f"{call.operator.name}: {call.form if call.sample.text else 'declared'}-{index}", sample_of(call))
@@ -236,7 +236,7 @@ def test_every_registered_call_form_is_in_a_sample() -> None:
 
 
 def meaning(value: Any) -> Any:
-    """What a node computes: the functions and arguments of all calls but copies, down to inputs and parameters of this shape."""
+    """Return the calls that compute a node, without copies: functions and arguments, down to the shapes of inputs and parameters."""
     if isinstance(value, list | tuple):
         return [meaning(each) for each in value]
     if not isinstance(value, fx.Node):

@@ -124,7 +124,7 @@ def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, d
 
 
 def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, more: Any, dilation: Any, groups: int, *cut: Any) -> Array:
-    """Each element, times the kernel, added where the kernel lies around it; what lies in the padding is cut off."""
+    """Add each element times the kernel at the kernel's positions; positions in the padding are dropped."""
     outputs, rank = weight.shape[1] * groups, len(stride)
     sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
     found = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)

@@ -200,7 +200,7 @@ def test_a_residual_with_a_shift_is_added_at_every_ratio(multiplier: str, fused:
 
 
 def residual_constants(arithmetic: Arithmetic, multiplier: str) -> tuple[dict[str, Tensor], int]:
-    """The constants of a layer whose residual has about this ratio to its sum, and the ratio as a whole number."""
+    """Return the constants of a layer whose residual has about this ratio to its sum, and the ratio as an integer."""
     operator = lowering(arithmetic, Fraction(1), Fraction(1))
     weight, step = torch.tensor([[1.0, -1.0]]), oracle.float32(Fraction(1, 127))
     residual_scale = oracle.float32(Fraction(multiplier) * step)

@@ -62,7 +62,7 @@ def test_wide_convolution_beyond_float32(seed: int, extreme: int, linear: bool) 
 
 
 def test_float32_sums_beyond_2_24_would_be_wrong() -> None:
-    """What the proof of the narrow convolution guards against; if this passed, the test above could not fail."""
+    """A sum in float32 that is not proved to fit is wrong here, so the test above can fail."""
     weight = torch.full((1, 4001), 127, dtype=torch.int8)
     weight[0, ::3] = 125
     input = torch.full((1, 4001), -127, dtype=torch.int8)

@@ -92,7 +92,7 @@ def forms_written(call: Call) -> set[Any]:
 
 
 def _public(node: ast.expr) -> Any:
-    """What a dotted name stands for; None of anything else."""
+    """Return the object that a dotted name refers to; None if there is none."""
     if isinstance(node, ast.Name):
         return NAMESPACE.get(node.id)
     return getattr(_public(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None

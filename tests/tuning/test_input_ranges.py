@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -76,3 +77,13 @@ def test_what_is_lost_all_the_same_is_warned_of(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "fxquant"):
         calibrated(network(bounded=False))
     assert any("of input x that are not 0 become 0" in message for message in caplog.messages)
+
+
+def test_samples_may_lie_along_another_dimension_in_batches_of_any_size() -> None:
+    model = Network(lambda s, x: s.body(x.transpose(0, 1)), body=network(bounded=True)).eval()
+    batches = [powers(0).unsqueeze(0).repeat(3, 1, 1)[:, :size] for size in (24, 24, 16, 9)]
+    traced = fxq.prepare(model, batches[0], "bayes-e", dynamic_shapes={"x": {1: "batch"}})
+    usual, narrow = (copy.deepcopy(traced) for _ in range(2))
+    fxq.calibrate(usual, batches, balance_samples=False, show_progress=False)
+    fxq.calibrate(narrow, batches, show_progress=False)
+    assert range_of(narrow) <= range_of(usual) / 4
