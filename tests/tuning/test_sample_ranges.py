@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.tuning import sample_ranges
+from fxquant.tuning import output_noise, sample_ranges
 from tests.shared import contract
 
 COUNT = 96
@@ -57,7 +57,7 @@ def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCapture
         usual, chosen = (calibrated(batches, target, balance) for balance in (False, None))
         assert sample_ranges.is_balanced(chosen)
         assert not sample_ranges.is_balanced(usual)
-        assert noise(chosen, images(LOUD, seed=1)) < sample_ranges.WORTH * noise(usual, images(LOUD, seed=1))
+        assert noise(chosen, images(LOUD, seed=1)) < output_noise.WORTH * noise(usual, images(LOUD, seed=1))
         contract.assert_validate_is_integer(chosen, fxq.convert(chosen), batches[0])
     assert sum("ranges are chosen by the noise of each sample" in line for line in caplog.messages) == 1
 
