@@ -66,8 +66,8 @@ def correct_bias(
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
     `batches` are as in `calibrate`. A quarter of the samples is held out, and judges: a layer whose mean squared error there, behind its
-    fused limits and the function that follows it, does not fall keeps the bias it had, and so do all where the outputs of the model are no
-    nearer to the float model's. A line of the log says what was decided, and lines of its level DEBUG say it of each layer. The
+    fused limits and the function that follows it, does not fall keeps the bias it had. So do all layers, unless
+    the outputs of the model gain 0.2 dB. A line of the log says what was decided, and lines of its level DEBUG say it of each layer. The
     correction is beside the bias, not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and
     a batch norm that is trained live takes its place. The inputs are kept, and of what is between the layers two values, float and integer,
     for each that is still to be read.
