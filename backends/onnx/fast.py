@@ -132,7 +132,7 @@ def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> T
         return value
     odd = torch.arange(value.shape[known.batch_axis], device="cpu") % 2 == 1
     odd = odd.view(-1, *[1] * (value.dim() - 1 - known.batch_axis))
-    return torch.where(odd, pairs_of_ends(dtype, value.shape, zero, generator), value)
+    return torch.where(odd, pairs_of_ends(dtype, value.shape, dtype.low, zero, generator), value)
 
 
 def _every_byte(operand: fx.Node) -> Tensor:

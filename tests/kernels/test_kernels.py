@@ -252,6 +252,24 @@ def test_what_is_returned_has_the_same_containers() -> None:
 # ---- admission ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "bernoulli2", "nash-e", "x86"])
+def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(target: str) -> None:
+    """Their operands hold no negative integers, so an operand drawn for the proof must hold none either: no byte stands for one."""
+    limited = Network(
+        lambda s, x: (
+            s.pool(y := F.relu6(s.stem(x))), s.groups(z := s.depthwise(y).clamp(0, 3)), s.scores(F.relu(s.add(z) + y).mean((2, 3))),
+        ),
+        stem=nn.Conv2d(3, 16, 3, padding=1), depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16), groups=nn.Conv2d(16, 8, 3, groups=2),
+        add=nn.Conv2d(16, 16, 1), scores=nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)), pool=nn.MaxPool2d(2),
+    )  # fmt: skip
+    integer, reference = both(limited, target, ordinary(2, 3, 12, 12))
+    assert_same(integer, reference, images(2, 3, 12, 12))
+    choices = runner_of(integer).choices()
+    assert len(choices) > 8
+    assert [name for name, choice in choices if choice.implementation is None] == []
+    assert [reason for _, choice in choices for reason in choice.refused.values() if "differs from the primitives" in reason] == []
+
+
 class Wrong:
     """oneDNN's convolution, which gives something else for some operands: `change(site, honest)` is what it computes."""
 
