@@ -36,6 +36,9 @@ test-vendor: $(READY)  ## the tests that compile and simulate with it: export, c
 
 check: lint types test  ## ruff, mypy and the tests
 
+counts: $(READY)  ## write tests/counts/table.json again: kernels, fusions and nodes of small networks
+	$(BIN)/python -m tests.counts.table
+
 lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +71,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest vendor test-vendor check lint types bench docs clean
+.PHONY: help demo test quick test-oldest vendor test-vendor check counts lint types bench docs clean
