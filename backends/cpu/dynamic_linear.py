@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.compiled import loaded_library, packed
-from fxquant.backends.cpu.tensors import require_onednn
+from fxquant.backends.cpu.tensors import require_onednn, unless_saturated
 from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, NotApplicable, Site
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
@@ -75,11 +75,12 @@ class OneDnnDynamic:
 
     def build(self, site: Site) -> Built:
         weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
-        require_onednn("qlinear_pointwise", weight)
+        require_onednn("qlinear_pointwise")
         largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
         if largest >= FLOAT32_EXACT:
             raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
-        return _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
+        built = _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
+        return unless_saturated(site, self, built)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, NotApplicable, Site
+from fxquant.kernels.admission import prove
+from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site
 from fxquant.kernels.layer import Layer, enumerated, residual_factor
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
@@ -145,13 +146,20 @@ def _saturates() -> bool:
     return bool((sums != 64 * 127 * 255).any())
 
 
-def require_onednn(name: str, weight: Tensor) -> None:
-    """Raise NotApplicable unless oneDNN has an operator of this name that is exact for products of any bytes with the weight."""
+def require_onednn(name: str) -> None:
+    """Raise NotApplicable unless oneDNN has an operator of this name."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, name):
         raise NotApplicable("this PyTorch has no integer operators of oneDNN")
-    pairs = weight.flatten(1).to(torch.int32).abs().sort(1, descending=True).values[:, :2].sum(1) * 255
-    if int(pairs.max()) >= 2**15 and _saturates():
-        raise NotApplicable("oneDNN adds pairs of products in 16 bits on this processor, where they can saturate")
+
+
+def unless_saturated(site: Site, implementation: Implementation, built: Built) -> Built:
+    """Return what was built; raise NotApplicable if its sums saturate at this place, as they do on processors without VNNI."""
+    if _saturates():
+        try:
+            prove(site, implementation, built)
+        except Disagrees as error:
+            raise NotApplicable(f"oneDNN adds pairs of products in 16 bits on this processor, and they saturate: {error}") from error
+    return built
 
 
 class OneDnn:
@@ -162,7 +170,7 @@ class OneDnn:
 
     def build(self, site: Site) -> Built:
         layer = Layer.of(site)
-        require_onednn("qconv_pointwise", layer.weight)
+        require_onednn("qconv_pointwise")
         if layer.largest >= FLOAT32_EXACT:
             raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
         if site.result().dtype == torch.int32:
@@ -189,11 +197,11 @@ class OneDnn:
                 requantized = form(site)
                 built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
                 layer.prove_requantization(site, built.requantized)
-                return built
+                break
             except (NotApplicable, Disagrees):
                 if form is last:
                     raise
-        raise AssertionError
+        return unless_saturated(site, self, built)
 
 
 class TensorPool:
