@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Built, Implementation, Match, Refused, Site
+from fxquant.kernels.kernel import Built, Disagrees, Implementation, Match, NotApplicable, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -157,7 +157,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
 
 
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
-    """Raise Refused if an implementation differs from the primitives for one of `draws`."""
+    """Raise Disagrees if an implementation differs from the primitives for one of `draws`, NotApplicable if it does not run here."""
     for given in draws(site, torch.Generator().manual_seed(0)):
         _compare(site, implementation, built, given)
 
@@ -167,15 +167,15 @@ def _compare(site: Site, implementation: Implementation, built: Built, given: di
     try:
         found = run(site, implementation, built, given)
     except RuntimeError as error:
-        raise Refused(f"it does not run here: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
     if wanted.is_floating_point():
         if not torch.equal(found, wanted):
-            raise Refused(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
+            raise Disagrees(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
         return
     zero = qparams(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0  # type: ignore[union-attr]
     apart = site.result().centred(found) != wanted.to(torch.int64) - zero
     if bool(apart.any()):
-        raise Refused(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
+        raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
 
 
 def is_primitive(node: fx.Node) -> bool:

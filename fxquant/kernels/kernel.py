@@ -40,6 +40,9 @@ class Match:
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
+Matched = Match | str | None
+
+
 @dataclass(frozen=True)
 class Held:
     """A tensor as kernels hold it: `rows` pixels of `pixel` elements, of which the first `channels` count.
@@ -119,8 +122,12 @@ class Held:
         return self.view(held).to(torch.int64) - self.zero
 
 
-class Refused(Exception):
-    """Raised with the reason why an implementation is not used at a place."""
+class NotApplicable(Exception):
+    """Raised with the reason why an implementation does not serve a place, or this processor."""
+
+
+class Disagrees(Exception):
+    """Raised where an implementation, built for a place, computed other bits than the primitives there; says in how many elements."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +193,16 @@ class Implementation(Protocol):
     reads_held: bool
 
     def build(self, site: Site) -> Built:
-        """Build the implementation for one place. Raises Refused, with the reason, where its conditions do not hold."""
+        """Build the implementation for one place. Raises NotApplicable where its conditions do not hold."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A pattern of primitives, which define it, and how it may be computed, the fastest first."""
+    """A pattern of primitives, which define it, and how it may be computed, the fastest first.
+
+    `match` returns a str, the reason, for a node that the kernel is for but does not serve, and None for any other node.
+    """
 
     name: str
-    match: Callable[[fx.Node], Match | None]
+    match: Callable[[fx.Node], Matched]
     implementations: tuple[Implementation, ...]
