@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, fx
 
 import fxquant as fxq
-from fxquant.analysis.fused import runner_of
+from fxquant.analysis.fused import operator_runs, runner_of
 from fxquant.analysis.layers import HOST
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.training import SMALLEST
 from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.formats import FORMATS
 from fxquant.backends.onnx.horizon import float_nodes
-from fxquant.ir.integer import origin
 from fxquant.kernels.admission import is_primitive
 from fxquant.lowering.eager import EagerLowering
 from fxquant.ops import operator_of
@@ -40,7 +39,6 @@ from tests.counts.networks import built
 from tests.shared.contract import flat
 
 TARGETS = ("bayes-e", "bernoulli2", "nash-e", "x86")
-SUMS = ("accumulator", "dynamic")  # kinds of primitives
 
 
 class Count(NamedTuple):
@@ -175,24 +173,17 @@ def integer_kernels(network: str, target: str) -> dict[str, Count]:
     runner = runner_of(made.integer)
     assert runner is not None
     runner.reset()
-    program = runner.program(made.integer, (made.batch,))
-    why = {name: _reason(choice) for name, choice in runner.choices() if choice.implementation is None}
-    covered = {part for chosen in program.chosen.values() if chosen.built is not None for part in chosen.match.covers}
-    primitives = [node for node in made.integer.graph.nodes if is_primitive(node)]
-    slow = [node for node in primitives if node not in covered and node in program._needed()]
-    macs = {layer.name: layer.macs for layer in fxq.layers(made.integer) if layer.macs}
-    sums = {node: origin(node) for node in primitives if PRIMITIVES[node.target].kind in SUMS}
-    fast = set(sums.values()) - {name for node, name in sums.items() if node in slow}
-    parts = {name: number for name, number in macs.items() if name not in fast}
-    total = sum(macs.values())
+    choices, alone = runner.program(made.integer, (made.batch,)).computed()
+    runs = operator_runs(made.integer)
+    why = {name: because for run in runs for name, because in (*run.primitives.items(), (run.layer.name, run.because)) if because}
+    slow = [*(node for node, choice in choices.items() if choice.implementation is None), *filter(is_primitive, alone)]
+    total = sum(run.layer.macs for run in runs)
+    parts = {run.layer.name: run.layer.macs - run.macs for run in runs if run.macs < run.layer.macs}
+    primitives = sum(map(is_primitive, made.integer.graph.nodes))
     return {
         "multiply-accumulates in kernels": Count(total - sum(parts.values()), total, parts, {name: [name] for name in parts}, why),
-        "primitives in kernels": counted(len(primitives), ((PRIMITIVES[node.target].name, node.name) for node in slow), why),
+        "primitives in kernels": counted(primitives, ((PRIMITIVES[node.target].name, node.name) for node in slow), why),
     }
-
-
-def _reason(choice: Any) -> str:
-    return "; ".join(f"{name}: {why}" for name, why in choice.refused.items())
 
 
 # ---- kernels of training ----------------------------------------------------------------------------------------------

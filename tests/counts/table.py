@@ -101,7 +101,7 @@ def _verdict(row: Row, before: Count, now: Count) -> str:
     share, shared = (count.number if count.of is None else count.number / max(1, count.of) for count in (before, now))
     fewer = row.count in FEWER_ARE_BETTER
     if share == shared:
-        return f"CHANGED  {row}: {_text(before)} before and {_text(now)} now, of other nodes; if that is right, write it down"
+        return f"CHANGED  {row}: {_text(before)} before, {_text(now)} now; if that is right, write it down"
     said = f"{row} {'rose' if shared > share else 'fell'} from {_text(before)} to {_text(now)}{', and fewer are better' if fewer else ''}"
     return f"WORSE    {said}" if (shared > share) is fewer else f"BETTER   {said}: write it down, so that it stays"
 
@@ -116,7 +116,9 @@ def _moved(before: Count, now: Count) -> Iterator[str]:
         numbers = before.parts.get(kind, 0), now.parts.get(kind, 0)
         if numbers[0] != numbers[1]:
             names = [name for name in now.nodes.get(kind, ()) if name]
-            listed = ", ".join(f"%{name}" for name in names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+            shown = [name for name in names if name != kind]
+            more = f" and {len(shown) - LISTED} more" if len(shown) > LISTED else ""
+            listed = ", ".join(f"%{name}" for name in shown[:LISTED]) + more
             apart = "" if now.of is None else ", not among them"
             yield f"           {kind}{apart}: {numbers[0]} before, {numbers[1]} now" + (f": {listed}" if listed else "")
             yield from (f"             %{name}: {now.why[name]}" for name in names[:LISTED] if name in now.why)
