@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Two processes share the files, and the last one to begin decides how long they wait for each other: those of long tests begin first.
-LONG = ("test_operators", "test_random_graphs", "test_contract", "test_readme", "test_zoo", "test_counts", "test_distributed", "test_threads")
+LONG = ("test_operators", "test_random_graphs", "test_contract", "test_readme", "test_zoo", "test_distributed", "test_threads")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
