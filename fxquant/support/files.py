@@ -25,10 +25,10 @@ Content = str | bytes | Iterable[bytes | memoryview]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_file(path: str | os.PathLike[str], content: Content) -> Path:
-    """Write one file, in a folder that is made if it is missing; returns its path. Raises ExportError as `write_files` does."""
+def write_file(path: str | os.PathLike[str], content: Content, check: Callable[[Path], None] | None = None) -> Path:
+    """Write one file, in a folder that is made if it is missing; returns its path. `check` and errors are those of `write_files`."""
     place = Path(path)
-    write_files(place.parent, {place.name: content})
+    write_files(place.parent, {place.name: content}, check)
     return place
 
 

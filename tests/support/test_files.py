@@ -302,6 +302,33 @@ def test_any_path_like_object_is_a_path(name: str, result: fxq.Result, tmp_path:
     assert (tmp_path / "new" / "there").exists()
 
 
+@pytest.mark.parametrize("name", [*WRITE, *INTO])
+def test_a_tilde_is_the_home_folder_of_what_is_written(
+    name: str, result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for path in (f"~/new/written{ENDINGS.get(name, '')}", Path(f"~/written{ENDINGS.get(name, '')}")):
+        {**WRITE, **INTO}[name](result, path)
+        assert (tmp_path / "home" / str(path)[2:]).exists()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    x = torch.randn(2, 3, 8, 8)
+    fxq.save(result.integer, "~/model.fxq")
+    assert torch.equal(fxq.load("~/model.fxq")(x), result.integer(x))
+    fxq.save_qconfig(fxq.QConfigMapping(), "~/rules.json")
+    assert not fxq.load_qconfig("~/rules.json").rules()
+    fxq.export_onnx(result.integer, "~/model.onnx")
+    assert fxq.onnx_metadata("~/model.onnx")["inputs"]
+    assert fxq.verify(result.integer, "~/model.onnx", [x], show_progress=False)
+    fxq.export_segments(result.integer, "~/segments")
+    assert torch.equal(fxq.run_segments("~/segments", x)[0], result.integer(x))
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_path_that_nothing_can_be_read_from_is_an_error_that_says_why(name: str, result: fxq.Result, tmp_path: Path) -> None:
     for path in ("", "a\0b", "\ud800", b"bytes", 3, tmp_path / "none", tmp_path, tmp_path / ("long" * 100)):
