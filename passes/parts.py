@@ -172,7 +172,8 @@ def _sliced(value: fx.Node, dim: int, bounds: tuple[int, int], reader: fx.Node) 
     shape = _cut(value, dim, bounds[1] - bounds[0])
     index = [WHOLE] * len(shape)
     index[dim] = slice(*bounds)
-    return _made(value, getitem, (value, index), shape, reader)
+    # The rules and the source line are those of the user's slice: an input has none, and a producer's are about another operator.
+    return inherit(_made(value, getitem, (value, index), shape, reader), reader, "parts.pick")
 
 
 def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None:

@@ -321,3 +321,56 @@ def test_a_common_scale_in_the_middle_is_told() -> None:
     assert "QConfigMapping().set_module_name('cat'" in advice.cure
     cured = compiled(model, [x], qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
     assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]
+
+
+# ---- a part that is an input ------------------------------------------------------------------------------------------------
+
+
+def token(m: Network, x: Tensor) -> Tensor:
+    return torch.cat((m.token.expand(x.shape[0], -1, -1), x), 1)
+
+
+def picked(m: Network, whole: Tensor, first: Any, second: Any) -> Tensor:
+    return m.one(whole[:, first]) + m.other(whole[:, second])
+
+
+def frames(m: Network, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    """One cell over a cache and the frames after it, and the next cache."""
+    whole, state = torch.cat((past, x), 1), torch.zeros(x.shape[0], 8)
+    for index in range(3):
+        state = m.cell(whole[:, index], state)
+    return state, whole[:, 3:]
+
+
+def written_into(m: Network, x: Tensor, past: Tensor) -> Tensor:
+    whole = x * 1
+    whole[:, :1] = past[:, :1]
+    return m.one(whole[:, 0]) + m.other(whole[:, 2])
+
+
+OF_INPUTS: dict[str, Callable[..., Any]] = {
+    "a streaming cache": frames,
+    "a class token": lambda m, x, past: picked(m, token(m, x), 0, 1),
+    "tokens one by one": lambda m, x, past: sum(m.one(each) for each in token(m, x).unbind(1)),
+    "an inner slice": lambda m, x, past: picked(m, torch.cat((past, x), 1), slice(1, 2), slice(5, 6)),
+    "the last frames": lambda m, x, past: torch.cat((past, x), 1)[:, -2:].mean(1) + m.one(x[:, 0]),
+    "sizes": lambda m, x, past: [m.one(each) for each in torch.cat((past, x), 1).split([1, 5, 1], 1)],
+    "a layer and an input": lambda m, x, past: picked(m, torch.cat((m.other(x), past), 1), 3, 5),
+    "turned": lambda m, x, past: m.one(torch.cat((past, x), 1).transpose(0, 1)[4]) + m.one(torch.cat((past, x), 1).flatten(1)[:, 8:16]),
+    "of two concatenations": lambda m, x, past: m.one(torch.cat((torch.cat((past, x), 1), torch.cat((x, past), 1)), 2)[:, 4, :8]),
+    "written into": written_into,
+    "returned as it is": lambda m, x, past: (torch.cat((past, x), 1)[:, 4:], m.one(x)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_slices_of_a_concatenation_that_holds_an_input(name: str, target: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    layers = {"one": nn.Linear(8, 8), "other": nn.Linear(8, 8), "cell": nn.GRUCell(8, 8), "token": nn.Parameter(torch.randn(1, 1, 8))}
+    model = Network(OF_INPUTS[name], **layers).eval()
+    x, past = torch.randn(2, 4, 8), torch.randn(2, 3, 8)
+    prepared, integer = held(model, [(x, past)], tmp_path / "model.onnx", target, train=False)
+    assert "none is left in float" in fxq.explain(prepared)
+    for wanted, found in zip(flat(model(x, past)), flat(integer(x, past)), strict=True):
+        assert sqnr(wanted, found) > 20

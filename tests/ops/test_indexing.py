@@ -18,6 +18,7 @@ from fxquant.primitives import PRIMITIVES, scatter
 from fxquant.primitives.bounds import Unproved, Value
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import sqnr
 
 
 class Model(nn.Module):
@@ -122,3 +123,32 @@ def test_what_has_no_integer_form_says_why_and_gives_what_pytorch_does() -> None
     for wanted, found in zip(model(batches()[1]), integer(batches()[1]), strict=True):
         assert wanted.shape == found.shape
         assert wanted.dtype == found.dtype
+
+
+def assigned(x: Tensor, index: Any) -> Tensor:
+    result = x * 1.5
+    result[index] = 0.25
+    return result
+
+
+LISTS: dict[str, list[Any]] = {
+    "slices": [slice(None), slice(0, 2)],
+    "an ellipsis": [..., 0],
+    "lists": [slice(None), [0, 1], [1, 2]],
+    "tensors": [slice(None), torch.tensor([0, 2]), torch.tensor([1, 1])],
+    "a range": [slice(None), range(2)],
+    "steps": [slice(None), slice(None, None, 2), 1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:
+    index = LISTS[name]
+    model = Model(lambda x: (x[index], assigned(x, index))).eval()
+    prepared, integer = compiled(model, batches())
+    contract.assert_contract(prepared, tmp_path / "model.onnx", batches()[0], integer=integer)
+    assert next(layer.dtype for layer in fxq.layers(prepared) if layer.name == "getitem") == "int8"
+    for wanted, found in zip(model(batches()[1]), integer(batches()[1]), strict=True):
+        assert wanted.shape == found.shape
+        assert sqnr(wanted, found) > 20

@@ -17,7 +17,7 @@ from fxquant.ops.core.declare import function_and_method, lowered, spelled
 from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.indexing.index import WHOLE, along_dimension, whole_index
+from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, whole_index
 from fxquant.ops.movement.shape import one_varying
 from fxquant.ops.movement.views import put_lists
 from fxquant.primitives import comparison, shape
@@ -72,7 +72,7 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
         if isinstance(value, fx.Node) and shape_of(value):
             return "how many elements it assigns depends on the data"
         return Instead(where, {"condition": index, "input": value, "other": tensor})
-    entries = list(index) if isinstance(index, tuple) else [index]
+    entries = entries_of(index)
     if any(entry is None for entry in entries):
         return "its index adds dimensions"
     whole = whole_index(known.shape, entries)

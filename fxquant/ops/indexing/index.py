@@ -7,6 +7,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
         return _piece(input, index)
     if not isinstance(known, TensorFact):
         return "it indexes a value that is not a tensor"
-    whole = whole_index(known.shape, list(index) if isinstance(index, tuple) else [index])
+    whole = whole_index(known.shape, entries_of(index))
     if whole is None:
         return "its index has too many entries"
     computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
@@ -117,6 +118,15 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     if sum(map(is_list, whole)) > 1 or any(is_list(entry) and any(map(is_list, entry)) for entry in whole):
         return _by_lists(input, whole)
     return {"input": input, "index": whole}
+
+
+def entries_of(index: Any) -> list[Any]:
+    """Return the entries of an index: those of a tuple, or of a list that has more than numbers, which PyTorch takes for a tuple."""
+    if isinstance(index, list):
+        kinds = list | tuple | range | builtins.slice | EllipsisType | None
+        if any(isinstance(entry, kinds) or (isinstance(entry, fx.Node) and isinstance(fact(entry), TensorFact)) for entry in index):
+            return list(index)
+    return list(index) if isinstance(index, tuple) else [index]
 
 
 def whole_index(shape: Sequence[Size], entries: list[Any]) -> list[Any] | None:
