@@ -190,19 +190,24 @@ def integer_kernels(network: str, target: str) -> dict[str, Count]:
 
 
 class Watch:
-    """Counts of a step: what was asked for by kind and by node, and how much of it was not fused; and passes in C and in PyTorch."""
+    """The requests of a step.
+
+    asked  how many there were, by count
+    apart  those that were not fused: the count, the kind of node, and its name
+    open   whether the request that is running has been fused; empty between requests
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.apart: list[tuple[str, tuple[str, str]]] = []
-        self.open: list[bool] = []  # whether the call that is running has been fused
-        self.passes: Counter[bool] = Counter()  # by whether they are in C
+        self.open: list[bool] = []
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that notes that the call that is running is fused."""
 
         def call(*arguments: Any) -> Any:
-            self.open[-1:] = [True]
+            if self.open:
+                self.open[-1] = True
             return function(*arguments)
 
         return call
