@@ -116,10 +116,10 @@ class Requantization:
                 raise NotApplicable("its requantization needs more than a product of 16 bits")
             values = {"shift": shift, "multiplier": multiplier, "right_shift": right_shift, "half": half, "before": before}
             constants.update({name: value.to(torch.int32) for name, value in values.items()})
-        known = qparams(root)
-        if known is None or known.zero_point != zero_point:
-            raise NotApplicable("its zero point is not that of its grid")
-        if epilogue.mode != SUM:
+        if epilogue.mode != SUM:  # a sum may have no grid: a clamp that follows it has
+            known = qparams(root)
+            if known is None or known.zero_point != zero_point:
+                raise NotApplicable("its zero point is not that of its grid")
             epilogue.zero = site.result().zero
         if "factor" in site.match.parts and site.match.parts["factor"] is not None:
             constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
@@ -220,8 +220,6 @@ class Depthwise:
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
             raise NotApplicable("it is not a depthwise convolution")
-        if site.result().dtype == torch.int32:
-            raise NotApplicable("its result is a sum")
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
         weight = _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)

@@ -21,6 +21,8 @@ from fxquant.kernels.runner import Runner, runs_here
 from fxquant.prepared.nodes import primitive_of
 from fxquant.primitives import PRIMITIVES, Role, role_of
 
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates
+
 
 class KernelForm(GraphForm):
     """An integer model with kernels. It shows the tensors that kernels are for, and what the model returns."""
@@ -63,6 +65,7 @@ class OperatorRun:
     primitives  its other nodes that compute, by name, each with the reason why no kernel serves it; "" for a primitive without a kernel
     moves       whether it only moves memory: its result holds the elements of its operands
     because     why nodes of it run without a kernel; "" where all have one
+    macs        its multiply-accumulates, if kernels compute them; else 0
     """
 
     layer: Layer
@@ -70,16 +73,12 @@ class OperatorRun:
     primitives: Mapping[str, str]
     moves: bool
     because: str
+    macs: int
 
     @property
     def fast(self) -> bool:
         """Whether kernels compute all of it."""
         return not self.because
-
-    @property
-    def macs(self) -> int:
-        """The multiply-accumulates that kernels compute."""
-        return self.layer.macs if self.fast or self.layer.dynamic else 0
 
     @property
     def disagrees(self) -> tuple[str, ...]:
@@ -114,8 +113,11 @@ def _operator_run(layer: Layer, choices: Mapping[fx.Node, Choice], without: str)
         inner = [because for because in alone.values() if because] or [f"no kernel computes {', '.join(names)}"] * bool(alone)
         own = [because for node, because in alone.items() if node.name == layer.name and because]
         reasons = unused + (own or inner)
-    moves = bool(alone) and not kernels and all(role_of(node.target) is Role.MOVEMENT for node in alone)
-    return OperatorRun(layer, kernels, {node.name: because for node, because in alone.items()}, moves, "; ".join(dict.fromkeys(reasons)))
+    roles = {role_of(node.target) for node in alone}
+    moves = roles == {Role.MOVEMENT} and not kernels
+    in_kernels = not reasons or (bool(kernels) and not unused and not without and PRODUCTS.isdisjoint(roles))
+    primitives = {node.name: because for node, because in alone.items()}
+    return OperatorRun(layer, kernels, primitives, moves, "; ".join(dict.fromkeys(reasons)), layer.macs * in_kernels)
 
 
 def description(model: fx.GraphModule, machine: bool, steps: bool) -> Iterator[str]:

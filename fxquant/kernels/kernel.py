@@ -20,7 +20,7 @@ from fxquant.support.addresses import readable
 
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers
-ALIGNMENT = 4  # the bytes of a pixel are a multiple of this
+ALIGNMENT = 4  # the elements of a pixel are a multiple of this
 SLACK = 64  # bytes behind a held tensor that vector instructions may read
 
 
@@ -71,7 +71,7 @@ class Held:
     @property
     def pixel(self) -> int:
         """The elements of a pixel."""
-        return self.channels if self.dtype == torch.int32 else -(-self.channels // ALIGNMENT) * ALIGNMENT
+        return -(-self.channels // ALIGNMENT) * ALIGNMENT
 
     @property
     def rows(self) -> int:

@@ -508,6 +508,25 @@ def test_means_over_windows_and_images_have_kernels(target: str) -> None:
     assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("channels", [3, 8])
+def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str, channels: int) -> None:
+    """A pixel of three channels is padded in bytes, of a residual, and in accumulators alike."""
+    sums = Network(
+        lambda s, x: (x + s.plain(x), x + s.depthwise(x), s.alone(x), F.relu(s.clamped(x)), s.scores(x.mean((2, 3)))),
+        plain=nn.Conv2d(channels, channels, 3, padding=1), depthwise=nn.Conv2d(channels, channels, 3, padding=1, groups=channels),
+        alone=nn.Conv2d(channels, channels, 3, groups=channels), clamped=nn.Conv2d(channels, 5, 1), scores=nn.Linear(channels, 3),
+    )  # fmt: skip
+    x = ordinary(2, channels, 6, 7)
+    qconfig = fxq.high_precision_outputs(sums.eval(), x, target)
+    integer, reference = both(sums, target, x, qconfig=qconfig)
+    assert_same(integer, reference, images(3, channels, 6, 7))
+    wide = [run for run in computed(integer) if run.layer.dtype == "int32"]
+    assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
+    assert len(wide) == 5
+    assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
+
+
 SCRIPT = """
 import torch
 from fxquant.support import offers
