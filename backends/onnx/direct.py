@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.facts import BatchDim, Size, TensorFact
-from fxquant.ir.graph import fact, resolve
+from fxquant.ir.graph import fact, is_parameter, resolve
 from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call
@@ -73,7 +73,7 @@ class Direct:
         def read(value: Any) -> str:
             if not isinstance(value, fx.Node):
                 return str(emitter.constant(float(value)))
-            return str(emitter.constant(self.constants[value]) if value in self.constants else values[value])
+            return str(emitter.constant(self.constants[value]) if self._fold(value) else values[value])
 
         for node, plan in plans:
             values[node] = plan(emitter, read)
@@ -87,8 +87,8 @@ class Direct:
         own = FORMS.get(node.target) if node.op == "call_function" else None
         if own is None:
             return self._copied(node)
-        if not all(is_size(each) or self._fold(each) or _is_float32(each) for each in node.all_input_nodes):
-            return None
+        if not all(is_size(each) or _is_float32(each) for each in node.all_input_nodes):
+            return None  # constants too: a boolean mask is not added
         try:
             return own(node, *node.args, **node.kwargs)
         except TypeError:  # arguments that the form does not take
@@ -243,17 +243,20 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Plan | None:
     width, rank = _sizes(query)[-1], len(_sizes(key))
-    if is_causal or enable_gqa or not isinstance(width, int) or (scale is not None and scale < 0):
+    if is_causal or enable_gqa or not isinstance(width, int):
         return None
     order = [*range(rank - 2), rank - 1, rank - 2]
-    root = (width**-0.5 if scale is None else scale) ** 0.5  # each operand is multiplied by it, so that no product is large
+    factor = width**-0.5 if scale is None else scale
 
     def write(e: Any, read: Read) -> str:
-        factor = e.constant(float(root))
-        turned = e.node("Mul", e.node("Transpose", read(key), perm=order), factor)
-        scores = e.node("MatMul", e.node("Mul", read(query), factor), turned)
+        # The scores are scaled, not the operands: onnxruntime fuses two scalings of one tensor into a graph that it cannot open.
+        scores = e.node("Mul", e.node("MatMul", read(query), e.node("Transpose", read(key), perm=order)), e.constant(float(factor)))
         scores = scores if attn_mask is None else e.node("Add", scores, read(attn_mask))
-        return str(e.node("MatMul", e.node("Softmax", scores, axis=-1), read(value)))
+        result = str(e.node("MatMul", e.node("Softmax", scores, axis=-1), read(value)))
+        if attn_mask is None or is_parameter(attn_mask):
+            return result
+        largest = e.node("ReduceMax", read(attn_mask), e.constant([-1], torch.int64), keepdims=1)
+        return str(e.node("Where", e.node("Equal", largest, e.constant(-math.inf)), e.constant(0.0), result))  # rows that see nothing
 
     return write
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from fxquant.backends.onnx.fast import has_kernels, write_fast
+from fxquant.backends.onnx.fast import float_nodes, has_kernels, write_fast
 from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.model_files import FileOptions, save_model
 from fxquant.backends.onnx.qdq import QdqWriter
@@ -31,7 +31,8 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     check_arguments(integer, style, io, options.opset)
     version = STYLES[_strict(style)][1] if options.opset is None else options.opset
     model = build(integer, style, io, version, options.input_names, options.output_names)
-    save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data)
+    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
+    save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data, opened=bool(float_nodes(integer)))
     return Path(path)
 
 

@@ -25,14 +25,21 @@ def attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Compute `F.scaled_dot_product_attention` of tensors with any number of dimensions."""
-    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    # The scores are scaled, not the query: onnxruntime fuses two scalings of one tensor into a graph that it cannot open.
+    scores = (query @ key.transpose(-2, -1)) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return torch.softmax(scores, -1) @ value
+        scores = scores.masked_fill(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1), -torch.inf)
+    if attn_mask is None:
+        return torch.softmax(scores, -1) @ value
+    boolean = attn_mask.dtype == torch.bool
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
+    hidden = ~attn_mask.any(-1, keepdim=True) if boolean else attn_mask.amax(-1, keepdim=True) == -torch.inf
+    return (torch.softmax(scores, -1) @ value).masked_fill(hidden, 0.0)
 
 
 def own_attention(
@@ -44,8 +51,8 @@ def own_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute `attention` with the arguments of the operator in the table; without `enable_gqa`."""
-    return attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+    """Compute `attention` with the arguments of the operator in the table."""
+    return attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -105,11 +112,9 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
         return cumprod if sized and "dtype" not in node.kwargs else None
     if node.target is F.scaled_dot_product_attention:
-        ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
-        return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None
+        return None if node.kwargs.get("dropout_p") else attention
     if node.target is scaled_dot_product_attention:
-        ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
-        return own_attention if ranks != {4} and node.args[6:7] != (True,) and not node.kwargs.get("enable_gqa") else None
+        return own_attention
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)

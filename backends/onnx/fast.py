@@ -253,7 +253,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequ
     generator = torch.Generator().manual_seed(0)
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
     inputs = [random_input(integer, node, generator) for node in placeholders]
-    if _float_nodes(integer):
+    if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
     with torch.no_grad():
         wanted: list[Tensor] = []
@@ -273,7 +273,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequ
                 )
 
 
-def _float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
+def float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that are neither primitives nor constants nor the ends of the graph."""
     return [
         node

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+import onnxruntime
 from onnx.external_data_helper import set_external_data
 
 from fxquant.errors import ExportError
@@ -28,12 +29,12 @@ class FileOptions:
     layouts: Mapping[str, str] | None = None
 
 
-def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -> None:
+def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None, opened: bool = False) -> None:
     """Write a model to `path`; its tensors go to `path`.data if requested, or if one file cannot hold them.
 
     Raises ExportError as `save_models` does.
     """
-    save_models({path.name: model}, path.parent, external_data)
+    save_models({path.name: model}, path.parent, external_data, opened=opened)
 
 
 def save_models(
@@ -41,16 +42,17 @@ def save_models(
     folder: str | os.PathLike[str],
     external_data: bool | None,
     others: Mapping[str, Content] | None = None,
+    opened: bool = False,
 ) -> None:
     """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
     Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too
-    large for one file, or cannot be written; existing files are then unchanged.
+    large for one file, cannot be written, or, with `opened`, if onnxruntime cannot open it; existing files are then unchanged.
     """
     contents = dict[str, Content]()
     for name, model in models.items():
         contents.update(_contents(model, name, external_data))
-    write_files(folder, {**contents, **(others or {})}, lambda written: _check(written, models, folder))
+    write_files(folder, {**contents, **(others or {})}, lambda written: _check(written, models, folder, opened))
 
 
 def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> dict[str, Content]:
@@ -74,7 +76,9 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
     return {**({f"{name}.data": parts} if parts else {}), name: model.SerializeToString()}
 
 
-def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str]) -> None:
+def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], opened: bool) -> None:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it says is in the error
     for name in models:
         try:
             onnx.checker.check_model(str(written / name), full_check=True)
@@ -83,4 +87,14 @@ def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | o
                 f"the file {Path(folder, name)} would not be valid",
                 because=f"onnx says: {str(error).strip().splitlines()[0]}",
                 remedy="keep the operator it names, if any, out of the model, and report this with the model",
+            ) from error
+        try:
+            if opened:
+                onnxruntime.InferenceSession(str(written / name), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime's errors have no common class
+            raise ExportError(
+                f"onnxruntime could not open the file {Path(folder, name)}",
+                because=f"it says: {str(error).strip().splitlines()[0]}",
+                remedy="change the float operators that read or compute the value it names, or call them outside of the model; "
+                "multiply by a number after a matrix product instead of before it",
             ) from error

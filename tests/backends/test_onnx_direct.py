@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,3 +125,76 @@ def test_a_module_that_the_exporter_imports_may_export() -> None:
     with quiet.quiet():
         assert quiet._exporting.acquire(blocking=False)  # it would wait for itself
         quiet._exporting.release()
+
+
+# ---- attention, and files that a runtime cannot open ------------------------------------------------------------------------
+
+KEPT = torch.ones(6, 6, dtype=torch.bool).tril()
+KEPT[2] = False  # a row that sees nothing gets zeros
+MASKS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": -0.3},
+    "biases": {"attn_mask": torch.zeros(6, 6).masked_fill(~KEPT, -9.0)},
+    "booleans": {"attn_mask": KEPT},
+    "-inf": {"attn_mask": torch.zeros(6, 6).masked_fill(~KEPT, -torch.inf)},
+}
+
+
+def computed_mask(x: Tensor, dtype: torch.dtype) -> Tensor:
+    kept = (x[:, :1, :1] > 10).expand(-1, 6, 6)
+    return kept if dtype == torch.bool else torch.zeros_like(x[:, :6, :1]).masked_fill(~kept, -torch.inf)
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize("names", ["aaa", "aba", "abb", "abc"])  # which of three layers makes query, key and value
+def test_float_attention_opens_and_computes_what_pytorch_does(names: str, rank: int, tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor) -> list[Tensor]:
+        heads = {name: getattr(m, name)(x) for name in dict.fromkeys(names)}
+        if rank == 4:
+            heads = {name: value.view(-1, 6, 2, 4).transpose(1, 2) for name, value in heads.items()}
+        query, key, value = (heads[name] for name in names)
+        masks = [
+            *MASKS.values(),
+            *(
+                {"attn_mask": computed_mask(x, dtype)[:, None] if rank == 4 else computed_mask(x, dtype)}
+                for dtype in (torch.bool, torch.float32)
+            ),
+        ]
+        return [F.scaled_dot_product_attention(query, key, value, **mask) for mask in masks]
+
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 6, 8) for _ in range(2)]
+    model = Network(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)).eval()
+    result = fxq.quantize(model, batches, target="x86")
+    path = result.export(tmp_path / "model.onnx", style="exact")
+    assert result.verify(path, batches)
+    for wanted, found in zip(result.integer(batches[0]), run(path, batches[0]), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_queries_share_keys_in_float(tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        query, key = m.a(x).view(-1, 6, 4, 2).transpose(1, 2), m.b(x).view(-1, 6, 2, 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=KEPT, enable_gqa=True)
+
+    batches = [torch.randn(2, 6, 8)]
+    result = fxq.quantize(Network(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4)).eval(), batches, target="x86")
+    assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), batches)
+
+
+def test_a_file_that_onnxruntime_cannot_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("Node input 'a_dequantize' is not a graph input")
+
+    batches, layers = [torch.randn(2, 6, 8)], {"a": nn.Linear(8, 8), "norm": nn.InstanceNorm1d(6)}
+    result = fxq.quantize(Network(lambda m, x: m.norm(m.a(x)), **layers).eval(), batches, target="x86")
+    path = result.export(tmp_path / "model.onnx", style="exact")
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(onnxruntime, "InferenceSession", fail)
+        for write in (lambda: result.export(path, style="exact"), lambda: fxq.export_segments(result.integer, tmp_path / "parts")):
+            with pytest.raises(fxq.ExportError, match=r"could not open the file[\s\S]*'a_dequantize' is not[\s\S]*remedy"):
+                write()
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("**/parts/*"))
