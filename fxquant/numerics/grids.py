@@ -118,6 +118,11 @@ class Grid:
         return self.low, self.high
 
     @property
+    def reach(self) -> tuple[float, float]:
+        """The limits between which a number of steps has a gradient: half a step wider, so that one rounded to `low` or `high` has it."""
+        return self.low - 0.5, self.high + 0.5
+
+    @property
     def magnitude(self) -> int:
         """The largest absolute value of a centred integer."""
         return max(-self.low, self.high)

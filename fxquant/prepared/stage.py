@@ -123,7 +123,7 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
     A valid scale is positive, finite and a float32; a valid zero point is an integer of its dtype.
     """
     for node in gm.graph.nodes:
-        if is_integer(node) and node.op == "call_function":
+        if is_integer(node) and operator_of(node) is not None:  # a stop between two operators is annotated, and is none
             yield Violation(node, "it is annotated as integer but has no quantizer")
         if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
             output = None if module.plain else module.output

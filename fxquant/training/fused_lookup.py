@@ -91,7 +91,8 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
         integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)
         return integers, real
     steps = curve.values / output.scale
-    inside = (steps >= output.low) & (steps <= output.high)
+    least, most = output.reach
+    inside = (steps >= least) & (steps <= most)
     slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
     result: tuple[Tensor, Tensor] = _LookedUp.apply(value, table, slopes, curve.low, output.scale)  # type: ignore[no-untyped-call]
     return result

@@ -88,7 +88,7 @@ class Rounded:
     add: float
     low: int
     high: int
-    bounds: tuple[int, int]
+    bounds: tuple[float, float]
     clamp: tuple[float, float]
     scale: Tensor
 
