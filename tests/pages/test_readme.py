@@ -27,7 +27,7 @@ from fxquant.ops.elementwise.table import UNARY
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
-PLACES = (".", "docs", "docs/guide", "backends/bpu", "benchmarks", "benchmarks/results")  # of pages
+PLACES = (".", "docs", "docs/guide", "backends/bpu")  # of pages
 CODE = ("fxquant", "passes", "backends", "tests", "benchmarks", "docs", "pyproject.toml")
 
 
