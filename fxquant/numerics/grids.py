@@ -157,7 +157,7 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[b
 
     The interval is widened to hold 0. scale = (high - low) / (dtype.high - dtype.low), one float32 subtraction and one division,
     at least 2^-48, and 2^-23 where all values are zero; zero_point = clamp(round_half_even(-low / scale), dtype.low, dtype.high).
-    The scale then becomes longer where the low or the high end is to be on a step, and the rounded zero point leaves it beyond the last one.
+    The scale then becomes longer where the low or the high end is to be on a step, and is beyond the last one by the rounded zero point.
     """
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     steps = torch.tensor(float(dtype.high - dtype.low), dtype=torch.float32, device=low.device)

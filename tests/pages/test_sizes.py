@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 ROOMS = ("fxquant", "passes", "backends")
 
-FILE_LINES = 400
+FILE_LINES = 800  # a file is a unit of thought, and not cut where a line count says so
 FUNCTION_LINES = 60  # behind the docstring
 PARAMETERS = 8  # more are a value object that nobody has named
 LONG_SIGNATURES = 25  # public functions, whose options are keywords, and operators with the arguments of PyTorch's functions

@@ -51,7 +51,7 @@ def test_min_max_covers_everything_seen() -> None:
 
 
 @pytest.mark.parametrize("dtype", [INT4, INT8, INT16, UINT8], ids=str)
-@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-1.0, 1.0), (-0.3, 1.0), (-6.0, 0.0), (0.0, 6.0)])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (-0.3, 1.0), (-6.0, 0.0), (0.0, 6.0)])
 def test_an_end_of_the_range_at_which_many_values_lie_is_on_a_step(low: float, high: float, dtype: IntType) -> None:
     torch.manual_seed(0)
     values = torch.cat((low + (high - low) * torch.rand(4000), torch.full((500,), low), torch.full((500,), high)))
@@ -97,7 +97,7 @@ class Exponents(nn.Module):
 
 
 @pytest.mark.parametrize("training", ["statistics", "learned", "lsq+", "pact", "frozen"])
-@pytest.mark.parametrize("target, dtype", [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8"), ("x86", "int8")])
+@pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8"), ("x86", "int8")])
 def test_values_at_the_end_of_the_range_have_their_gradient(target: str, dtype: str, training: str) -> None:
     torch.manual_seed(0)
     model, batches, weights = Exponents().eval(), [torch.randn(8, 4, 6, 6) for _ in range(3)], torch.randn(8, 4, 4, 4)

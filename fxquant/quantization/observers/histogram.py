@@ -197,7 +197,7 @@ class HistogramObserver(Observer, names="histogram"):
         return 1.0 if not bool(counts.any()) or self._crowded(counts, 1 / 1024) else ahead
 
     def crowded(self, dtype: IntType) -> tuple[bool, bool]:
-        """Return whether many values lie at the smallest and at the largest value; of a symmetric dtype, whether at the largest magnitude.
+        """Return whether many values lie at the smallest and at the largest value; for symmetric dtypes, both at the largest magnitude.
 
         They are many if their squared error, of half a step, exceeds what all values lose by a step that is half a step of the range longer.
         """
