@@ -199,7 +199,7 @@ class HistogramObserver(Observer, names="histogram"):
     def crowded(self, dtype: IntType) -> tuple[bool, bool]:
         """Return whether many values lie at the smallest and at the largest value; for symmetric dtypes, both at the largest magnitude.
 
-        They are many if their squared error, of half a step, exceeds what all values lose by a step that is half a step of the range longer.
+        They are many if their squared error, of half a step, exceeds what all lose by a step that is half a step of the range longer.
         """
         sides = (self.negative, self._positive()) if dtype.affine else (self.counts, self.counts)
         low, high = (self._crowded(counts, 1 / (3 * dtype.divisor)) for counts in sides)
