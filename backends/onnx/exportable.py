@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
-from fxquant.ops.elementwise import pairs
-from fxquant.ops.reduction import distance, progression
+from fxquant.ops.elementwise import activation, pairs
+from fxquant.ops.pooling import totals
+from fxquant.ops.reduction import distance, extremum, progression
 
 
 def attention(
@@ -81,8 +82,15 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = Non
     return (differences * differences).sum(-1).sqrt() if p == 2 else differences.pow(p).sum(-1).pow(1 / p)
 
 
-def copysign(input: Tensor, other: Tensor) -> Tensor:
-    """Compute `torch.copysign` of two tensors; 0 and -0 differ in the sign of their reciprocal."""
+def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """Compute `torch.clamp` with an integer beside a float, for which the exporter has no overload."""
+    return torch.clamp(input, None if min is None else float(min), None if max is None else float(max))
+
+
+def copysign(input: Tensor, other: Tensor | float) -> Tensor:
+    """Compute `torch.copysign`; 0 and -0 differ in the sign of their reciprocal."""
+    if not isinstance(other, Tensor):
+        return -input.abs() if math.copysign(1, other) < 0 else input.abs()
     negative = torch.where(other == 0, 1 / other, other) < 0
     return torch.where(negative, -input.abs(), input.abs())
 
@@ -101,12 +109,19 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.cdist, distance.cdist), cdist),
     **dict.fromkeys((torch.copysign, pairs.copysign, "copysign"), copysign),
 }
+REDUCTIONS: dict[Any, Any] = {
+    **dict.fromkeys((torch.mean, totals.mean, "mean"), torch.mean),
+    **dict.fromkeys((torch.amax, extremum.amax, "amax"), torch.amax),
+    **dict.fromkeys((torch.amin, extremum.amin, "amin"), torch.amin),
+}
 
 
 def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that a node should call instead; None if the exporter writes the node as it is."""
     if node.target in WRITTEN_OUT:
-        return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
+        return WRITTEN_OUT[node.target]
+    if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
+        return clamp if {int, float}.issubset(map(type, (*node.args[1:], *node.kwargs.values()))) else None
     if node.target in (torch.cumprod, progression.cumprod, "cumprod"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
@@ -120,7 +135,21 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)
         moving = isinstance(known, TensorFact) and isinstance(dim, int) and isinstance(known.shape[dim], BatchDim)
         return chunk if moving and isinstance(fact(node), tuple | list) and len(fact(node)) == count else None
-    return _empty(node)
+    return _over_everything(node) or _empty(node)
+
+
+def _over_everything(node: fx.Node) -> Callable[..., Any] | None:
+    """Return a function for a reduction of all dimensions, which are named: the exporter writes invalid files, or none, without them."""
+    function, known = REDUCTIONS.get(node.target), _fact(node.args[0]) if node.args else None
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if function is None or not isinstance(known, TensorFact) or not known.shape or dim not in (None, (), []) or "dtype" in node.kwargs:
+        return None
+
+    def reduced(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        result: Tensor = function(input, tuple(range(input.dim())), keepdim)
+        return result
+
+    return reduced
 
 
 def _empty(node: fx.Node) -> Callable[..., Any] | None:

@@ -161,6 +161,30 @@ def test_float_operators_beside_integer_parts(name: str, tmp_path: Path) -> None
     assert all(difference.largest < 1e-3 for difference in report.floats.values()), str(report)
 
 
+SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda y: y.clamp(-1, 1.5) + torch.clamp(y, min=-0.5, max=1) + torch.clip(y, 0, 0.5) + y.clip(min=0, max=0.75) + y.clamp(0, 1),
+    "clamp in place": lambda y: (y * 1).clamp_(0, 0.5),
+    "clamp of integers": lambda y: y.long().clamp(0, 2.5) * y + y.long().clamp(0, 2),
+    "copysign of a number": lambda y: torch.copysign(y, -1) + y.copysign(0.0),
+    "mean of everything": lambda y: y - y.mean() + y.mean(None, keepdim=True) + torch.mean(y.abs().sqrt()),
+    "extremes of everything": lambda y: y.amax() - y.amin((), keepdim=True) + y.max() - torch.min(y) + y,
+    "constants of integers": lambda y: y * torch.arange(8) + torch.arange(8),
+    "numbers of both kinds": lambda y: F.threshold(y, 0, 0.5) + torch.where(y > 0, 1, 0.5) + torch.lerp(y, y * 2, 1) + F.softplus(y, 2, 10),
+    "bounds that are tensors": lambda y: y.clamp(y - 1, y + 1) + y.clamp(torch.tensor(-1.0), torch.tensor(1)) + torch.where(y > 0, y, 1),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_in_float_are_exported(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = {"layer": nn.Linear(8, 8), "norm": nn.InstanceNorm1d(4)}
+    model = Network(lambda m, x: SPELLINGS[name](m.norm(m.layer(x))), **layers).eval()
+    given = torch.randn(3, 4, 8)
+    result = fxq.quantize(model, [given], target="bernoulli2")
+    assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), [given])
+    fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=given)  # which compares the file with PyTorch
+
+
 def test_joins_by_their_other_names_are_integer() -> None:
     integer = integer_of(between(lambda y: torch.hstack([y, y])[:, :4]), batch(2))
     assert "none is left in float" in fxq.explain(integer)
