@@ -14,7 +14,9 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
 from fxquant.ops.elementwise import pairs
-from fxquant.ops.reduction import distance, progression
+from fxquant.ops.indexing import order
+from fxquant.ops.pooling import totals
+from fxquant.ops.reduction import distance, extremum, progression
 
 
 def attention(
@@ -89,6 +91,22 @@ def cumprod(input: Tensor, dim: int) -> Tensor:
     return input
 
 
+def over_all(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a reduction along dimensions that names every dimension: the exporter writes an invalid node where none is named."""
+    return lambda input, dim=None, keepdim=False: function(input, tuple(range(input.dim())), keepdim)
+
+
+def aminmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute `torch.aminmax` of all elements."""
+    return over_all(torch.amin)(input, dim, keepdim), over_all(torch.amax)(input, dim, keepdim)
+
+
+OVER_ALL: dict[Any, Callable[..., Any]] = {
+    totals.mean: over_all(torch.mean),
+    extremum.amax: over_all(torch.amax),
+    extremum.amin: over_all(torch.amin),
+    order.aminmax: aminmax,
+}
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
     **dict.fromkeys((torch.cdist, distance.cdist), cdist),
@@ -100,6 +118,8 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that a node should call instead; None if the exporter writes the node as it is."""
     if node.target in WRITTEN_OUT:
         return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
+    if node.target in OVER_ALL and not any(isinstance(dim, int) or dim for dim in (*node.args[1:2], node.kwargs.get("dim"))):
+        return OVER_ALL[node.target]
     if node.target in (torch.cumprod, progression.cumprod, "cumprod"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
