@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fxquant.cli.options import FILE, add_data, add_form, command, path, positive
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, Interrupted
 
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
@@ -210,7 +210,11 @@ def _verify(options: argparse.Namespace) -> int:
         )
     drawn = options.data is None
     batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
-    report = fxq.verify(first, second, batches)
+    try:
+        report = fxq.verify(first, second, batches)
+    except Interrupted as stopped:
+        print(stopped.result)
+        raise
     if drawn:
         print(f"no --data: {len(batches)} random batches, which fill the range of every input")
     print(report)

@@ -409,6 +409,21 @@ def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, fxq.CompilationError("no", because="it crashed", remedy="none")])
+def test_a_kit_that_is_not_finished_leaves_the_one_before(
+    stop: type[BaseException] | BaseException, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Compiled:
+        raise stop
+
+    monkeypatch.setattr(kit_module, "compile_model", refuse)
+    with pytest.raises((KeyboardInterrupt, fxq.FxQuantError)):
+        fxq.conformance_kit(kit.folder, "x5", operators=("relu", "add"), show_progress=False)
+    assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
+
+
+@pytest.mark.usefixtures("compiler")
 def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
         if any("sigmoid" in node.name for node in integer.graph.nodes):
