@@ -145,9 +145,9 @@ class EagerLowering(Lowering):
             integers = learned_step(value, integers, grid.scale, to, grid)
         elif value is not None and value.requires_grad:
             if fused_layers.admitted(value, integers):
-                integers = fused_layers.on_grid(value, integers, grid.scale, grid.reach)
+                integers = fused_layers.on_grid(value, integers, grid.scale, grid.bounds)
             else:
-                integers = straight_through(clamped(value / grid.scale, *grid.reach), integers)
+                integers = straight_through(clamped(value / grid.scale, *grid.bounds), integers)
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape))
 
@@ -210,7 +210,7 @@ class EagerLowering(Lowering):
             constants = fused_layers.Constants()
             ratio, bounds = end.ratio.over(grid.scale), self.bounds(end.clamp, to, end.kind)
             self.arithmetic.requantize(constants, None, ratio, *bounds, grid, "", end.accumulator_bits, end.kind)
-            return constants.rounded(grid.reach, limits, grid.scale, None if end.lift is None else end.lift(grid.scale))
+            return constants.rounded(grid.bounds, limits, grid.scale, None if end.lift is None else end.lift(grid.scale))
 
     def look_up(
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]

@@ -118,11 +118,6 @@ class Grid:
         return self.low, self.high
 
     @property
-    def reach(self) -> tuple[float, float]:
-        """The limits between which a number of steps has a gradient: half a step wider, so that one rounded to `low` or `high` has it."""
-        return self.low - 0.5, self.high + 0.5
-
-    @property
     def magnitude(self) -> int:
         """The largest absolute value of a centred integer."""
         return max(-self.low, self.high)
@@ -152,27 +147,17 @@ def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor
     return torch.clamp(x, -limit, limit).div_(scale).round_().clamp_(low, high)
 
 
-def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[bool, bool] = (False, False)) -> tuple[Tensor, Tensor]:
+def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
     """Return (scale, zero point), float32 and int64, of an affine type for values in [low, high]: PyTorch's formula.
 
     The interval is widened to hold 0. scale = (high - low) / (dtype.high - dtype.low), one float32 subtraction and one division,
     at least 2^-48, and 2^-23 where all values are zero; zero_point = clamp(round_half_even(-low / scale), dtype.low, dtype.high).
-    The scale then becomes longer where the low or the high end is to be on a step, and is beyond the last one by the rounded zero point.
     """
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     steps = torch.tensor(float(dtype.high - dtype.low), dtype=torch.float32, device=low.device)
     span = (high - low).clamp_max(LARGEST_FLOAT32)
     scale = torch.where(span > 0, (span / steps).clamp_min(SMALLEST_SCALE), FLOAT32_EPSILON)
-    zero_point = torch.round(-low / scale).clamp(dtype.low, dtype.high)
-    for wanted, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
-        scale = end_on_step(scale, end, steps) if wanted else scale
-    return scale, zero_point.to(torch.int64)
-
-
-def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
-    """Return the scale, float32, with which `end` is exactly `steps` steps from 0, if it is less than one step beyond; else `scale`."""
-    beyond = (end > steps * scale) & (end < (steps + 1) * scale)
-    return torch.where(beyond, (end.float() / steps).clamp_min(SMALLEST_SCALE), scale)
+    return scale, torch.round(-low / scale).clamp(dtype.low, dtype.high).to(torch.int64)
 
 
 # ---- scales -------------------------------------------------------------------------------------------------------
@@ -394,12 +379,7 @@ def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magn
 
     The bound covers every partial sum in any order, hence every blocking and thread count.
     """
-    rows = weight.detach().movedim(axis, 0).flatten(1)
-    if rows.dtype == torch.int8 and rows.shape[1] * 2**7 < FLOAT32_EXACT:  # float32 is exact, and up to 20 times faster
-        total = rows.float().abs_().sum(1).double()
-    else:
-        total = torch.linalg.vector_norm(rows if rows.is_floating_point() else rows.double(), 1, 1, dtype=torch.float64)
-    bound = total * input_magnitude
+    bound = weight.detach().double().abs().movedim(axis, 0).flatten(1).sum(dim=1) * input_magnitude
     return bound if bias is None else bound + bias.detach().double().abs()
 
 

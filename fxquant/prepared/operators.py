@@ -279,10 +279,11 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
     with torch.no_grad():
         integers = grid.quantize(value)
     if value.requires_grad and torch.is_grad_enabled():
+        low, high = grid.bounds  # by half a step wider, so that what was rounded to a limit is inside, whatever the division rounds
         if fused_layers.admitted(value, integers):
-            integers = fused_layers.on_grid(value, integers, grid.scale, grid.reach)
+            integers = fused_layers.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
         else:
-            integers = straight_through(clamped(value / grid.scale, *grid.reach), integers)
+            integers = straight_through(clamped(value / grid.scale, low - 0.5, high + 0.5), integers)
     return Quantized(integers, grid, tuple(value.shape))
 
 

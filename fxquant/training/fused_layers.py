@@ -233,7 +233,7 @@ class Constants:
         """Return no zero point, since integers are centred."""
         return ()
 
-    def rounded(self, bounds: tuple[float, float], clamp: tuple[float, float], scale: Tensor, lift: Tensor | None = None) -> Rounded:
+    def rounded(self, bounds: tuple[int, int], clamp: tuple[float, float], scale: Tensor, lift: Tensor | None = None) -> Rounded:
         """Return the requantization of this call, with the float64 `lift` added to the accumulator before."""
         if self.primitive is requantize_real:
             _, multiplier, low, high, *_ = self.arguments

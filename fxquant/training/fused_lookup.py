@@ -91,8 +91,7 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
         integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)
         return integers, real
     steps = curve.values / output.scale
-    least, most = output.reach
-    inside = (steps >= least) & (steps <= most)
+    inside = (steps >= output.low) & (steps <= output.high)
     slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
     result: tuple[Tensor, Tensor] = _LookedUp.apply(value, table, slopes, curve.low, output.scale)  # type: ignore[no-untyped-call]
     return result

@@ -88,7 +88,7 @@ class Rounded:
     add: float
     low: int
     high: int
-    bounds: tuple[float, float]
+    bounds: tuple[int, int]
     clamp: tuple[float, float]
     scale: Tensor
 
