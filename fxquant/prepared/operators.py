@@ -158,8 +158,8 @@ class QuantizedOperator(nn.Module):
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = self.multiplied(args, kwargs)
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            raise no_program_of_prepared("torch.jit.trace" if torch.jit.is_tracing() else "torch.export")
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise no_program_of_prepared("torch.jit.trace" if torch.jit.is_tracing() else "torch.export")  # type: ignore[attr-defined, no-untyped-call]
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)
         if self.state is State.FLOAT:
