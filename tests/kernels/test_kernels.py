@@ -31,7 +31,7 @@ from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
 from fxquant.analysis.fused import OperatorRun, operator_runs
 from fxquant.backends.cpu import compiled as in_c
-from fxquant.backends.cpu import native, tensors
+from fxquant.backends.cpu import native, observer_kernels, tensors
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
@@ -343,6 +343,18 @@ def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
     assert set(chosen(integer).values()) == {None}
     told = "runs its primitives: the kernel for a sum of products is not used (saturating: it differs from the primitives"
     assert told in fxq.explain(integer)
+
+
+@pytest.mark.disagrees
+def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    signed = observer_kernels.NativeCounting.signed
+    monkeypatch.setattr(observer_kernels.NativeCounting, "signed", lambda *given: signed(*given).roll(1))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        assert not any(observer_kernels._admitted.__wrapped__() for _ in range(2))
+    assert caplog.text.count("the counting of observers in C is not used for histograms, because it differs from torch.histc in") == 1
+    assert contents(known()[0], None, {}, [], "")["disagreements"][0][0] == "histograms"
 
 
 FAULT = """
