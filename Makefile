@@ -22,7 +22,7 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 test: $(READY)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q
 
-quick: $(READY)  ## a choice of the tests that sees a break of any room, in less than two minutes; or all tests of one room (ROOM=ops)
+quick: $(READY)  ## a choice of the tests that sees a break of any room; or all tests of one room (ROOM=ops)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(if $(ROOM),tests/$(ROOM),-m quick)
 
 test-oldest:  ## the same with Python 3.10 and the oldest version of every dependency, in .venv-oldest (brings gigabytes of CUDA packages)
@@ -36,10 +36,14 @@ test-vendor: $(READY)  ## the tests that compile and simulate with it: export, c
 
 check: lint types test  ## ruff, mypy and the tests
 
+counts: $(READY)  ## write tests/counts/table.json again: kernels, fusions and nodes of small networks
+	$(BIN)/python -m tests.counts.table
+
 lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/words.py
+	$(BIN)/python docs/figures.py
 
 types: $(READY)  ## mypy: strict over what the wheel would hold, and over the tests and benchmarks
 	rm -rf build/types && mkdir -p build/types/fxquant
@@ -47,7 +51,7 @@ types: $(READY)  ## mypy: strict over what the wheel would hold, and over the te
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
 	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks examples
 
-bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md), exactness, operators and accuracy
+bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md, which is not kept), exactness, operators and accuracy
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy,zoo]'
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.exactness --processes 2
@@ -57,6 +61,9 @@ bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md), exactn
 docs: $(READY)  ## the documentation as a site, in build/docs/site; links that lead nowhere are errors
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	$(BIN)/python docs/site.py
+
+stale:  ## list the measured figures of pages that are older than a change to what they rest on
+	@$(PYTHON) docs/figures.py stale
 
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .venv-oldest .venv-vendor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
@@ -68,4 +75,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest vendor test-vendor check lint types bench docs clean
+.PHONY: help demo test quick test-oldest vendor test-vendor check counts lint types bench docs stale clean

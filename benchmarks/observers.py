@@ -88,6 +88,7 @@ def main() -> None:
     text = page(rows, len(options.draws), options.items)
     print(text)
     if options.page:
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, encoding="utf-8")
 
 

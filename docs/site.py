@@ -17,11 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(sys.argv[1]).resolve() if __name__ == "__main__" and len(sys.argv) > 1 else ROOT / "build" / "docs"
-FOLDERS = (".", "docs", "docs/guide", "docs/notebooks", "backends/bpu", "benchmarks", "benchmarks/results")  # of pages and pictures
+FOLDERS = (".", "docs", "docs/guide", "docs/notebooks", "backends/bpu")  # of pages and pictures
 CHAPTERS = (  # of the navigation: a title, and pages in their order; a page with a title of its own names it
-    ("Measurements", ("docs/measurements.md", *(f"benchmarks/{name}.md" for name in (
-        "RESULTS", "results/exactness", "results/accuracy", "results/accuracy_trained", "results/observers", "results/zoo",
-    )))),
+    ("Measurements", ("docs/measurements.md",)),
     ("Operators", ("docs/OPERATORS.md", "docs/COVERAGE.md", "docs/horizon-names.md")),
     ("Inside", ("ARCHITECTURE.md", "backends/bpu/ARITHMETIC.md", "backends/bpu/CHIP.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 )  # fmt: skip

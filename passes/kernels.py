@@ -22,7 +22,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
             continue
         for kernel in context.kernels:
             match = kernel.match(node)
-            if match is not None:
+            if match is not None and not isinstance(match, str):
                 set_kernel(node, kernel.name, tuple(covered.name for covered in match.covers))
                 context.say(f"%{node.name}: {kernel.name} of {', '.join(covered.name for covered in match.covers)}")
                 changes += 1

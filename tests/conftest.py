@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from fxquant.support import offers
+
 pytest.register_assert_rewrite("tests.shared.contract")
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +58,19 @@ def _reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _every_implementation_agrees(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where an implementation computed other bits than its reference, the library goes on without it; a test without a mark fails."""
+    before = len(offers.RECORDED)
+    yield
+    found = [each for _, each in offers.RECORDED[before:]]
+    if not torch.cpu._is_vnni_supported():  # there onnxruntime adds pairs of products in 16 bits
+        found = [each for each in found if not each.implementation.startswith("onnxruntime")]
+    if bool(found) != (request.node.get_closest_marker("disagrees") is not None):
+        told = "; ".join(f"{each.implementation} at {each.place}: {each.because}" for each in found)
+        pytest.fail(told or "no implementation disagreed, though the test is marked `disagrees`", pytrace=False)
 
 
 Golden = Callable[[str, str], None]

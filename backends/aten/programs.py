@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.analysis.sample import random_batches
-from fxquant.errors import ConfigurationError, ExportError
+from fxquant.errors import ExportError
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact, is_deployed, is_python
+from fxquant.ir.graph import fact, is_python
 from fxquant.ir.model import default_device_cpu
+from fxquant.prepared.stage import require_integer
 from fxquant.support.arguments import checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import working
@@ -89,12 +90,7 @@ def _export(
     write: Callable[[Program, list[Any], io.BytesIO], None],
     load: Callable[[io.BytesIO], Callable[..., Any]],
 ) -> Path:
-    if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
-        raise ConfigurationError(
-            f"{type(integer).__name__} is not an integer model",
-            because="only the result of fxq.convert can be exported",
-            remedy="call fxq.convert(prepared) first",
-        )
+    require_integer(integer)
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
     archive = io.BytesIO()  # PyTorch's own file writer aborts the process if the disk is full

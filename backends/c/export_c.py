@@ -15,7 +15,7 @@ from fxquant.backends.c.program import WIDTH, Program, Value, comment, identifie
 from fxquant.backends.c.templates import C_TYPES, FOLDER
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.ir.graph import is_deployed
+from fxquant.prepared.stage import require_integer
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files
 from fxquant.support.progress import working
@@ -82,12 +82,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
 
 
 def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
-    if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
-        raise ConfigurationError(
-            f"{type(integer).__name__} is not an integer model",
-            because="only the result of fxq.convert can be exported",
-            remedy="call fxq.convert(prepared) first",
-        )
+    require_integer(integer)
     if path.suffix != ".c" or not re.fullmatch(r"[\w .+-]+", path.stem):
         raise ConfigurationError(
             f"{path.name!r} is not a name for a C source",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site
 from fxquant.kernels.layer import Layer, enumerated
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.primitives import Role, requantize, role_of
@@ -25,12 +24,12 @@ LANES = 16  # output channels that are summed side by side
 
 
 def loaded_library(dot_products: bool = False) -> Any:
-    """Return the functions of native.c. Raises Refused if there are none, or none for products of bytes where those are asked for."""
+    """Return the functions of native.c. Raises NotApplicable if there are none, or none for products of bytes where those are asked for."""
     loaded = native.library()
     if isinstance(loaded, str):
-        raise Refused(loaded)
+        raise NotApplicable(loaded)
     if dot_products and not loaded.fxq_has_dot_products():
-        raise Refused("the processor has no instructions for sums of products of bytes")
+        raise NotApplicable("the processor has no instructions for sums of products of bytes")
     return loaded
 
 
@@ -72,7 +71,7 @@ def _per_channel(tensor: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
 
 
 def _uneven() -> Tensor:
-    raise Refused("its requantization is not one for each channel")
+    raise NotApplicable("its requantization is not one for each channel")
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ class Requantization:
 
     @staticmethod
     def of(site: Site, layer: Layer) -> Requantization:
-        """Return the requantization of a layer. Raises Refused if its values do not fit in 32 bits."""
+        """Return the requantization of a layer. Raises NotApplicable if its values do not fit in 32 bits."""
         root, epilogue = site.match.root, Epilogue()
         channels, largest = layer.weight.shape[0], layer.largest
         if largest > INT32_MAX:
-            raise Refused("its sums have more than 32 bits")
+            raise NotApplicable("its sums have more than 32 bits")
         constants: dict[str, Tensor] = {}
         zero_point = 0
         if root.target is requantize.accumulator_output:
@@ -105,22 +104,22 @@ class Requantization:
                 for node in (shift, multiplier, right_shift)
             )
             if rounding in requantize.TIES:
-                raise Refused("its ties are not rounded by an added constant")
+                raise NotApplicable("its ties are not rounded by an added constant")
             epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
             before = torch.zeros_like(shift)
             if rounding in requantize.HALF_STEPS:
                 before = requantize.half_step(shift, multiplier, right_shift, str(rounding)).to(torch.int64)
             half = (1 << (right_shift - 1)) if rounding == "half_up" else torch.zeros_like(shift)
             if int(before.max()) + largest > INT32_MAX or int(shift.max()) > 31 or int(right_shift.max()) > 31:
-                raise Refused("its requantization needs more than 32 bits")
+                raise NotApplicable("its requantization needs more than 32 bits")
             if epilogue.limit > 2**15 or int(multiplier.max()) >= 2**15 or int((epilogue.limit * multiplier + half).max()) > INT32_MAX:
-                raise Refused("its requantization needs more than a product of 16 bits")
+                raise NotApplicable("its requantization needs more than a product of 16 bits")
             values = {"shift": shift, "multiplier": multiplier, "right_shift": right_shift, "half": half, "before": before}
             constants.update({name: value.to(torch.int32) for name, value in values.items()})
-        known = qparams(root)
-        if known is None or known.zero_point != zero_point:
-            raise Refused("its zero point is not that of its grid")
-        if epilogue.mode != SUM:
+        if epilogue.mode != SUM:  # a sum may have no grid: a clamp that follows it has
+            known = qparams(root)
+            if known is None or known.zero_point != zero_point:
+                raise NotApplicable("its zero point is not that of its grid")
             epilogue.zero = site.result().zero
         if "factor" in site.match.parts and site.match.parts["factor"] is not None:
             constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
@@ -196,7 +195,7 @@ class Convolution:
         layer = Layer.of(site)
         groups, input = layer.window["groups"], site.held(site.match.reads[0])
         if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
-            raise Refused(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
+            raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
         weight = packed(layer.weight, groups, input.pixel)
@@ -220,9 +219,7 @@ class Depthwise:
         input = site.held(site.match.reads[0])
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
-            raise Refused("it is not a depthwise convolution")
-        if site.result().dtype == torch.int32:
-            raise Refused("its result is a sum")
+            raise NotApplicable("it is not a depthwise convolution")
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
         weight = _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
@@ -301,28 +298,13 @@ class MaxPool:
         loaded, parts = loaded_library(), site.match.parts
         input, result = site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
-            raise Refused("its result and its operand have different memory layouts")
+            raise NotApplicable("its result and its operand have different memory layouts")
         made = _move(input, result)
         made.channels = input.pixel
         for name, key in (("kernel", "kernel"), ("stride", "stride"), ("padding", "begin"), ("dilation", "dilation")):
             setattr(made, f"{name}_height", parts[key][0])
             setattr(made, f"{name}_width", parts[key][1])
         return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
-
-
-class Total:
-    """Sums over each whole image."""
-
-    name = "native sum"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        loaded, input = loaded_library(), site.held(site.match.reads[0])
-        if input.pixel != input.channels:
-            raise Refused(f"it has {input.channels} channels, no multiple of {ALIGNMENT}")
-        if math.prod(input.grid[1:3]) * 255 > INT32_MAX:
-            raise Refused("its sums have more than 32 bits")
-        return Call(loaded.fxq_sum, _move(input, input, zero=input.zero), ("input",), rows=_area(input))
 
 
 class Pointwise:
@@ -344,7 +326,7 @@ class Pointwise:
         made.out_height = int(second.sizes != first.sizes)
         one = len(first.sizes) == 4 and second.sizes == (*first.sizes[:2], 1, 1)
         if result.sizes != first.sizes or (made.out_height and not one):
-            raise Refused("its operands have different sizes")
+            raise NotApplicable("its operands have different sizes")
         return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
 
 
@@ -358,7 +340,7 @@ class Join:
         result = site.result()
         forms = [site.held(read) for read in site.match.reads]
         if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
-            raise Refused("its operands and its result have different memory layouts")
+            raise NotApplicable("its operands and its result have different memory layouts")
         return _Joined(forms, result)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.compiled import loaded_library, packed
-from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, Refused, Site
+from fxquant.backends.cpu.tensors import require_onednn, unless_saturated
+from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, NotApplicable, Site
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 from fxquant.support.addresses import address, point
@@ -73,13 +74,13 @@ class OneDnnDynamic:
     reads_held = False
 
     def build(self, site: Site) -> Built:
-        if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-            raise Refused("this PyTorch has no integer operators of oneDNN")
         weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+        require_onednn("qlinear_pointwise")
         largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
         if largest >= FLOAT32_EXACT:
-            raise Refused(f"a sum can reach {largest:.0f}, beyond 2^24")
-        return _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
+            raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
+        built = _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
+        return unless_saturated(site, self, built)
 
 
 @dataclass(frozen=True)

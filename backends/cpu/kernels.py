@@ -8,7 +8,6 @@ KERNELS = (
     Kernel("sum of products", patterns.sum_of_products, (compiled.Depthwise(), compiled.Convolution(), tensors.OneDnn())),
     Kernel("quantization", patterns.quantization, (compiled.Quantize(),)),
     Kernel("maximum", patterns.maximum, (compiled.MaxPool(), tensors.TensorPool())),
-    Kernel("sum", patterns.total, (compiled.Total(),)),
     Kernel("table", patterns.pointwise, (compiled.Pointwise(), tensors.TensorTable())),
     Kernel("dynamic layer", patterns.dynamic_layer, (dynamic_linear.NativeDynamic(), dynamic_linear.OneDnnDynamic())),
     Kernel("concatenation", patterns.joined, (compiled.Join(),)),

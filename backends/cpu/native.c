@@ -473,19 +473,6 @@ void fxq_max_pool(const Move *s) {
             }
 }
 
-/* The sum of the centred integers of each channel over all pixels, int32. */
-void fxq_sum(const Move *s) {
-    int64_t channels = s->channels, area = s->height * s->width;
-#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
-    for (int64_t image = 0; image < s->batch; image++) {
-        int32_t *restrict y = (int32_t *)s->output + image * channels;
-        const uint8_t *x = (const uint8_t *)s->input + image * area * channels;
-        for (int64_t c = 0; c < channels; c++) y[c] = (int32_t)(-s->zero * area);
-        for (int64_t p = 0; p < area; p++)
-            for (int64_t c = 0; c < channels; c++) y[c] += x[p * channels + c];
-    }
-}
-
 /* table[x] of `batch` bytes. */
 void fxq_lookup(const Move *s) {
     const uint8_t *x = s->input, *table = s->table;

@@ -119,7 +119,7 @@ class Count(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """Return the compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic", "watch"))
+    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "watch"))
     if not isinstance(loaded, str):
         loaded.fxq_has_dot_products.restype = _int64
     return loaded

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.kernels.kernel import Bound, Built, Held, Refused, Site
+from fxquant.kernels.admission import prove
+from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site
 from fxquant.kernels.layer import Layer, enumerated, residual_factor
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
@@ -49,10 +50,10 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         _, *nodes, bits, rounding, low, high, _ = arguments
         shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
         if rounding in requantize.TIES:
-            raise Refused("its ties are not rounded by an added constant")
+            raise NotApplicable("its ties are not rounded by an added constant")
         before = requantize.half_step(shift, multiplier, right_shift, rounding) if rounding in requantize.HALF_STEPS else None
         if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
-            raise Refused("half a step is beyond 2^24")
+            raise NotApplicable("half a step is beyond 2^24")
         before = None if before is None else before.to(width)
         first, product = power_of_two(-shift).to(width), (multiplier.double() * power_of_two(-right_shift)).to(width)
         limit, zero, shifts = 2 ** (bits - 1), site.result().zero, bool((shift > 0).any())
@@ -134,6 +135,33 @@ class _Sums:
         return self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
 
 
+@functools.cache
+def _saturates() -> bool:
+    """Return whether oneDNN adds pairs of products in 16 bits on this processor, where two products of bytes can saturate."""
+    ones, zeros = torch.ones(64, dtype=torch.float32, device="cpu"), torch.zeros(64, dtype=torch.int64, device="cpu")
+    window, images = ([1, 1], [0, 0], [1, 1], 1), torch.full((1, 64, 8, 8), 255, dtype=torch.uint8, device="cpu")
+    weight = torch.full((64, 64, 1, 1), 127, dtype=torch.int8, device="cpu")
+    packed = torch.ops.onednn.qconv_prepack(weight, ones, 1.0, 0, *window, [1, 64, 8, 8])
+    sums = torch.ops.onednn.qconv_pointwise(images, 1.0, 0, packed, ones, zeros, None, *window, 1.0, 0, torch.float32, "none", [], "")
+    return bool((sums != 64 * 127 * 255).any())
+
+
+def require_onednn(name: str) -> None:
+    """Raise NotApplicable unless oneDNN has an operator of this name."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, name):
+        raise NotApplicable("this PyTorch has no integer operators of oneDNN")
+
+
+def unless_saturated(site: Site, implementation: Implementation, built: Built) -> Built:
+    """Return what was built; raise NotApplicable if its sums saturate at this place, as they do on processors without VNNI."""
+    if _saturates():
+        try:
+            prove(site, implementation, built)
+        except Disagrees as error:
+            raise NotApplicable(f"oneDNN adds pairs of products in 16 bits on this processor, and they saturate: {error}") from error
+    return built
+
+
 class OneDnn:
     """Sums of products of bytes by oneDNN."""
 
@@ -141,16 +169,15 @@ class OneDnn:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, "qconv_pointwise"):
-            raise Refused("this PyTorch has no integer operators of oneDNN")
         layer = Layer.of(site)
+        require_onednn("qconv_pointwise")
         if layer.largest >= FLOAT32_EXACT:
-            raise Refused(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
+            raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
         if site.result().dtype == torch.int32:
-            raise Refused("its result is a sum")
+            raise NotApplicable("its result is a sum")
         for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
             if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
-                raise Refused("oneDNN reads outside of the image where a whole window is padding")
+                raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
         input, groups = site.held(site.match.reads[0]), layer.window["groups"]
         weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
         outer = weight.shape[0]
@@ -164,16 +191,17 @@ class OneDnn:
         residual = factor = None
         if site.match.parts["factor"] is not None:
             residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
-        forms, because = _forms(site), ""
-        for form in forms:
+        *shorter, last = _forms(site)
+        for form in (*shorter, last):
             try:
                 requantized = form(site)
                 built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
                 layer.prove_requantization(site, built.requantized)
-                return built
-            except Refused as error:
-                because = str(error)
-        raise Refused(because)
+                break
+            except (NotApplicable, Disagrees):
+                if form is last:
+                    raise
+        return unless_saturated(site, self, built)
 
 
 class TensorPool:
@@ -185,7 +213,7 @@ class TensorPool:
     def build(self, site: Site) -> Built:
         parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
-            raise Refused("its result and its operand have different memory layouts")
+            raise NotApplicable("its result and its operand have different memory layouts")
         return _Pool({name: tuple(parts[name]) for name in ("kernel", "stride", "begin", "dilation")}, input, result)
 
 
@@ -223,7 +251,7 @@ class TensorTable:
     def build(self, site: Site) -> Built:
         forms, result = [site.held(read) for read in site.match.reads], site.result()
         if any(form.sizes != result.sizes for form in forms):
-            raise Refused("its operands have different sizes")
+            raise NotApplicable("its operands have different sizes")
         return _Table(enumerated(site, forms, result), result)
 
 

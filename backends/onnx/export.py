@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
-import torch
 from torch import fx
 
 from fxquant.backends.onnx.fast import float_nodes, has_kernels, write_fast
@@ -17,8 +16,7 @@ from fxquant.backends.onnx.model_files import FileOptions, save_model
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.graph import is_deployed, resolve
-from fxquant.primitives import PRIMITIVES
+from fxquant.prepared.stage import require_integer
 from fxquant.target import Target
 
 logger = logging.getLogger("fxquant")
@@ -86,32 +84,11 @@ def _has_kernels(integer: fx.GraphModule) -> bool:
 
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
     """Raise ConfigurationError or ExportError for unsupported arguments."""
-    if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
-        raise ConfigurationError(
-            f"{type(integer).__name__} is not an integer model",
-            because="only the result of fxq.convert can be exported",
-            remedy="call fxq.convert(prepared) first",
-        )
-    _check_constants(integer)
+    require_integer(integer)
     check_choice("style", style, ["auto", *STYLES])
     check_choice("io", io, ["float", "integer"])
     opsets, default = STYLES[_strict(style)]
     check_choice("opset", default if opset is None else opset, list(opsets))
-
-
-def _check_constants(integer: fx.GraphModule) -> None:
-    """Raise ExportError if the dtype of a constant of the integer part was changed."""
-    for node in integer.graph.nodes:
-        if node.op != "get_attr" or not any(user.op == "call_function" and user.target in PRIMITIVES for user in node.users):
-            continue
-        found = resolve(integer, str(node.target)).dtype
-        if found.is_floating_point and found != torch.float32:
-            raise ExportError(
-                "the integer model has lost the dtypes of its constants",
-                because=f"{node.target} is {str(found).removeprefix('torch.')}: .double(), .half() or .to(dtype) was called on this model, "
-                "or on the prepared one",
-                remedy="convert a prepared model that nothing of the kind was done to; a float model may be of another dtype",
-            )
 
 
 def check_choice(name: str, value: object, known: list[object]) -> None:

@@ -14,6 +14,7 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
 from fxquant.ops.elementwise import activation, pairs
+from fxquant.ops.indexing import order
 from fxquant.ops.pooling import totals
 from fxquant.ops.reduction import distance, extremum, progression
 
@@ -104,6 +105,11 @@ def cumprod(input: Tensor, dim: int) -> Tensor:
     return input
 
 
+def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute `torch.aminmax` along these dimensions."""
+    return torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim)
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
     **dict.fromkeys((torch.cdist, distance.cdist), cdist),
@@ -113,6 +119,7 @@ REDUCTIONS: dict[Any, Any] = {
     **dict.fromkeys((torch.mean, totals.mean, "mean"), torch.mean),
     **dict.fromkeys((torch.amax, extremum.amax, "amax"), torch.amax),
     **dict.fromkeys((torch.amin, extremum.amin, "amin"), torch.amin),
+    order.aminmax: aminmax,
 }
 
 
@@ -145,9 +152,8 @@ def _over_everything(node: fx.Node) -> Callable[..., Any] | None:
     if function is None or not isinstance(known, TensorFact) or not known.shape or dim not in (None, (), []) or "dtype" in node.kwargs:
         return None
 
-    def reduced(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-        result: Tensor = function(input, tuple(range(input.dim())), keepdim)
-        return result
+    def reduced(input: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+        return function(input, tuple(range(input.dim())), keepdim)
 
     return reduced
 

@@ -32,6 +32,7 @@ from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
+from fxquant.support.offers import disagreed
 
 logger = logging.getLogger("fxquant")
 
@@ -70,13 +71,7 @@ def write_fast(
         settings = PRECISE
         refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
         logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
-    if refused:
-        logger.warning(
-            "style 'fast': onnxruntime's kernels are not exact here for %d of %d operators, which are written as in style 'exact': %s",
-            len(refused),
-            len(kernels),
-            ", ".join(node.name for node in refused),
-        )
+    _tell(integer, [node.name for node in refused], len(kernels))
     names = [*looked_up, *(node.name for node in refused)]
     model = FastWriter(integer, io, opset, names, settings).write(input_names, output_names)
     whole = FastWriter(integer, "float", opset, names).write(None, None) if io == "integer" else model
@@ -87,15 +82,15 @@ def write_fast(
 def _write_sums(
     integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
-    kernels = SumsWriter(integer, io, opset).kernels()
-    refused = [node.name for node in kernels if not _sum_is_exact(integer, node, opset)]
-    if refused:
+    exact = {node.name: _sum_is_exact(integer, node, opset) for node in SumsWriter(integer, io, opset).kernels()}
+    refused, absent = ([name for name, is_exact in exact.items() if is_exact in kinds] for kinds in ((None, False), (None,)))
+    _tell(integer, [name for name, is_exact in exact.items() if is_exact is False], len(exact))
+    if absent:
         logger.warning(
-            "style 'fast': onnxruntime's sums of bytes are absent or not exact here for %d of %d layers, which are written as in style"
-            " 'exact': %s",
-            len(refused),
-            len(kernels),
-            ", ".join(refused),
+            "style 'fast': this onnxruntime has no sums of bytes for %d of %d layers, which are written as in style 'exact': %s",
+            len(absent),
+            len(exact),
+            ", ".join(absent),
         )
     writer = SumsWriter(integer, io, opset, refused)
     if writer.relies_on_vnni():
@@ -132,7 +127,7 @@ def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> T
         return value
     odd = torch.arange(value.shape[known.batch_axis], device="cpu") % 2 == 1
     odd = odd.view(-1, *[1] * (value.dim() - 1 - known.batch_axis))
-    return torch.where(odd, pairs_of_ends(dtype, value.shape, zero, generator), value)
+    return torch.where(odd, pairs_of_ends(dtype, value.shape, dtype.low, zero, generator), value)
 
 
 def _every_byte(operand: fx.Node) -> Tensor:
@@ -184,8 +179,17 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
     )
 
 
-def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
-    """Return whether a layer as a sum of products of bytes runs and, alone, gives PyTorch's integers for operands of the whole range."""
+def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
+    """Record the nodes for which onnxruntime's kernel, alone, gave other integers than PyTorch."""
+    because = f"it differs from the integer graph for {len(refused)} of {count} operators in this onnxruntime"
+    disagreed(integer, "onnxruntime's kernel", [f"%{name}" for name in refused], because, "they are written as in style 'exact'")
+
+
+def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | None:
+    """Return whether a layer as a sum of products of bytes, alone, gives PyTorch's integers for operands of the whole range.
+
+    Return None if onnxruntime does not run it.
+    """
     writer = SumsWriter(integer, "integer", opset)
     operand, *constants = (argument for argument in node.args if isinstance(argument, fx.Node))
     given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
@@ -214,7 +218,7 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
         )
     except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
         logger.debug("%s: %s", node.name, error.because)
-        return False
+        return None
 
 
 def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-import onnxruntime
 from onnx.external_data_helper import set_external_data
 
+from fxquant.backends.onnx.runtime import open_file
 from fxquant.errors import ExportError
 from fxquant.support.files import Content, write_files
 
@@ -77,8 +77,6 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
 
 
 def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], opened: bool) -> None:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it says is in the error
     for name in models:
         try:
             onnx.checker.check_model(str(written / name), full_check=True)
@@ -90,7 +88,7 @@ def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | o
             ) from error
         try:
             if opened:
-                onnxruntime.InferenceSession(str(written / name), options, providers=["CPUExecutionProvider"])
+                open_file(written / name)
         except Exception as error:  # the runtime's errors have no common class
             raise ExportError(
                 f"onnxruntime could not open the file {Path(folder, name)}",

@@ -34,6 +34,13 @@ MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # for measu
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
+def open_file(path: Path) -> None:
+    """Open a file with onnxruntime's default options, and run nothing. Raises onnxruntime's own error if it cannot be opened."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # the error holds the message already
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 # ---- defects of ONNX's own evaluator --------------------------------------------------------------------------------
 # It multiplies sums by float32 scales in float64, and adds the zero point before it rounds; the operators' kernels, and
 # style "fast", expect one product in float32, rounded half to even.

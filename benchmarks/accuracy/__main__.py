@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         found[row].append(result)
     text = markdown(found, options.seeds)
     if options.page:
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, encoding="utf-8")
     Console(width=200).print(Markdown(text))
     if left_out:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 TOOL = ("rdkx5-yolo-mapper==1.0.0", "dgdk==1.0.0", "dg_nn_toolkit==1.0.0")
@@ -82,12 +83,18 @@ def install(folder: Path, python: str) -> None:
     torch = Path(_said([str(inner), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])) / "torch"
     torch.mkdir(exist_ok=True)
     (torch / "__init__.py").write_text(STAND_IN, encoding="utf-8")
-    path = {**os.environ, "PATH": os.pathsep.join((str(inner.parent), os.environ.get("PATH", "")))}
-    for program in PROGRAMS:
-        if subprocess.run([str(inner.parent / program), "--help"], env=path, capture_output=True).returncode:
-            sys.exit(f"{program} does not run; remove {folder} and try again")
-    _run([str(inner), "-c", "from horizon_tc_ui import HB_ONNXRuntime"])
+    check(inner.parent)
     print(f"installed; export FXQUANT_HORIZON={folder.absolute()}")
+
+
+def check(programs: Path) -> None:
+    """Run each program in this folder once, in a temporary folder: hb_extract_hbm writes a log to where it runs. Raises SystemExit."""
+    path = {**os.environ, "PATH": os.pathsep.join((str(programs), os.environ.get("PATH", "")))}
+    commands = [*([program, "--help"] for program in PROGRAMS), ["python", "-c", "from horizon_tc_ui import HB_ONNXRuntime"]]
+    for program, *arguments in commands:
+        with tempfile.TemporaryDirectory(prefix="fxquant-") as work:
+            if subprocess.run([str(programs / program), *arguments], env=path, cwd=work, capture_output=True).returncode:
+                sys.exit(f"{program} does not run; remove {programs.parent} and try again")
 
 
 def _run(command: list[str]) -> None:

@@ -19,28 +19,24 @@ COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
 IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
 
 
-def count_flips(left: GraphForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:
-    """Elements that differ where float operators hand over, and in the outputs they compute, when the file runs on its own."""
-    report = Report()
-    handed = (*crossings(left.model), *float_outputs(left.model))
-    for inputs in batches:
-        mine, other = left.run(inputs, replace(COMPARED, names=frozenset(handed) & left.tensors.keys())), whole.run(inputs, COMPARED)
-        _count({name: mine[name] for name in handed}, other, report)
-    return report.mismatches
-
-
 def compare(
-    a: GraphForm, others: Sequence[Form], batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report
+    a: GraphForm,
+    others: Sequence[Form],
+    batches: Iterable[list[Tensor]],
+    integer: fx.GraphModule | None,
+    report: Report,
+    whole: OnnxForm | None = None,
 ) -> Iterator[None]:
     """Compare a form with others on batches, adding to the report; stops looking deeper once a difference is located.
 
-    The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured.
+    The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured. `whole` is the file
+    as it runs on its own, and the report counts its flips: differences after float operators, and in outputs that they compute.
     A step of the iteration is one batch in one of the other forms.
     """
     report.pairs += [f"{a.label} = {b.label}" for b in others]
-    floats = float_outputs(a.model)
+    floats, handed = float_outputs(a.model), crossings(a.model)
     for inputs in batches:
-        values = a.run(inputs, replace(COMPARED, names=frozenset(crossings(a.model))))
+        values = a.run(inputs, replace(COMPARED, names=frozenset(handed)))
         for b in others:
             left, measured = dict(values), floats if isinstance(b, OnnxForm) else set()
             if isinstance(b, OnnxForm):
@@ -55,20 +51,27 @@ def compare(
                 exact = {name: value for name, value in deep_left.items() if name not in measured}
                 report.first = _locate(exact, deep_right, (a.label, b.label), integer)
             yield
+        if whole is not None:
+            alone = whole.run(inputs, COMPARED)
+            report.flips += sum(differing(values[name], alone[name]) for name in (*handed, *floats) if name in alone)
 
 
-def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:
-    """Add the distance of the outputs of a file in style "qdq" from the model's, in one runtime."""
-    outputs = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in b.onnx.metadata["outputs"]]
+def measure(a: Form, others: Sequence[OnnxForm], batches: Iterable[list[Tensor]], report: DeviationReport) -> Iterator[None]:
+    """Add the distance of the outputs of a file in style "qdq" from the model's; a step is one batch in one of the file's runtimes."""
     for inputs in batches:
-        wanted, found = a.run(inputs, COMPARED), b.run(inputs, COMPARED)
-        for index, output in enumerate(outputs):
-            output.add(wanted[f"output {index}"], found[f"output {index}"])
-    report.pairs.append(f"{a.label} ≈ {b.label}")
-    report.outputs[b.label] = outputs
-    report.names.update(output.name for output in outputs)
-    report.elements += sum(output.elements for output in outputs)
-    report.mismatches += sum(output.differing for output in outputs)
+        wanted = a.run(inputs, COMPARED)
+        for b in others:
+            found = b.run(inputs, COMPARED)
+            if b.label not in report.outputs:
+                report.pairs.append(f"{a.label} ≈ {b.label}")
+                entries = b.onnx.metadata["outputs"]
+                report.outputs[b.label] = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in entries]
+            for index, output in enumerate(report.outputs[b.label]):
+                output.add(wanted[f"output {index}"], found[f"output {index}"])
+            outputs = [output for runtime in report.outputs.values() for output in runtime]
+            report.names.update(output.name for output in outputs)
+            report.elements, report.mismatches = (sum(getattr(each, name) for each in outputs) for name in ("elements", "differing"))
+            yield
 
 
 def _step(entry: dict[str, Any] | None) -> Tensor | None:

@@ -26,8 +26,8 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
     Operations of a recurrence that are alike at each of its steps have one row, under the name of the first; with `steps`, one for each.
 
-    For an integer model that has run, kernels that are not used on this machine follow, with the reason. `machine` lists every kernel, and
-    runs the model once if it has not run yet.
+    For an integer model that has run, kernels that are not used on this machine follow, with the reason. With `machine` a line for every
+    operator says which kernels compute it, or why its primitives do; a model that has not run yet is run once.
 
     For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is not a graph.
     """
@@ -43,7 +43,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
             fixed.append(f"{name} is changed by forward in train mode, and stays constant here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
-    lines.extend(fused.description(model, machine))
+    lines.extend(fused.description(model, machine, steps))
     return "\n".join(lines) + "\n"
 
 

@@ -145,7 +145,7 @@ def example_from(path: Path, model: nn.Module) -> Named:
 def random_example(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[Tensor, ...]:
     """Return float32 inputs of these shapes, the same for the same seed, in the order of forward's arguments."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
+    return tuple(_normal(shape, generator) for shape in shapes)
 
 
 def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0) -> list[Any]:
@@ -161,8 +161,20 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = known.at(size)
     if known.dtype.is_floating_point:
         spread = next(_input_ranges(model, node), 2.0) / 2
-        return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * spread).to(known.dtype)
+        return (_normal(shape, generator) * spread).to(known.dtype)
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return normal float32 numbers of a shape. Raise ConfigurationError where this machine cannot hold them."""
+    try:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+    except (RuntimeError, TypeError):  # no memory; a size, or a number of elements, that 64 bits do not hold
+        raise ConfigurationError(
+            f"an input of the sizes {', '.join(map(str, shape))} cannot be made",
+            because=f"it has {math.prod(shape) * 4:,} bytes, which this machine cannot hold",
+            remedy="give smaller sizes",
+        ) from None
 
 
 def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:

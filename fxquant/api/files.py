@@ -132,7 +132,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
     is neither PyTorch's nor fxquant's.
     """
     look_at_constants(model)
-    return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
+    return save_observations(model, path, backends.get) if isinstance(model, Observations) else save_model(model, path, backends.get)
 
 
 @checked(path=PATH)

@@ -11,8 +11,11 @@ options        what commands share
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fxquant.cli.boards import add_conformance
 from fxquant.cli.file_commands import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
@@ -24,38 +27,53 @@ COMMANDS = (
     add_quantize, add_check, add_demo, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
 )  # fmt: skip
 
-INTERRUPTED = 130  # the exit status that shells know for Ctrl-C
+INTERRUPTED, NOT_READ = 130, 141  # the exit statuses that shells know for Ctrl-C, and for output that nobody reads any more
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a full disk, or a broken one, says of output
 
 
 @checked(arguments=Kind("a list of strings", words).or_none("those of the process"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend, 130 after Ctrl-C.
+    0, 1 if something is not equal or breaks a limit, 2 for an error the user can mend, 130 after Ctrl-C, 141 if the output was closed
+    before it was written, as by `| head -1`.
     """
     options = _parser().parse_args(arguments)
     paths = list(sys.path)  # a command that imports a model adds the current folder
     try:
         status: int = options.run(options)
+        print(end="", flush=True)
     except FxQuantError as error:
         print(f"fxquant: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxquant: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has seen enough
-        sys.stderr.close()
-        return 0
+    except BrokenPipeError:
+        _discard_output()
+        return NOT_READ
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN:
+            raise
+        _discard_output()
+        print(f"fxquant: the output cannot be written\n  because  {error.strerror}\n  remedy   free space", file=sys.stderr)
+        return 2
     finally:
         sys.path[:] = paths
     return status
+
+
+def _discard_output() -> None:
+    """Discard what Python still holds of the output, which it would write once more when it ends."""
+    with suppress(OSError):  # where the output is not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fxquant",
         description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit.",
-        epilog="The exit status is 0, 1 if something is not equal or breaks a limit, and 2 for an error. "
+        epilog="The exit status is 0, 1 if something is not equal or breaks a limit, 2 for an error, and 130 after Ctrl-C. "
         "`fxquant COMMAND --help` says more of a command.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

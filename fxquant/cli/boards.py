@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from fxquant.cli.options import command
+from fxquant.cli.options import command, path
 from fxquant.errors import ConfigurationError
 
 
@@ -21,17 +20,17 @@ def add_conformance(commands: Any) -> None:
         "variant of the arithmetic fits; conformance.json is written into DIR. The exit status is 0 if every operator that runs on the\n"
         "BPU is equal, and 1 if one differs or was not run.",
     )
-    conformance.add_argument("kit", type=Path, metavar="KIT", help="the folder of the kit")
+    conformance.add_argument("kit", type=path, metavar="KIT", help="the folder of the kit")
     conformance.add_argument(
         "--target", metavar="MARCH", help="write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …"
     )
     conformance.add_argument("--dtype", nargs="+", metavar="DTYPE", help="dtypes of activations of --target: int8, int16 (default: int8)")
     conformance.add_argument("--operators", nargs="+", metavar="NAME", help="operators of --target (default: all)")
     conformance.add_argument(
-        "--results", type=Path, metavar="DIR", help="compare the results that the board's run.py wrote into this folder"
+        "--results", type=path, metavar="DIR", help="compare the results that the board's run.py wrote into this folder"
     )
     conformance.add_argument(
-        "--simulate", type=Path, metavar="DIR", help="let the vendor's simulator write the results into this folder first, and compare them"
+        "--simulate", type=path, metavar="DIR", help="let the vendor's simulator write the results into this folder first, and compare them"
     )
     conformance.set_defaults(run=_conformance)
 

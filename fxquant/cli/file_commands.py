@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.options import FILE, add_data, add_form, command, positive
-from fxquant.errors import ConfigurationError
+from fxquant.cli.options import FILE, add_data, add_form, command, path, positive
+from fxquant.errors import ConfigurationError, Interrupted
 
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
@@ -22,7 +22,7 @@ def add_inspect(commands: Any) -> None:
         "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why",
         "The table lists every quantized tensor in the order they are computed.",
     )
-    inspect.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    inspect.add_argument("file", type=path, metavar="FILE", help=FILE)
     inspect.add_argument("--graph", action="store_true", help="print only the graph, as text")
     inspect.set_defaults(run=_inspect)
 
@@ -43,8 +43,8 @@ def add_diff(commands: Any) -> None:
         "compare what two files hold: their graphs as text, their scales, their weights",
         "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not.",
     )
-    diff.add_argument("a", type=Path, metavar="A", help=FILE)
-    diff.add_argument("b", type=Path, metavar="B", help="another of the same kind")
+    diff.add_argument("a", type=path, metavar="A", help=FILE)
+    diff.add_argument("b", type=path, metavar="B", help="another of the same kind")
     diff.set_defaults(run=_diff)
 
 
@@ -64,10 +64,10 @@ def add_report(commands: Any) -> None:
         "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do",
         "The page opens without network. The advice needs --reference, the traced or prepared float side.",
     )
-    report.add_argument("file", type=Path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
-    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
+    report.add_argument("file", type=path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
+    report.add_argument("--out", type=path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
     report.add_argument(
-        "--reference", type=Path, metavar="FILE", help="the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
+        "--reference", type=path, metavar="FILE", help="the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
     )
     add_data(report)
     report.set_defaults(run=_report)
@@ -100,8 +100,8 @@ def add_segments(commands: Any) -> None:
         "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
         "A manifest connects the files: fxq.run_segments runs the folder and returns the bits of the entire model.",
     )
-    segments.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
-    segments.add_argument("folder", type=Path, metavar="FOLDER", help="where manifest.json and the files are written")
+    segments.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    segments.add_argument("folder", type=path, metavar="FOLDER", help="where manifest.json and the files are written")
     segments.add_argument(
         "--cut", action="append", default=[], metavar="NAME", help="cut after this tensor or module as well; may be given several times"
     )
@@ -128,11 +128,11 @@ def add_export(commands: Any) -> None:
         "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler",
         "Any number of forms may be asked for.",
     )
-    export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
-    export.add_argument("--onnx", type=Path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
-    export.add_argument("--c", type=Path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
-    export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
-    export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
+    export.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    export.add_argument("--onnx", type=path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
+    export.add_argument("--c", type=path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
+    export.add_argument("--pt2", type=path, metavar="PATH", help="an archive of torch.export (.pt2)")
+    export.add_argument("--torchscript", type=path, metavar="PATH", help="TorchScript (.pt)")
     export.add_argument(
         "--batch-size",
         type=positive,
@@ -144,7 +144,7 @@ def add_export(commands: Any) -> None:
         "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
     )
     export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
-    export.add_argument("--out", type=Path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
+    export.add_argument("--out", type=path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.set_defaults(run=_export)
 
@@ -189,8 +189,8 @@ def add_verify(commands: Any) -> None:
         "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
         "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
-    verify.add_argument("a", type=Path, metavar="A", help=FILE)
-    verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
+    verify.add_argument("a", type=path, metavar="A", help=FILE)
+    verify.add_argument("b", type=path, metavar="B", help="another form of the same model")
     add_data(verify)
     verify.set_defaults(run=_verify)
 
@@ -210,7 +210,11 @@ def _verify(options: argparse.Namespace) -> int:
         )
     drawn = options.data is None
     batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
-    report = fxq.verify(first, second, batches)
+    try:
+        report = fxq.verify(first, second, batches)
+    except Interrupted as stopped:
+        print(stopped.result)
+        raise
     if drawn:
         print(f"no --data: {len(batches)} random batches, which fill the range of every input")
     print(report)

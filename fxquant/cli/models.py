@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from fxquant.cli.options import DATA, add_form, add_rows, command, positive, shape
+from fxquant.cli.options import DATA, add_form, add_rows, command, path, positive, shape
 
 MODEL = "the model: a class, a function without arguments or a module in a Python module; the current folder is importable"
 
@@ -21,7 +20,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)",
     )
-    parser.add_argument("--qconfig", type=Path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
+    parser.add_argument("--qconfig", type=path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
     parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
 
 
@@ -39,7 +38,7 @@ def add_quantize(commands: Any) -> None:
         "Nothing is written before all of that is done. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
     add_model(quantize)
-    quantize.add_argument("--data", type=Path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}")
+    quantize.add_argument("--data", type=path, required=True, metavar="PATH", help=f"samples to calibrate and to verify: {DATA}")
     add_rows(quantize)
     quantize.add_argument("--out", default="quantized", metavar="FOLDER", help="where files are written (default: quantized)")
     add_form(quantize)
@@ -73,7 +72,7 @@ def add_check(commands: Any) -> None:
     given.add_argument(
         "--shape", action="append", type=shape, metavar="N,C,…", help="sizes of a float32 input; once for each of forward's arguments"
     )
-    given.add_argument("--data", type=Path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
+    given.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
     check.set_defaults(run=_check)
 
 

@@ -21,7 +21,7 @@ def command(commands: Any, name: str, purpose: str, more: str) -> argparse.Argum
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Add --data, which may be left out, and --batch-size."""
-    parser.add_argument("--data", type=Path, metavar="FILE", help=f"inputs: {DATA} (default: random ones)")
+    parser.add_argument("--data", type=path, metavar="FILE", help=f"inputs: {DATA} (default: random ones)")
     add_rows(parser)
 
 
@@ -34,6 +34,11 @@ def add_form(parser: argparse.ArgumentParser) -> None:
     """Add the options of an ONNX file: --style and --opset."""
     parser.add_argument("--style", choices=("auto", "exact", "fast", "qdq"), default="auto", help="form of the ONNX file (default: auto)")
     parser.add_argument("--opset", type=positive, metavar="N", help="opset of the ONNX file (default: the style's usual one)")
+
+
+def path(text: str) -> Path:
+    """Return the path in an option; shells leave the ~ in --data=~/images.npy as it is."""
+    return Path(text).expanduser()
 
 
 def positive(text: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from fxquant.api.files import check_horizon
 from fxquant.cli.factories import model_named
 from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FOLDER, accepted
-from fxquant.support.files import write_files
+from fxquant.support.files import check_place, place_files, write_file
 
 EVERY, MOST = 5, 32  # one sample of so many is held back to verify, and so many at most
 PART = 1 << 24  # bytes of a file that are copied at a time
@@ -110,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
         folder = Path(made)
         outcome = _written(result, folder, held, _count(calibration), options)
-        _place(folder, out, json.dumps(outcome.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_file(folder / SUMMARY, json.dumps(outcome.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        place_files(folder, out, SUMMARY)
     Console().print(outcome)
     for advice in outcome.compared.advice:
         print(advice)
@@ -120,16 +120,14 @@ def run(options: argparse.Namespace) -> int:
     return 0 if outcome.verified else 1
 
 
-SUMMARY = "summary.json"
+MODEL, INTEGER, REPORT, SUMMARY = "model.onnx", "integer.fxq", "report.html", "summary.json"
 
 
 def _folder(options: argparse.Namespace) -> Path:
     """Return the folder of the files. Raise before any work if it cannot be written, or if the report cannot be made."""
     out = Path(accepted("quantize", "--out", options.out, FOLDER))
-    there = out.absolute()
-    while not there.exists():
-        there = there.parent
-    write_files(there, {})
+    for name in (MODEL, INTEGER, SUMMARY, *([REPORT] * options.report)):
+        check_place(out / name)
     if options.report and find_spec("plotly") is None:
         raise ConfigurationError(
             "no report can be made",
@@ -166,13 +164,13 @@ def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, o
     """Write the files of a result into a folder, and return what was found about them."""
     if options.horizon:
         fxq.export_horizon(result.integer, folder / HORIZON)
-    path = result.export(folder / "model.onnx", style=options.style, opset=options.opset, batch_size=options.fixed_batch)
-    fxq.save(result.integer, folder / "integer.fxq")
+    path = result.export(folder / MODEL, style=options.style, opset=options.opset, batch_size=options.fixed_batch)
+    fxq.save(result.integer, folder / INTEGER)
     verified = result.verify(path, _batches(held, options.fixed_batch or options.batch_size))
     batches = _batches(held, options.batch_size)
     compared = result.compare(batches)
     if options.report:
-        fxq.report(result.integer, folder / "report.html", batches, prepared=result.prepared, comparison=compared, title=options.model)
+        fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
     operators = sum(layer.integer and not layer.boundary for layer in fxq.layers(result.prepared))
     files = {name: path.stat().st_size for name, path in _files(folder)}
     return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
@@ -183,24 +181,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path
-
-
-def _place(folder: Path, out: Path, summary: str) -> None:
-    """Write the files of a folder into another, atomically, with the summary last: it names them."""
-    by_folder: dict[Path, dict[str, Iterator[bytes]]] = {}
-    for name, path in _files(folder):
-        by_folder.setdefault((out / name).parent, {})[path.name] = _parts(path)
-    for place in sorted(by_folder, key=lambda each: -len(each.parts)):
-        write_files(place, by_folder[place] | ({SUMMARY: summary} if place == out else {}))
-    for name, path in _files(folder):
-        if path.stat().st_mode & stat.S_IXUSR:
-            (out / name).chmod(path.stat().st_mode)
-
-
-def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while part := file.read(PART):
-            yield part
 
 
 def _decibels(value: float) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fxquant.conformance.rows import ROWS, Row
 from fxquant.errors import CompilationError, ConfigurationError, ExportError
 from fxquant.serialization import save_model
 from fxquant.support.arguments import FOLDER, Kind, checked, words
-from fxquant.support.files import write_file, write_files
+from fxquant.support.files import check_place, place_files, write_file, write_files
 from fxquant.support.progress import progress
 
 DTYPES = ("int8", "int16")
@@ -81,14 +80,21 @@ def conformance_kit(
     rows = _chosen(march, dtypes, operators, scales)
     Tool.find()
     place = Path(folder)
-    with suppress(FileNotFoundError):
-        (place / manifest.MANIFEST).unlink()  # the folder's content becomes another kit
+    check_place(place / manifest.MANIFEST)
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
+        _write(Path(made), rows, march, dtypes, scales, show_progress)
+        place_files(Path(made), place, manifest.MANIFEST)
+    return place
+
+
+def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], scales: Sequence[str], show: bool | None) -> None:
+    """Write the kit of these rows into an empty folder."""
     plan = [(group, dtype, how) for dtype in dtypes for how in scales for group in groups(rows, TOGETHER)]
     programs: list[ProbeProgram] = []
     refused = []
     files: dict[str, str] = {}
     arrays: dict[str, manifest.Array] = {}
-    for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show_progress):
+    for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show):
         for made in _made(group, march, dtype, how, len(programs)):
             if isinstance(made, Refusal):
                 refused.append(made)
@@ -107,7 +113,6 @@ def conformance_kit(
         place / manifest.BOARD / manifest.PROGRAMS, json.dumps({"kit": kit.identity, "target": kit.target, "programs": listed}, indent=1)
     )
     write_file(place / manifest.MANIFEST, kit.as_json())
-    return place
 
 
 def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:

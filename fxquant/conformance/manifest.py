@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ MANIFEST, EXPECTED = "manifest.json", "expected.npz"
 BOARD, MODELS = "board", "models"  # folders: the part for the board, and the prepared models
 SIMULATED = "simulated"  # and the vendor simulator's results, once it was run
 INPUTS, PROGRAMS, SCRIPT = "inputs.npy", "programs.json", "run.py"  # in the board's folder
-FORMAT = 1
+FORMAT = 2
 BPU, PROCESSOR, FLOAT = "BPU", "processor", "float"  # where a probe runs
 Array = npt.NDArray[Any]
 
@@ -69,7 +68,7 @@ class Refusal:
 class Kit:
     """A kit in a folder.
 
-    identity  the kit that results must belong to: a digest of all files
+    identity  the kit that results must belong to: a digest of its target, programs, cases, refusals and files
     files     the SHA-256 of each file, by its path in the folder
     """
 
@@ -81,19 +80,19 @@ class Kit:
 
     @property
     def identity(self) -> str:
-        return digest(json.dumps(dict(sorted(self.files.items()))).encode())[:16]
+        return digest(json.dumps(self._content(), sort_keys=True).encode())[:16]
 
-    def as_json(self) -> str:
-        """Return the manifest's text."""
-        about = {
-            "format": FORMAT,
-            "kit": self.identity,
+    def _content(self) -> dict[str, Any]:
+        return {
             "target": self.target,
             "programs": [asdict(program) for program in self.programs],
             "refusals": [asdict(refusal) for refusal in self.refusals],
             "files": dict(self.files),
         }
-        return json.dumps(about, indent=1, ensure_ascii=False) + "\n"
+
+    def as_json(self) -> str:
+        """Return the manifest's text."""
+        return json.dumps({"format": FORMAT, "kit": self.identity, **self._content()}, indent=1, ensure_ascii=False) + "\n"
 
     def file(self, name: str) -> Path:
         """Return the path of a file of the kit. Raises ExportError if it is missing, or is not the one that was written."""
@@ -134,10 +133,10 @@ def read_arrays(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
-    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zipfile.error) as error:
+    except Exception as error:  # numpy and zipfile raise errors of many classes for a damaged file
         raise ExportError(
             f"{path} holds no arrays that can be read",
-            because=str(error) or "it is truncated",
+            because=str(error).partition("\n")[0] or "it is truncated",
             remedy="copy it again, or run the kit again",
         ) from error
 
@@ -146,7 +145,7 @@ def read_kit(folder: Path) -> Kit:
     """Return the kit in a folder. Raises ConfigurationError if there is none, ExportError for one of another version or a damaged one."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(
             f"{folder} is not a conformance kit",
@@ -163,7 +162,7 @@ def read_kit(folder: Path) -> Kit:
         )
         kit = Kit(folder, about["target"], programs, tuple(Refusal(**each) for each in about["refusals"]), about["files"])
         if kit.identity != about["kit"]:
-            raise ValueError("its list of files was changed")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("its target, programs, cases or files were changed after it was written")
+    except Exception as error:  # whatever a manifest says that is not one
         raise ExportError(f"{path} is damaged", because=str(error) or type(error).__name__, remedy="write the kit again") from error
     return kit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import re
 from typing import Any
 
@@ -14,12 +16,15 @@ from fxquant.frontend.source import is_library
 from fxquant.frontend.values import active, is_tracing
 from fxquant.ir.graph import model_meta
 
+logger = logging.getLogger("fxquant")
+
 _READ = "fxquant.exported"  # in meta of a module that `module_of` made
 LOST_GRADIENTS = "lost_gradients"  # in `meta` of a model: sentences about gradients that TRAIN cannot have
 _LOST = (
     "an exported program holds no hooks, no torch.inference_mode and no custom backward: "
     "TRAIN uses the gradients of its operators; pass the nn.Module to keep those of your code"
 )
+_TRAINS = frozenset(("train", "training", "use_input_stats"))  # the arguments of ATen operators that are true in train mode
 _FUNCTION = "_functorch/autograd_function.py"  # in the stack of what torch.export found in a custom function's forward
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 
@@ -27,10 +32,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 def module_of(program: torch.export.ExportedProgram) -> nn.Module:
     """Return a module with the program's parameters under their names, which computes what the program does and checks nothing.
 
-    While it is traced, operators get the source lines and the modules that they had in the exported model.
+    While it is traced, operators get the source lines and the modules that they had in the exported model. Batch norms and dropouts that
+    were exported in train mode follow the mode of the module: in eval mode they use running statistics, and drop nothing.
     """
     module: Any = program.module()
-    lost = _in_python(module)
+    for name in ("train", "eval"):  # an exported module refuses both
+        vars(module).pop(name, None)
+    lost = _follow_mode(module) + _in_python(module)
     if any(parameter.requires_grad for parameter in module.parameters()):
         module.meta[LOST_GRADIENTS] = [_LOST, *lost]
     if hasattr(module, "_guards_fn"):
@@ -59,6 +67,46 @@ def _in_python(module: Any) -> list[str]:
             node.target = python_form(node.target)
     module.recompile()
     return lost
+
+
+def _follow_mode(program: Any) -> list[str]:
+    """Make operators that were exported in train mode read the mode of their module, and remove counters of batches; return what is lost.
+
+    Norms without running statistics stay as they are. Logs a warning if dropouts are all that was exported in train mode.
+    """
+    followed = set()
+    inside = []
+    for graph in [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]:
+        for node in graph.nodes:
+            if not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            arguments = [argument.name for argument in node.target._schema.arguments]
+            given = dict(zip(arguments, node.args, strict=False))
+            names = _read_mode(node, given)
+            followed |= names
+            inside += [node.name] if names and (given.get("dropout_p") or given.get("dropout")) else []
+            if node.target is torch.ops.aten.add_.Tensor and not node.users and "num_batches_tracked" in str(node.args[0]):
+                graph.erase_node(node)  # a batch norm that is a function does not read its counter
+    if followed and followed <= {"train", "dropout_p"}:
+        logger.warning(
+            "dropouts of the program were exported in train mode: in eval mode, and as integers, they drop nothing; to drop there as well"
+            " (Monte Carlo dropout), pass the nn.Module"
+        )
+    return [f"dropout inside of attention and of recurrent layers is off in TRAIN: {', '.join(inside)}"] if inside else []
+
+
+def _read_mode(node: fx.Node, given: dict[str, Any]) -> set[str]:
+    """Replace the arguments of an operator that are true in train mode alone, and a share to drop, by the mode; return their names."""
+    if given.get("running_mean", 0) is None:
+        return set()
+    replaced = {name for name, value in given.items() if (value is True and name in _TRAINS) or (value and name == "dropout_p")}
+    if replaced:
+        with node.graph.inserting_before(node):
+            mode = node.graph.create_node("get_attr", "training")
+            drop = node.graph.call_function(operator.mul, (given["dropout_p"], mode)) if "dropout_p" in replaced else None
+        values = {name: mode if given[name] is True else drop for name in replaced}
+        node.args = tuple({**given, **values}.values())
+    return replaced
 
 
 def _in_gradient_mode(enabled: bool, function: Any, *args: Any) -> Any:

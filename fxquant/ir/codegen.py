@@ -81,7 +81,7 @@ class Code(CodeGen):
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         for node in nodes:
             if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
-                written = f"    {node!r} = {_expression(root_module, str(node.target))}"
+                written = f"    {node!r} = {_expression(root_module, str(node.target))}".replace("\n", "\n    ")  # PyTorch indents lines
                 if f"\n{written}" not in code.src:
                     raise AssertionError(f"%{node.name} is not in the generated code as {written.strip()}")
                 code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)

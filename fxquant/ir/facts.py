@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -66,6 +67,13 @@ class TensorFact:
 
     def __str__(self) -> str:
         return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(str(size) for size in self.shape)}]"
+
+
+def on_meta(value: Any, batch: int) -> Any:
+    """Return a tensor without data for a TensorFact, and an integer for a BatchDim, at a batch size; any other value as it is."""
+    if isinstance(value, TensorFact):
+        return torch.empty(value.at(batch), dtype=value.dtype, device="meta")
+    return value.at(batch) if isinstance(value, BatchDim) else value
 
 
 DTYPE_NAMES = {

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.graph import PythonCode
 
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir import recomputation
 from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
@@ -219,6 +219,16 @@ class Model(fx.GraphModule):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse to be compiled by `torch.jit.script`, which asks here for the module to compile."""
+        if self.__dict__.get("meta", {}).get("stage") == "PREPARED":
+            raise no_program_of_prepared("torch.jit.script")
+        raise ExportError(
+            "torch.jit.script cannot make a program of this model",
+            because="it checks its inputs in Python",
+            remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
+        )
+
     def __copy__(self) -> Model:
         # The copy that GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
         copied = Model.of(self, copy_graph(self.graph))
@@ -241,6 +251,15 @@ class Model(fx.GraphModule):
         # A GraphModule would be traced again from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def no_program_of_prepared(by: str) -> ExportError:
+    """Return the error for a function of PyTorch that is to make a program of a prepared model."""
+    return ExportError(
+        f"{by} cannot make a program of a prepared model",
+        because="it observes, trains and proves its integers in Python",
+        remedy="export what fxq.convert(prepared) returns: by fxq.export_torchscript, fxq.export_pt2 or fxq.export_onnx",
+    )
 
 
 def look_at_constants(model: Any) -> None:

@@ -13,6 +13,6 @@ Tensors that do not live at once share memory; each thread has its own. A change
 
 An implementation is admitted (`admission`, `layer`) by conditions on constants and proved bounds, and then by a comparison with the
 primitives on this machine: on operands of the whole range; for a requantization on both sides of every step, for each channel,
-which is a proof, since both functions are monotonic; for a table on every byte or pair of bytes. If one differs or does not run, the next
-is tried, and the primitives at last; `explain` gives the reason.
+which is a proof, since both functions are monotonic; for a table on every byte or pair of bytes. If one is not applicable or disagrees,
+the next is tried, and the primitives at last; `explain` gives the reason. One that computed other bits is also logged and reported.
 """

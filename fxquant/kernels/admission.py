@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Built, Implementation, Match, Refused, Site
+from fxquant.kernels.kernel import Built, Disagrees, Implementation, Match, NotApplicable, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -35,13 +35,13 @@ def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch
     return torch.where(choice < EXTREMES, lowest, torch.where(choice >= 256 - EXTREMES, highest, values))
 
 
-def pairs_of_ends(dtype: IntType, sizes: Sequence[int], zero: int, generator: torch.Generator) -> Tensor:
-    """Draw integers at the zero point, with some pairs of neighbours, along the channels or the last dimension, at an end of the range.
+def pairs_of_ends(dtype: IntType, sizes: Sequence[int], low: int, zero: int, generator: torch.Generator) -> Tensor:
+    """Draw integers at the zero point, with some pairs of neighbours, along the channels or the last dimension, at `low` or the highest.
 
     A sum of two products in 16 bits, as processors without VNNI compute it, saturates at such a pair. The sum of the layer stays so small
     that its output does not hide it.
     """
-    lowest, highest, value = (torch.tensor(each, dtype=dtype.storage, device="cpu") for each in (dtype.low, dtype.high, zero))
+    lowest, highest, value = (torch.tensor(each, dtype=dtype.storage, device="cpu") for each in (low, dtype.high, zero))
     for axis in {1 if len(sizes) > 3 else len(sizes) - 1, len(sizes) - 1}:
         halved = [-(-size // 2) if dim == axis else size for dim, size in enumerate(sizes)]
         choice = _random_bits(torch.uint8, halved, generator).repeat_interleave(2, axis).narrow(axis, 0, sizes[axis])
@@ -77,14 +77,23 @@ def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tens
     if "weight" in site.match.parts:
         smallest = max(1, min(math.prod(site.sizes[node]) for node in site.match.reads))
         for _ in range(min(MOST_DRAWS, -(-DRAWN // smallest))):
-            yield {node: _pairs(node, site.sizes[node], generator) for node in site.match.reads}
+            yield {node: _pairs(site, node, generator) for node in site.match.reads}
 
 
-def _pairs(node: fx.Node, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+def _grid(site: Site, node: fx.Node) -> tuple[IntType, int, int]:
+    """Return the integer type of an operand, its lowest integer, and its zero point."""
     described = qparams(node)
-    if described is not None:
-        return pairs_of_ends(ACTIVATION_TYPES[described.dtype], sizes, described.zero_point, generator)
-    value = pairs_of_ends(UINT8, sizes, 0, generator) * (LARGEST_REAL / UINT8.high)
+    assert described is not None
+    dtype = ACTIVATION_TYPES[described.dtype]
+    return dtype, described.zero_point if node in site.non_negative else dtype.low, described.zero_point
+
+
+def _pairs(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
+    sizes = site.sizes[node]
+    if not fact(node).dtype.is_floating_point:
+        dtype, low, zero = _grid(site, node)
+        return pairs_of_ends(dtype, sizes, low, zero, generator)
+    value = pairs_of_ends(UINT8, sizes, 0, 0, generator) * (LARGEST_REAL / UINT8.high)
     value.view(-1)[0] = SMALLEST_REAL  # a grid made at run time then has the scale 1
     return value
 
@@ -96,10 +105,7 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
         if fact(node).dtype.is_floating_point:
             given[node] = _real(site, node, generator)
         else:
-            described = qparams(node)
-            assert described is not None
-            dtype = ACTIVATION_TYPES[described.dtype]
-            low = described.zero_point if node in site.non_negative else dtype.low
+            dtype, low, _ = _grid(site, node)
             given[node] = whole_range(dtype, site.sizes[node], low, generator)
     return given
 
@@ -151,7 +157,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
 
 
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
-    """Raise Refused if an implementation differs from the primitives for one of `draws`."""
+    """Raise Disagrees if an implementation differs from the primitives for one of `draws`, NotApplicable if it does not run here."""
     for given in draws(site, torch.Generator().manual_seed(0)):
         _compare(site, implementation, built, given)
 
@@ -161,15 +167,15 @@ def _compare(site: Site, implementation: Implementation, built: Built, given: di
     try:
         found = run(site, implementation, built, given)
     except RuntimeError as error:
-        raise Refused(f"it does not run here: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
     if wanted.is_floating_point():
         if not torch.equal(found, wanted):
-            raise Refused(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
+            raise Disagrees(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
         return
     zero = qparams(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0  # type: ignore[union-attr]
     apart = site.result().centred(found) != wanted.to(torch.int64) - zero
     if bool(apart.any()):
-        raise Refused(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
+        raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
 
 
 def is_primitive(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from fxquant.support.addresses import readable
 
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers
-ALIGNMENT = 4  # the bytes of a pixel are a multiple of this
+ALIGNMENT = 4  # the elements of a pixel are a multiple of this
 SLACK = 64  # bytes behind a held tensor that vector instructions may read
 
 
@@ -38,6 +38,9 @@ class Match:
     covers: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+Matched = Match | str | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Held:
     @property
     def pixel(self) -> int:
         """The elements of a pixel."""
-        return self.channels if self.dtype == torch.int32 else -(-self.channels // ALIGNMENT) * ALIGNMENT
+        return -(-self.channels // ALIGNMENT) * ALIGNMENT
 
     @property
     def rows(self) -> int:
@@ -119,8 +122,12 @@ class Held:
         return self.view(held).to(torch.int64) - self.zero
 
 
-class Refused(Exception):
-    """Raised with the reason why an implementation is not used at a place."""
+class NotApplicable(Exception):
+    """Raised with the reason why an implementation does not serve a place, or this processor."""
+
+
+class Disagrees(Exception):
+    """Raised where an implementation, built for a place, computed other bits than the primitives there; says in how many elements."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +193,16 @@ class Implementation(Protocol):
     reads_held: bool
 
     def build(self, site: Site) -> Built:
-        """Build the implementation for one place. Raises Refused, with the reason, where its conditions do not hold."""
+        """Build the implementation for one place. Raises NotApplicable where its conditions do not hold."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A pattern of primitives, which define it, and how it may be computed, the fastest first."""
+    """A pattern of primitives, which define it, and how it may be computed, the fastest first.
+
+    `match` returns a str, the reason, for a node that the kernel is for but does not serve, and None for any other node.
+    """
 
     name: str
-    match: Callable[[fx.Node], Match | None]
+    match: Callable[[fx.Node], Matched]
     implementations: tuple[Implementation, ...]

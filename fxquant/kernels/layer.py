@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.integer import QParams, qparams
 from fxquant.kernels.admission import evaluate
-from fxquant.kernels.kernel import Held, Refused, Site
+from fxquant.kernels.kernel import Disagrees, Held, Site
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
 from fxquant.primitives import Role, requantize, role_of
 
@@ -40,7 +40,7 @@ def _flat(tensor: Tensor | None) -> Tensor:
 class Layer:
     """The constants of a sum of products.
 
-    weight   (out, in / groups, height, width), int8
+    weight   (out, in / groups, height, width), int8; ones for a sum over windows
     given    the bias as it is, int32; None where there is none
     largest  the largest |sum|, the residual included
     window   stride, padding, dilation, groups
@@ -54,8 +54,12 @@ class Layer:
     @staticmethod
     def of(site: Site) -> Layer:
         """Return the layer of a place where the pattern was found."""
-        parts, reads = site.match.parts, site.match.reads
-        weight = site.tensor("weight")
+        parts, reads = dict(site.match.parts), site.match.reads
+        if parts["weight"] is None:
+            _, parts["groups"], *area = site.sizes[reads[0]]
+            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
+        else:
+            weight = site.tensor("weight")
         weight = weight.reshape(*weight.shape, 1, 1) if weight.dim() == 2 else weight
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
@@ -70,7 +74,7 @@ class Layer:
         return ((whole + 2**31) % 2**32 - 2**31).to(torch.int32)
 
     def prove_requantization(self, site: Site, requantized: Callable[[Tensor], Tensor]) -> None:
-        """Raise Refused unless a function of int32 rows of sums gives the primitive's result, as held, for every possible sum.
+        """Raise Disagrees unless a function of int32 rows of sums gives the primitive's result, as held, for every possible sum.
 
         Both never fall as the sum grows, so they are equal everywhere if they are equal on both sides of every step of the result.
         """
@@ -85,7 +89,7 @@ class Layer:
         centred = wanted.to(torch.int64).reshape(sums.shape) - grid(root).zero_point
         apart = requantized(sums.clone()).to(torch.int64) - site.result().zero != centred
         if bool(apart.any()):
-            raise Refused(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
+            raise Disagrees(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
 
     def _steps(self, site: Site) -> Tensor:
         """Return for each channel the sums on both sides of every step of the result, the ends, and 0: int32, (sums, channels)."""

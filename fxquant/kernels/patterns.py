@@ -12,21 +12,22 @@ from torch import fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Match
+from fxquant.kernels.kernel import Match, Matched
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, requantize, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import quantize
 
 BYTES = (torch.int8, torch.uint8)
-LAYERS = frozenset({Role.CONVOLUTION, Role.LINEAR})
+SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
+RANKS = (2, 3, 4)
 
 
-def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = (2, 3, 4)) -> bool:
+def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
     """Return whether a value is a tensor of one of these dtypes and ranks."""
     known = fact(node) if isinstance(node, fx.Node) else None
     return isinstance(known, TensorFact) and known.dtype in dtypes and len(known.shape) in ranks
 
 
-def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
+def bytes_of(node: Any, ranks: Sequence[int] = RANKS) -> fx.Node | None:
     """Return the quantized tensor of 8 bits that is read: the operand itself, or the operand of its centring; None for others."""
     if isinstance(node, fx.Node) and node.target is elementwise.centre:
         node = node.args[0]
@@ -35,81 +36,132 @@ def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
     return node  # type: ignore[no-any-return]
 
 
+def _lacking(verb: str, node: Any, ranks: Sequence[int] = RANKS) -> str:
+    """Return why a tensor that is read or written is not one for kernels."""
+    known = fact(node) if isinstance(node, fx.Node) else None
+    if not isinstance(known, TensorFact):
+        return f"it {verb}s what is not a tensor"
+    if known.dtype not in BYTES:
+        return f"it {verb}s {str(known.dtype).removeprefix('torch.')}; kernels {verb} 8 bits"
+    if len(known.shape) in ranks:
+        return f"it {verb}s 8 bits inside of an operator, where they have no scale"
+    taken = " or ".join(map(str, ranks))
+    return f"it {verb}s a tensor of {_dimensions(len(known.shape))}; kernels {verb} {taken} dimensions"
+
+
+def _dimensions(count: int) -> str:
+    return "1 dimension" if count == 1 else f"{count} dimensions"
+
+
 def _read_once(node: Any) -> bool:
     """Return whether a value is a node with exactly one reader."""
     return isinstance(node, fx.Node) and len(node.users) == 1
 
 
-def sum_of_products(root: fx.Node) -> Match | None:
-    """Match a 2d convolution or a linear layer on bytes, the residual added to it, and the requantization to bytes.
+def sum_of_products(root: fx.Node) -> Matched:
+    """Match a 2d convolution, a linear layer or a sum over windows, on bytes; the residual added to it, and the requantization to bytes.
 
-    Match the sum itself where that is the output of a last layer.
+    Match the sum of products itself where that is the output of a last layer. A sum over windows, or over height and width, is a
+    depthwise convolution whose weight is 1: its part "weight" is None.
     """
     requantized = role_of(root.target) is Role.REQUANTIZATION
     if not requantized and root.target is not requantize.accumulator_output:
         return None
     covers, total = [root], root.args[0]
     residual, factor, factor_shift = None, None, None
-    if _read_once(total) and role_of(total.target) is Role.RESIDUAL:  # type: ignore[union-attr]
-        covers.append(total)  # type: ignore[arg-type]
-        total, added, factor, *shift = total.args  # type: ignore[union-attr]
+    if isinstance(total, fx.Node) and role_of(total.target) is Role.RESIDUAL:
+        covers.append(total)
+        total, added, factor, *shift = total.args
         factor_shift = shift[0] if shift else None
         residual = bytes_of(added)
         if residual is None:
-            return None
-    if not _read_once(total) or (requantized and not known_tensor(root, *BYTES)):
-        return None
+            return f"of its residual: {_lacking('read', added)}"
     assert isinstance(total, fx.Node)
-    if role_of(total.target) not in LAYERS:
-        return None
+    window = _summed(total) if role_of(total.target) in SUMS else None
+    if window is None or isinstance(window, str):
+        return window
     covers.append(total)
-    is_linear = role_of(total.target) is Role.LINEAR
-    operand, weight, bias, *attributes = total.args
-    input = bytes_of(operand, (2, 3) if is_linear else (4,))
-    if input is None or not known_tensor(weight, torch.int8) or (bias is not None and not known_tensor(bias, torch.int32, ranks=(1,))):
-        return None
-    window = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
-    if not is_linear:
-        window = dict(zip(window, attributes, strict=False))
-    parts = {"weight": weight, "bias": bias, "factor": factor, "factor_shift": factor_shift, "sum": total, **window}
+    if not all(map(_read_once, covers[1:])):
+        return "its accumulator has other readers; kernels keep it to themselves"
+    if requantized and not known_tensor(root, *BYTES):
+        return _lacking("write", root)
+    if window["weight"] is None and any(math.prod(_sizes(node)) != 1 for node in root.all_input_nodes[1:]):
+        return "its divisor depends on the place of a window; kernels take one divisor"
+    input = bytes_of(total.args[0])
+    assert input is not None
+    parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
 
 
-def quantization(root: fx.Node) -> Match | None:
+def _summed(total: fx.Node) -> dict[str, Any] | str:
+    """Return the weight, the bias and the window of a sum of products; or why kernels do not compute it."""
+    given: Any = total.args
+    operand, *arguments = given
+    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
+    if role_of(total.target) is Role.LINEAR:
+        one["weight"], one["bias"], *_ = arguments
+    elif role_of(total.target) is Role.CONVOLUTION:
+        one |= zip(("weight", "bias", "stride", "padding", "dilation", "groups"), arguments, strict=False)
+        if len(one["stride"]) != 2:
+            return f"it is a convolution of {_dimensions(len(one['stride']))}; kernels take 2"
+    elif total.target is pool.sum_pool:
+        one["kernel"], one["stride"], one["padding"], after, *_ = arguments
+        if len(one["stride"]) != 2:
+            return f"its windows have {_dimensions(len(one['stride']))}; kernels take 2"
+        if any(tail > head for head, tail in zip(one["padding"], after, strict=True)):
+            return "it has more padding after images than before them"
+    elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != [2, 3]:
+        return "it sums over other dimensions than height and width of images"
+    ranks = (2, 3) if role_of(total.target) is Role.LINEAR else (4,)
+    if bytes_of(operand, ranks) is None:
+        return _lacking("read", operand, ranks)
+    for name, dtype in (("weight", torch.int8), ("bias", torch.int32)):
+        if one[name] is not None and not known_tensor(one[name], dtype, ranks=(1, 2, 4)):
+            return f"its {name} is not {str(dtype).removeprefix('torch.')}"
+    return one
+
+
+def _sizes(node: Any) -> tuple[Any, ...]:
+    known = fact(node)
+    assert isinstance(known, TensorFact)
+    return tuple(known.shape)
+
+
+def quantization(root: fx.Node) -> Matched:
     """Match the quantization of a 4d float32 tensor to bytes."""
-    if root.target is not quantize or not known_tensor(root, *BYTES, ranks=(4,)):
+    if root.target is not quantize:
         return None
+    if not known_tensor(root, *BYTES, ranks=(4,)):
+        return _lacking("write", root, (4,))
     if not known_tensor(root.args[0], torch.float32):
-        return None
+        return "it reads another dtype than float32"
     return Match(root, (root,), (root.args[0],))  # type: ignore[arg-type]
 
 
-def maximum(root: fx.Node) -> Match | None:
+def maximum(root: fx.Node) -> Matched:
     """Match a 2d max pool."""
-    if root.target is not pool.max_pool or not known_tensor(root, *BYTES, ranks=(4,)) or bytes_of(root.args[0]) is None:
+    if root.target is not pool.max_pool:
         return None
+    if bytes_of(root.args[0], (4,)) is None:
+        return _lacking("read", root.args[0], (4,))
     window = dict(zip(("kernel", "stride", "begin", "end", "dilation"), root.args[1:], strict=True))
     return Match(root, (root,), (root.args[0],), window)  # type: ignore[arg-type]
 
 
-def total(root: fx.Node) -> Match | None:
-    """Match the sum over height and width."""
-    if root.target is not pool.sum:
-        return None
-    operand = bytes_of(root.args[0], (4,))
-    if operand is None or sorted(dim % 4 for dim in root.args[1]) != [2, 3] or not known_tensor(root, torch.int32):  # type: ignore[union-attr, operator]
-        return None
-    return Match(root, (root,), (operand,))
-
-
-def pointwise(root: fx.Node) -> Match | None:
+def pointwise(root: fx.Node) -> Matched:
     """Match elementwise functions from one or two tensors of bytes to bytes, whose constants are the same for all elements."""
-    if role_of(root.target) not in POINTWISE or not known_tensor(root, *BYTES) or qparams(root) is None:
-        return None  # inside an operator bytes have no grid
+    if role_of(root.target) not in POINTWISE:
+        return None
+    if not known_tensor(root, *BYTES) or qparams(root) is None:
+        return _lacking("write", root)
     covers: list[fx.Node] = []
     reads: list[fx.Node] = []
-    if not all(_pointwise(operand, covers, reads) for operand in root.all_input_nodes) or not 1 <= len(reads) <= 2:
-        return None
+    for operand in root.all_input_nodes:
+        because = _apart(operand, covers, reads)
+        if because is not None:
+            return because
+    if not 1 <= len(reads) <= 2:
+        return f"it reads {len(reads)} tensors; kernels read 1 or 2"
     if len(reads) == 2 and math.prod(_trailing(reads[0])) == 1:
         reads.reverse()  # what has one pixel comes second
     return Match(root, (*covers, root), tuple(reads))
@@ -122,36 +174,44 @@ def _trailing(node: fx.Node) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else 0 for size in known.shape[2:]) if len(known.shape) == 4 else (0,)
 
 
-def _pointwise(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> bool:
-    """Return whether a value is a constant number, a tensor of bytes, or computed from such; collect the nodes it is computed from."""
+def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | None:
+    """Collect what a value is computed from; return why it is not a number, a tensor of bytes, or an elementwise function of these."""
     known = fact(node)
     if not isinstance(known, TensorFact):
-        return False
+        return _lacking("read", node)
     if node.op == "get_attr":
-        return all(size == 1 for size in known.shape) or all(user.target is elementwise.lookup for user in node.users)
+        one = all(size == 1 for size in known.shape) or all(user.target is elementwise.lookup for user in node.users)
+        return None if one else "its constants differ between elements; kernels take one for all"
     if known.dtype in BYTES and qparams(node) is not None:
         if node not in reads:
             reads.append(node)
-        return len(known.shape) in (2, 3, 4)
-    inner = role_of(node.target) in POINTWISE and (len(node.users) == 1 or node.target is elementwise.centre)
-    if not inner or not all(_pointwise(operand, covers, reads) for operand in node.all_input_nodes):
-        return False
+        return None if len(known.shape) in RANKS else _lacking("read", node)
+    if role_of(node.target) not in POINTWISE:
+        record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+        if record is None or record.kind == "quantized":
+            return _lacking("read", node)
+        return f"it follows {record.name}, which no kernel computes"
+    if len(node.users) != 1 and node.target is not elementwise.centre:
+        return f"%{node.name} inside of it has other readers" if qparams(node) is None else _lacking("read", node)
     if len(node.users) == 1:
         covers.append(node)
-    return True
+    return next((because for operand in node.all_input_nodes if (because := _apart(operand, covers, reads)) is not None), None)
 
 
-def joined(root: fx.Node) -> Match | None:
+def joined(root: fx.Node) -> Matched:
     """Match the concatenation of images along their channels."""
-    if root.target is not shape.concatenate or not known_tensor(root, *BYTES, ranks=(4,)) or root.args[1] not in (1, -3):
+    if root.target is not shape.concatenate:
         return None
+    if not known_tensor(root, *BYTES, ranks=(4,)):
+        return _lacking("write", root, (4,))
+    if root.args[1] not in (1, -3):
+        return "it joins along another dimension than the channels"
     operands = tuple(root.args[0])  # type: ignore[arg-type]
-    if any(bytes_of(operand, (4,)) is not operand for operand in operands):
-        return None
-    return Match(root, (root,), operands)
+    unfit = next((operand for operand in operands if bytes_of(operand, (4,)) is not operand), None)
+    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, (4,))
 
 
-def dynamic_layer(root: fx.Node) -> Match | None:
+def dynamic_layer(root: fx.Node) -> Matched:
     """Match a linear layer on float tensors, whose operand is quantized to bytes at run time."""
     if root.target is not runtime_scales.dynamic_linear:
         return None

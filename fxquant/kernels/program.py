@@ -20,15 +20,23 @@ Step = Callable[[list[Any]], None]  # on the values, by their places
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation chosen for a node with a kernel.
+    """How a node of an integer graph is computed on this machine.
 
-    implementation  its name; None where the primitives run
-    refused         why those before it were refused, by name
+    kernel          the name of its kernel; "" for a primitive that no kernel serves
+    implementation  the name of the implementation that runs; None where the primitives run
+    refused         why those before it are not used, by name; the reason of a primitive that no kernel serves is under ""
+    disagrees       those of them that computed other bits than the primitives
     """
 
     kernel: str
     implementation: str | None
     refused: Mapping[str, str]
+    disagrees: tuple[str, ...] = ()
+
+    @property
+    def because(self) -> str:
+        """The reasons, each with the name of its implementation."""
+        return "; ".join(f"{name}: {why}" if name else why for name, why in self.refused.items())
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,11 @@ class Program:
             else:
                 reads = [self._plain(read) for read in node.all_input_nodes if read.op != "get_attr"]
                 self.steps.append((_Primitive(self.model, node, self.places), reads, self._place(node, False)))
+
+    def computed(self) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
+        """Return the choice at each node with a kernel, and the other nodes that run as they are in the graph, both in its order."""
+        alone = [maker.node for maker, _, _ in self.steps if isinstance(maker, _Primitive)]
+        return {node: chosen.choice for node, chosen in self.chosen.items()}, [node for node in alone if node not in self.chosen]
 
     def _output(self, read: fx.Node) -> Any:
         """Return the place of a node that is returned, or its value where it is a constant."""

@@ -21,10 +21,11 @@ from fxquant.ir.interpreter import Interpreter
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
-from fxquant.kernels.kernel import Kernel, Match, Refused, Site
+from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
 from fxquant.support.forks import free_in_child
+from fxquant.support.offers import disagreed
 from fxquant.support.progress import progress
 
 logger = logging.getLogger("fxquant")
@@ -125,11 +126,24 @@ class Runner:
             self.reset()
             self.made_for, self.constants = (id(model), id(model.graph)), Constants(model)
 
-    def choices(self) -> list[tuple[str, Choice]]:
-        """Return the choice at each node with a kernel, by name, in the order of the graph; for several sizes, that of the last."""
+    def choices(self, model: fx.GraphModule, prove: bool = False) -> dict[fx.Node, Choice]:
+        """Return how each node is computed for inputs of the sizes that came last; empty before kernels were proved for any.
+
+        With `prove` they are, if the model has run.
+        """
         with self.lock:
-            found = {name: chosen.choice for (name, _), chosen in self.chosen.items()}
-        return list(found.items())
+            keys = list(reversed(self.programs)) if self._is_of(model) else []
+            proved = [key for key in keys if prove or isinstance(self.programs[key], Program)]
+            program = self._known(model, proved[0]) if proved else None
+        if program is None:
+            return {}
+        found, alone = program.computed()
+        covered = {each for node, choice in found.items() for each in program.chosen[node].match.covers if choice.implementation is None}
+        for node in alone:
+            if node not in covered:
+                reasons = (kernel.match(node) for kernel in self.source())
+                found[node] = Choice("", None, {"": next((because for because in reasons if isinstance(because, str)), "")})
+        return found
 
     def _is_of(self, model: fx.GraphModule) -> bool:
         """Return whether graph and constants are still those that programs were made for."""
@@ -146,7 +160,8 @@ class Runner:
             known = kernel(node)
             if known is not None:
                 found = next((each for each in self.source() if each.name == known[0]), None)
-                match = None if found is None else found.match(node)
+                matched = None if found is None else found.match(node)
+                match = matched if isinstance(matched, Match) else None
                 key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
                 if key not in self.chosen:
                     self.chosen[key] = self._choose(model, node, known[0], found, match, sizes, non_negative)
@@ -172,6 +187,7 @@ class Runner:
         }
         site = Site(model, match, few, non_negative)
         refused: dict[str, str] = {}
+        disagrees: list[str] = []
         for implementation in found.implementations:
             if any(0 in sizes[read] for read in match.reads):
                 refused[implementation.name] = "its operand is empty"
@@ -179,11 +195,16 @@ class Runner:
             try:
                 built = implementation.build(site)
                 prove(site, implementation, built)
-            except Refused as error:
+            except NotApplicable as error:
                 refused[implementation.name] = str(error)
-                continue
-            return Chosen(match, Choice(name, implementation.name, refused), implementation, built)
-        return Chosen(match, Choice(name, None, refused))
+            except Disagrees as error:
+                refused[implementation.name] = str(error)
+                disagrees.append(implementation.name)
+                instead = "another implementation or its primitives run instead"
+                disagreed(model, f"the kernel '{implementation.name}'", [f"%{node.name}"], str(error), instead)
+            else:
+                return Chosen(match, Choice(name, implementation.name, refused, tuple(disagrees)), implementation, built)
+        return Chosen(match, Choice(name, None, refused, tuple(disagrees)))
 
 
 def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:

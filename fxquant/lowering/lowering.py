@@ -28,7 +28,7 @@ from fxquant.numerics.rounding import straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
 from fxquant.primitives.elementwise import lookup, shift_right
-from fxquant.primitives.product import scale_channels
+from fxquant.primitives.product import scale_channels, scale_channels_wide
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
 from fxquant.quantization.quantizer import Quantizer
@@ -352,10 +352,10 @@ class Lowering:
         unit = torch.tensor(1.0, dtype=torch.float32, device=operand.scale.device) / WEIGHT_INT8.high
         steps = self.arithmetic.step(operand.scale, unit)
         half = self.arithmetic.layer_bias(torch.zeros((), dtype=torch.float64, device=unit.device), steps[0], to.grid.scale)
-        self.prove(half.abs() + float(WEIGHT_INT8.high * operand.grid.magnitude), "the sum")
+        largest = self.prove(half.abs() + float(WEIGHT_INT8.high * operand.grid.magnitude), "the sum")
         weight = self.constant(role + "weight", torch.full((1,), WEIGHT_INT8.high, dtype=torch.int8, device=unit.device), torch.int8)
         bias = self.constant(role + "bias", half.reshape(1), torch.int32)
-        total = self.call(scale_channels, operand.value, weight, bias, 0)
+        total = self.call(scale_channels if largest < FLOAT32_EXACT else scale_channels_wide, operand.value, weight, bias, 0)
         ratio = Ratio(steps, (to.grid.scale,))
         return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to.grid)
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant.errors import CalibrationError
 from fxquant.ir.functional import stopped
+from fxquant.ir.model import no_program_of_prepared
 from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.lowering.lowering import Quantized, limited, plainly
@@ -157,6 +158,8 @@ class QuantizedOperator(nn.Module):
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = self.multiplied(args, kwargs)
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise no_program_of_prepared("torch.jit.trace" if torch.jit.is_tracing() else "torch.export")  # type: ignore[attr-defined, no-untyped-call]
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)
         if self.state is State.FLOAT:

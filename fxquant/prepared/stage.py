@@ -6,12 +6,13 @@ import enum
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
-from fxquant.errors import StageViolation
+from fxquant.errors import ConfigurationError, ExportError, StageViolation
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.ir.graph import annotation, fact, is_deployed, is_parameter, reads_shape_only, resolve
 from fxquant.ir.integer import kernel
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
 from fxquant.ops import on_grid_of, operator_of
@@ -19,6 +20,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.weighted import FUSED
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.proof import unproved
 from fxquant.primitives.quantization import quantize
 
 
@@ -121,7 +123,7 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
     A valid scale is positive, finite and a float32; a valid zero point is an integer of its dtype.
     """
     for node in gm.graph.nodes:
-        if is_integer(node) and node.op == "call_function":
+        if is_integer(node) and operator_of(node) is not None:  # a stop between two operators is annotated, and is none
             yield Violation(node, "it is annotated as integer but has no quantizer")
         if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
             output = None if module.plain else module.output
@@ -158,6 +160,12 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
                 and value.dtype.is_floating_point
             ):
                 yield Violation(node, f"it reads the float %{operand.name}")
+
+
+def proved(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Require that shapes, grids and the range of every value and accumulator hold for every input, by the constants of the graph."""
+    for node, because in unproved(gm, gm.meta["target"].arithmetic):
+        yield Violation(node, because)
 
 
 def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
@@ -203,7 +211,7 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
     Stage.ANNOTATED: (consistent, canonical_spelling, tensors_have_facts, annotated),
     Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded, one_scale_per_group),
     Stage.PREPARED: (consistent, prepared_operators),
-    Stage.INTEGER: (consistent, only_primitives),
+    Stage.INTEGER: (consistent, only_primitives, proved),
     Stage.FUSED: (consistent, only_primitives, kernels_of_their_own),
 }
 
@@ -211,6 +219,23 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
 def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
     """Return everything in the graph that its stage does not allow."""
     return [violation for rule in SPECS[stage] for violation in rule(gm)]
+
+
+def require_integer(model: Any) -> None:
+    """Raise ConfigurationError unless the model is an integer model, and ExportError if it was changed so that its stage refuses it."""
+    if not isinstance(model, fx.GraphModule) or not is_deployed(model):
+        raise ConfigurationError(
+            f"{type(model).__name__} is not an integer model",
+            because="only the result of fxq.convert can be exported",
+            remedy="call fxq.convert(prepared) first",
+        )
+    for violation in violations(model, Stage.INTEGER)[:1]:
+        raise ExportError(
+            "the integer model cannot be exported",
+            node=violation.node,
+            because=f"%{violation.node.name}: {violation.because}",
+            remedy="undo the change that was made to this model (a constant, .double(), .half()), or call fxq.convert(prepared) again",
+        )
 
 
 def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:

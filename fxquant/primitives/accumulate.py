@@ -127,8 +127,9 @@ def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
     part = 2 ** (chosen.bits - 1)
     need(x.largest <= part * 2 ** (chosen.bits * (chosen.parts - 1)), "the parts of its operand hold fewer bits than it has")
     held = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)
-    need(int(weight.abs().max()) < held, "the parts of its weight hold fewer bits than it has")
-    for factor in split(weight.double(), chosen.weight_parts, chosen.weight_bits):
+    low, high = map(int, torch.aminmax(weight))
+    need(-held < low and high < held, "the parts of its weight hold fewer bits than it has")
+    for factor in [weight] if chosen.weight_parts == 1 else split(weight.double(), chosen.weight_parts, chosen.weight_bits):
         largest = float(accumulator_bound(factor, None, 0, part).max())
         need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, exact_below, need, within
-from fxquant.primitives.record import Emitter, ZeroPoint, primitive, stored
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive, stored
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 HALF_BITS = 8  # where a wide sum over windows cuts its operand
@@ -83,7 +83,7 @@ def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: 
     return within(terms * input.largest, FLOAT64_EXACT if wide else POOLED_EXACT)
 
 
-@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, casts=True)
+@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, role=Role.SUM, casts=True)
 def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
     """Sum each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
     value = input.to(torch.float64 if wide else torch.float32)
@@ -107,7 +107,7 @@ def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False)
     return within(math.prod(input.size(d) for d in dim) * input.largest, exact_below(wide))
 
 
-@primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", casts=True)
+@primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", role=Role.SUM, casts=True)
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
     """Sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
     total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)

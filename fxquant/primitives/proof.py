@@ -1,12 +1,12 @@
 """Proofs about an integer graph for every input: shapes, dtypes, and the range of every value, derived from its constants.
 
 `integer.lower` proves that accumulators fit while it chooses primitives and constants. This module proves it again from the graph
-alone, primitive by primitive, without trusting the graph's annotations. A graph that is loaded from a file is checked in this way.
+alone, primitive by primitive, without trusting the graph's annotations. `convert`, `save`, `load` and the exporters check their graph
+in this way, by the rules of the stage INTEGER.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, need, refuse
+from fxquant.primitives.bounds import Value, as_double, constant_of, need, refuse
 
 
 class Shapes:
@@ -38,13 +38,8 @@ class Shapes:
 
     @staticmethod
     def _run(node: fx.Node, batch: int) -> Tensor:
-        def example(operand: fx.Node) -> Any:
-            value = fact(operand)
-            if isinstance(value, BatchDim):
-                return value.at(batch)
-            return torch.empty(value.at(batch), dtype=value.dtype, device="meta") if isinstance(value, TensorFact) else value
-
-        result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: on_meta(fact(operand), batch))
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result
 
 
@@ -101,8 +96,8 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
                 value = _proved(node, values, arithmetic)
             else:
                 continue
-        except Unproved as error:
-            yield node, str(error)
+        except Exception as error:  # or whatever PyTorch says about arguments that were changed
+            yield node, str(error) or type(error).__name__
             return  # whatever reads it is not proved either
         if value is not None:
             values[node] = value
@@ -121,13 +116,12 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
         return None
     found = TensorFact(tuple(tensor.shape), tensor.dtype)
     need(found == known, f"it is {found}, and declared as {known}")
+    tensor = tensor.detach().cpu()
     if tensor.is_complex() or tensor.numel() == 0:
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        return Value(zero, zero, known, constant=tensor.detach())
+        return Value(as_double(0.0), as_double(0.0), known, constant=tensor)
     # A small constant may hold one number per channel, and broadcast; for a large one the extremes are enough.
-    plain = tensor.detach().double()
-    low, high = (plain, plain) if tensor.numel() <= 2**16 else (plain.min(), plain.max())
-    return Value(low, high, known, constant=tensor.detach())
+    low, high = (tensor, tensor) if tensor.numel() <= 2**16 else torch.aminmax(tensor)
+    return Value(low.double(), high.double(), known, constant=tensor)
 
 
 def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmetic) -> Value | None:
@@ -143,7 +137,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         return values.get(operand, _given(operand))
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
+    arguments = record.signature.bind(*args, **kwargs).arguments
     real = node.target is quantization.quantize or record.kind == "dynamic"
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
@@ -164,10 +158,10 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
 def _given(node: fx.Node) -> Value | None:
     """Return the range of a bool or integer tensor that is an input or that float operators computed: any value of its dtype."""
     known = fact(node)
-    if not isinstance(known, TensorFact) or known.dtype not in PLAIN_TYPES.values():
+    if not isinstance(known, TensorFact) or known.dtype.is_floating_point or known.dtype.is_complex:
         return None
-    largest = 1.0 if known.dtype == torch.bool else 2.0**63
-    return Value(torch.tensor(-largest, dtype=torch.float64, device="cpu"), torch.tensor(largest, dtype=torch.float64, device="cpu"), known)
+    low, high = (0, 1) if known.dtype == torch.bool else (torch.iinfo(known.dtype).min, torch.iinfo(known.dtype).max)
+    return Value(as_double(float(low)), as_double(float(high)), known)
 
 
 _ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))

@@ -53,6 +53,7 @@ class Role(Enum):
 
     CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
     LINEAR = "Sums of products over the last dimension, with a bias: (input, weight, bias, …)."
+    SUM = "Sums over windows or over dimensions: (input, windows or dimensions, …)."
     MATRIX_PRODUCT = "Sums of products of two activations: (input, other, …)."
     CHANNEL_SCALING = "A factor and a bias for each channel: (input, weight, bias, trailing)."
     RESIDUAL = "An accumulator and an activation times a factor: (accumulator, residual, multiplier, …)."

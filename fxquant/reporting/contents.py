@@ -22,6 +22,7 @@ from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.layout import drawing
 from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
+from fxquant.support.offers import disagreements
 from fxquant.version import __version__
 
 CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest of neighbours
@@ -56,6 +57,7 @@ def contents(
         "weights": {name: found for name, found in _weights(model).items() if name in shown.places},
         "passes": _passes(model),
         "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(known)],
+        "disagreements": [[each.place, each.implementation, each.because] for each in disagreements(model)],
         "findings": [[each.layer, each.operator, each.limit, each.remedy, each.source] for each in findings],
     }
     ready: dict[str, Any] = json_ready(found)

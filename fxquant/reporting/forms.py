@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.compare import compare, count_flips, measure
+from fxquant.analysis.compare import compare, measure
 from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.recording import Form, GraphForm, OnnxForm, Wanted
 from fxquant.analysis.recording import record as record_values
@@ -18,13 +18,10 @@ from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.ir.graph import is_deployed, stage_of
-from fxquant.prepared.batches import as_batches
+from fxquant.prepared.batches import as_batches, length
 from fxquant.quantization.state import State
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
-
-if TYPE_CHECKING:
-    from fxquant.backends.onnx.runtime import OnnxModel
 
 Batches = Iterable[Any]
 PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
@@ -53,34 +50,38 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """
     if isinstance(first, str | os.PathLike):
         first, second = second, first
-    left = form_of(first)
-    inputs = list(check_batches(first, as_batches(batches)))
+    left, report = form_of(first), Report()
+    given = as_batches(batches)
+    inputs: Iterable[list[Any]] = check_batches(first, given)
+    inputs = list(inputs) if isinstance(given, Sequence) else inputs  # what is there is checked before anything is run
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
-    report = Report()
-    if isinstance(second, str | os.PathLike) and Path(second).suffix in PROGRAMS:
-        _simulated(left, Path(second), inputs, report, show_progress)
-        return report
+    whole: OnnxForm | None = None
+    others: Sequence[Form]
     if not isinstance(second, str | os.PathLike):
-        _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
-        return report
-    from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+        others = [form_of(second), *kernel_forms(first, second)]
+    elif Path(second).suffix in PROGRAMS:
+        others = [_simulated(left, Path(second), report)]
+    else:
+        from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 
-    opened = OnnxModel(accepted("verify", "path", second, PATH))
-    check_same_model(left, opened)
-    mine = left.model.meta["target"].name
-    report.targets = (mine, opened.target) if opened.target not in (mine, "") else None
-    if opened.style == "qdq":
-        return _measured(left, opened, inputs, show_progress)
-    handed = crossings(left.model)
-    files = [OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES]
-    _verify(left, [*files, *kernel_forms(first)], inputs, integer, report, show_progress)
-    if handed or float_outputs(left.model):
-        report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
+        opened = OnnxModel(accepted("verify", "path", second, PATH))
+        check_same_model(left, opened)
+        mine = left.model.meta["target"].name
+        targets = (mine, opened.target) if opened.target not in (mine, "") else None
+        if opened.style == "qdq":
+            deviations = DeviationReport(targets=targets)
+            files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
+            _complete(measure(left, files, inputs, deviations), deviations, length(given, None), len(files), show_progress)
+            return deviations
+        report.targets, handed = targets, crossings(left.model)
+        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *kernel_forms(first)]
+        whole = OnnxForm(opened, RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
+    _complete(compare(left, others, inputs, integer, report, whole), report, length(given, None), len(others), show_progress)
     return report
 
 
-def _simulated(left: GraphForm, path: Path, inputs: list[list[Any]], report: Report, show: bool | None) -> None:
-    """Compare an integer model with its program in the vendor's simulator, adding to the report."""
+def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
+    """Return the program of an integer model in the vendor's simulator; the report names what of it cannot be compared."""
     if not is_deployed(left.model):
         raise ConfigurationError(
             "a prepared model cannot be verified against a BPU program",
@@ -92,30 +93,18 @@ def _simulated(left: GraphForm, path: Path, inputs: list[list[Any]], report: Rep
     form = SimulatedForm(path, left.model)
     report.unseen.update(form.unseen)
     report.given = form.fed
-    _verify(left, [form], inputs, left.model, report, show)
+    return form
 
 
-def _verify(
-    left: GraphForm, others: Sequence[Form], inputs: list[list[Any]], integer: fx.GraphModule | None, report: Report, show: bool | None
-) -> None:
-    steps, done, total = compare(left, others, inputs, integer, report), 0, len(inputs) * len(others)
+def _complete(steps: Iterator[None], report: Report, batches: int | None, forms: int, show: bool | None) -> None:
+    """Take all steps, which add to the report; a KeyboardInterrupt is raised with the report."""
+    done, total = 0, None if batches is None else batches * forms
     try:
         for _ in progress(steps, total, "verifying", show):
             done += 1
     except KeyboardInterrupt:
-        raise Interrupted(f"verify was interrupted after {done} of {total} comparisons", report) from None
-
-
-def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:
-    from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES
-
-    report = DeviationReport()
-    try:
-        for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
-            measure(left, OnnxForm(opened, runtime, []), inputs, report)
-    except KeyboardInterrupt:
-        raise Interrupted(f"verify was interrupted after {len(report.outputs)} of {len(MEASURED_RUNTIMES)} runtimes", report) from None
-    return report
+        of = "" if total is None else f" of {total}"
+        raise Interrupted(f"verify was interrupted after {done}{of} comparisons", report) from None
 
 
 @checked()

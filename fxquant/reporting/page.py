@@ -19,7 +19,7 @@ from fxquant.reporting.comparing import Comparison, compare
 from fxquant.reporting.contents import contents
 from fxquant.reporting.layout import needs
 from fxquant.support.arguments import FILE, FLAG, Kind, checked, instance
-from fxquant.support.files import write_file
+from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import working
 
 
@@ -77,6 +77,7 @@ def report(
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise needs("plotly", error) from error
+    check_place(path)
     if batches is not None:
         batches = as_batches(batches)
         batches = list(first_batches(batches, num_batches)) if isinstance(batches, Iterator) else batches  # both comparisons take them

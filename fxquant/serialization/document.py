@@ -21,7 +21,7 @@ from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
 from fxquant.ir import graph as node_facts
 from fxquant.ir.carried import Carried
-from fxquant.ir.facts import BATCH_SIZES, TensorFact
+from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import Annotation, fact, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
@@ -31,7 +31,6 @@ from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.owners import link_owners
 from fxquant.prepared.stage import Stage, violations
-from fxquant.primitives.proof import unproved
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
@@ -57,7 +56,7 @@ _META: Mapping[str, tuple[type, ...] | None] = {
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
     "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,), "lost_gradients": (list,),
 }  # fmt: skip
-_PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes
+_PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for a line of the generated code
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
@@ -254,17 +253,16 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
     if not is_form(model.meta):
         raise Malformed("it does not say what it returns")
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
+    if stage is Stage.INTEGER and "target" not in model.meta:
+        raise Malformed("an integer model has no target")
     found = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
     if found:
         raise Malformed(f"%{found[0][0].name}: {found[0][1]}")
 
 
 def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]:
-    """Yield the nodes that contradict their tensors; in an integer graph, those whose facts do not hold for every input."""
+    """Yield the nodes of a graph before INTEGER that contradict their tensors; the rules of INTEGER prove every node."""
     if stage is Stage.INTEGER:
-        if "target" not in model.meta:
-            raise Malformed("an integer model has no target")
-        yield from unproved(model, model.meta["target"].arithmetic)
         return
     for node in model.graph.nodes:
         known = fact(node)
@@ -289,8 +287,7 @@ def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorF
         if operand.op == "get_attr":
             value = resolve(model, str(operand.target))
             return value.to("meta") if isinstance(value, Tensor) else copy.deepcopy(value).to("meta")
-        known = fact(operand)
-        return torch.empty(known.at(batch), dtype=known.dtype, device="meta") if isinstance(known, TensorFact) else known
+        return on_meta(fact(operand), batch)
 
     def run(batch: int) -> Tensor:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: example(operand, batch))

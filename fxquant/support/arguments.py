@@ -173,13 +173,14 @@ def _flag(value: Any) -> bool:
 
 
 def _path(value: Any) -> str:
+    """Return a path as a string, with the home folder of a user in place of a leading ~ or ~user."""
     found = os.fspath(value)
     if not isinstance(found, str) or not found:
         raise ValueError
     if "\0" in found:
         raise ValueError("a path has no NUL character")
     os.fsencode(found)  # a UnicodeEncodeError is a ValueError
-    return found
+    return os.path.expanduser(found)
 
 
 def _file(value: Any) -> str:

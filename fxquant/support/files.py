@@ -22,13 +22,14 @@ from fxquant.errors import ExportError
 # A text, which is written as UTF-8; bytes; or the parts of a file, bytes-like each, for one that is too large to copy in memory.
 Content = str | bytes | Iterable[bytes | memoryview]
 
+PART = 2**24  # bytes of a file that are copied at a time
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_file(path: str | os.PathLike[str], content: Content) -> Path:
-    """Write one file, in a folder that is made if it is missing; returns its path. Raises ExportError as `write_files` does."""
+def write_file(path: str | os.PathLike[str], content: Content, check: Callable[[Path], None] | None = None) -> Path:
+    """Write one file, in a folder that is made if it is missing; returns its path. `check` and errors are those of `write_files`."""
     place = Path(path)
-    write_files(place.parent, {place.name: content})
+    write_files(place.parent, {place.name: content}, check)
     return place
 
 
@@ -54,6 +55,36 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
             with _explained(place / name):
                 os.replace(temporary / name, place / name)
         _flush(place)
+
+
+def place_files(made: Path, folder: Path, last: str) -> None:
+    """Write the files of a folder, and of the folders in it, into another one; `last` is the file at its top that refers to the others."""
+    by_folder: dict[Path, dict[str, Content]] = {}
+    paths = [path for path in sorted(made.rglob("*")) if path.is_file()]
+    for path in sorted(paths, key=lambda path: path == made / last):
+        by_folder.setdefault(folder / path.parent.relative_to(made), {})[path.name] = _parts(path)
+    for place in sorted(by_folder, key=lambda each: -len(each.parts)):
+        write_files(place, by_folder[place])
+    for path in paths:
+        if path.stat().st_mode & stat.S_IXUSR:
+            (folder / path.relative_to(made)).chmod(path.stat().st_mode)
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(PART):
+            yield part
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raise ExportError if no file can be written at a path, before the work whose result it is to hold."""
+    place = Path(path).absolute()
+    with _explained(place):
+        _mode_of(place)
+        there = place.parent
+        while not there.exists():
+            there = there.parent
+    write_files(there, {})
 
 
 def _mode_of(path: Path) -> int | None:

@@ -1,8 +1,17 @@
-"""Registries of implementations that backends offer in place of PyTorch's: one for each protocol, tried by the tensors they take."""
+"""Registries of implementations that backends offer in place of PyTorch's, and the record of those whose results differ.
+
+An implementation that is compared with its reference at run time, and computes other bits, is not used. `disagreed` records where:
+with a warning for each place and an entry of `fxq.report`. In the test suite every entry is an error.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+logger = logging.getLogger("fxquant")
 
 Implementation = TypeVar("Implementation")
 
@@ -23,3 +32,39 @@ class Offers(Generic[Implementation]):
             if each.takes(*values):  # type: ignore[attr-defined]
                 return each
         return None
+
+
+class Disagreement(NamedTuple):
+    """An implementation that computed other bits than its reference at a place, and is not used there."""
+
+    implementation: str
+    place: str
+    because: str
+
+
+RECORDED: list[tuple[weakref.ref[Any] | None, Disagreement]] = []  # each with its model; None for what concerns every model
+
+
+def disagreed(model: Any, implementation: str, places: Sequence[str], because: str, instead: str) -> None:
+    """Record that an implementation computed other bits than its reference; log a warning for places that are not recorded yet.
+
+    The model is the one in which the places are; None for what is proved once for all models. `instead` says what is used instead.
+    """
+    known = {(each.implementation, each.place) for each in disagreements(model)}
+    new = [place for place in places if (implementation, place) not in known]
+    if not new:
+        return
+    RECORDED.extend((None if model is None else weakref.ref(model), Disagreement(implementation, place, because)) for place in new)
+    logger.warning(
+        "%s is not used for %s, because %s; %s, and results stay exact. Please report this with the processor and the versions of"
+        " fxquant, PyTorch and onnxruntime",
+        implementation,
+        ", ".join(new),
+        because,
+        instead,
+    )
+
+
+def disagreements(model: Any) -> list[Disagreement]:
+    """Return the recorded disagreements of a model, and those that concern every model."""
+    return [each for owner, each in RECORDED if owner is None or (model is not None and owner() is model)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxquant.support.files import write_file
+from fxquant.support.files import check_place, write_file
 from fxquant.tuning.resumption import no_checkpoint, require_same_call, require_whole, text_digest
 
 
@@ -24,6 +24,8 @@ class Journal:
         self.found: dict[str, Any] = {}
         if path is not None and os.path.exists(path):
             self.found = self._read(path)
+        elif path is not None:
+            check_place(path)
 
     def _read(self, path: str) -> dict[str, Any]:
         try:

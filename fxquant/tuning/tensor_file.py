@@ -12,13 +12,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fxquant.support.files import write_file
+from fxquant.support.files import check_place, write_file
 from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, require_whole, text_digest
 
 
 def read_tensors(path: str | None, call: Mapping[str, str]) -> tuple[Any, dict[str, Tensor]] | None:
     """Return the contents of a file; None if it does not exist. Raises ConfigurationError if it is of another call, or not such a file."""
-    if path is None or not os.path.exists(path):
+    if path is None:
+        return None
+    if not os.path.exists(path):
+        check_place(path)
         return None
     try:
         with safetensors.safe_open(path, "pt") as opened:

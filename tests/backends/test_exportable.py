@@ -56,6 +56,26 @@ def test_it_is_exported_between_integer_layers(name: str, tmp_path: Path) -> Non
     assert (report.tensors >= 5, report.flips) == (True, 0)
 
 
+WHOLE: dict[str, Callable[[Tensor], Any]] = {
+    "mean": lambda x: x.mean(),
+    "mean of None": lambda x: x / x.mean(None, keepdim=True),
+    "mean after a float operator": lambda x: torch.fft.fft(x).real.mean(),
+    "nanmean": torch.nanmean,
+    "amax": torch.amax,
+    "amin": lambda x: x.amin(),
+    "max": torch.max,
+    "aminmax": torch.aminmax,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_reduction_over_everything_is_exported(name: str, tmp_path: Path) -> None:
+    """The batch is one of its dimensions, so it stays in float."""
+    batches = [torch.randn(3, 4) for _ in range(2)]
+    result = fxq.quantize(Network(lambda s, x: WHOLE[name](s.one(x)), one=nn.Linear(4, 4)).eval(), batches, "bayes-e", show_progress=False)
+    assert result.verify(result.export(tmp_path / "m.onnx"), batches)
+
+
 def test_of_a_float_model(tmp_path: Path) -> None:
     model, given = Beside(FUNCTIONS["hypot, a method"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
     path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=given)

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.vendor import install
 from fxquant.backends.horizon import compiling
 from fxquant.backends.horizon.log import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape
@@ -61,10 +62,23 @@ def integer() -> fx.GraphModule:
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTool:
-    made = FakeTool(tmp_path / "tool")
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTool]:
+    """Yield a stand-in for the tool, whose programs write a log to the folder that they run in: never to the caller's."""
+    made, here = FakeTool(tmp_path / "tool"), tmp_path / "here"
+    here.mkdir()
     monkeypatch.setenv("FXQUANT_HORIZON", str(made.folder))
-    return made
+    monkeypatch.chdir(here)
+    yield made
+    assert list(here.iterdir()) == []
+
+
+def test_the_installer_tries_every_program_and_leaves_no_log(tool: FakeTool) -> None:
+    tool.tell(python=0)
+    install.check(tool.folder)
+    assert [call.split()[0] for call in tool.calls] == [*install.PROGRAMS, "python"]
+    tool.tell(python=1)
+    with pytest.raises(SystemExit, match="python does not run"):
+        install.check(tool.folder)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------------

@@ -304,8 +304,11 @@ def test_constants_whose_dtype_was_changed(dtype: torch.dtype, tmp_path: Path) -
         if value.is_floating_point():
             *parents, last = name.split(".")
             setattr(integer.get_submodule(".".join(parents)), last, value.to(dtype))
-    with pytest.raises(fxq.ExportError, match="has lost the dtypes of its constants"):
-        fxq.export_onnx(integer, tmp_path / "model.onnx")
+    for write in (fxq.export_onnx, fxq.export_c, fxq.export_pt2, fxq.export_torchscript):
+        with pytest.raises(
+            fxq.ExportError, match=r"it is f(16|64)\[\], and declared as f32\[\][\s\S]*remedy[\s\S]*fxq.convert\(prepared\) again"
+        ):
+            write(integer, tmp_path / "model.c")
 
 
 # ---- PyTorch's exporter ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,19 @@ def test_different_kinds_have_no_difference(files: dict[str, Path], capsys: pyte
 
 
 PAIRS = [("integer", "onnx"), ("onnx", "integer"), ("prepared", "integer"), ("prepared", "onnx")]
+
+
+def test_verify_that_is_interrupted_prints_what_it_has_compared(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut_short(items: Iterator[None], *_: object) -> Iterator[None]:
+        yield next(items)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxquant.reporting.forms.progress", cut_short)
+    status, shown, error = called(capsys, "verify", files["integer"], files["onnx"])
+    assert (status, error) == (130, "fxquant: interrupted\n")
+    assert shown.startswith("equal: 0 mismatching elements of ")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -334,6 +334,19 @@ def test_other_arguments_that_cannot_be_used(capsys: pytest.CaptureFixture[str])
     assert Path("file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "integer.fxq", "summary.json"])
+def test_a_file_that_cannot_be_replaced_is_found_before_the_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quantize(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model was quantized before the error")
+
+    monkeypatch.setattr(fxq, "quantize", quantize)
+    (Path("results") / name).mkdir(parents=True)
+    given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "results", "--no-report")
+    assert_refused(called(capsys, *given), f"{name} cannot be written", "Is a directory")
+
+
 def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

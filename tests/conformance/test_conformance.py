@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import random
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from fxquant.backends.horizon.tool import Tool
 from fxquant.cli import main
 from fxquant.conformance import kit as kit_module
 from fxquant.conformance import manifest
+from fxquant.conformance.board import as_npy
 from fxquant.conformance.compiled import Compiled
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
 from fxquant.conformance.models import computed, integers, kit_images, model_of
@@ -280,7 +286,7 @@ def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pyte
 def test_a_damaged_kit_is_refused(kit: Kit, tmp_path: Path) -> None:
     folder = write_results(kit, tmp_path / "results")
     text = (kit.folder / manifest.MANIFEST).read_text(encoding="utf-8")
-    for damage in (text[:-20], text.replace('"format": 1', '"format": 2'), text.replace(kit.identity, "0" * 16), "[]"):
+    for damage in (text[:-20], text.replace('"format": 2', '"format": 1'), text.replace(kit.identity, "0" * 16), "[]"):
         (kit.folder / manifest.MANIFEST).write_text(damage, encoding="utf-8")
         with pytest.raises(fxq.ExportError, match="is damaged"):
             fxq.check_conformance(kit.folder, folder)
@@ -293,11 +299,128 @@ def test_a_damaged_kit_is_refused(kit: Kit, tmp_path: Path) -> None:
         fxq.check_conformance(kit.folder, folder)
 
 
+def _encrypted(content: bytes) -> bytes:
+    """The archive with the flag of encryption in every entry."""
+    changed = bytearray(content)
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = changed.find(mark)
+        while at >= 0:
+            changed[at + place] |= 1
+            at = changed.find(mark, at + 4)
+    return bytes(changed)
+
+
+def _of_an_unknown_method(content: bytes) -> bytes:
+    """The archive with a compression that nobody has, in its first entry."""
+    changed = bytearray(content)
+    changed[8] = changed[changed.find(b"PK\x01\x02") + 10] = 99
+    return bytes(changed)
+
+
+def _of_petabytes(content: bytes) -> bytes:
+    """An archive of one array whose header promises far more than the file has."""
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999,), }".ljust(117) + b"\n"
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as written:
+        written.writestr("0.npy", b"\x93NUMPY\x01\x00v\x00" + header)
+    return archive.getvalue()
+
+
+def _with_a_bad_stream(content: bytes) -> bytes:
+    """The archive with other bytes in the middle of its first compressed entry."""
+    return content[:60] + bytes(20) + content[80:]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "encrypted": _encrypted,
+    "an unknown method": _of_an_unknown_method,
+    "petabytes": _of_petabytes,
+    "a bad stream": _with_a_bad_stream,
+    "a pickle": lambda content: pickle.dumps({"kit": 1}),
+    "text": lambda content: b"hello",
+    "one array": lambda content: as_npy(np.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_result_is_refused(damage: str, kit: Kit, tmp_path: Path) -> None:
+    folder = write_results(kit, tmp_path / "results")
+    path = folder / "int8-0.npz"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(fxq.ExportError, match=r"int8-0\.npz holds no arrays that can be read[\s\S]*because[\s\S]*remedy"):
+        fxq.check_conformance(kit.folder, folder)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_flipped_bytes_of_a_result_are_refused_or_compared(seed: int, kit: Kit, tmp_path: Path) -> None:
+    folder, draw = write_results(kit, tmp_path / "results"), random.Random(seed)
+    path = folder / "int8-0.npz"
+    changed = bytearray(path.read_bytes())
+    for _ in range((1, 3, 40)[seed % 3]):
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+    path.write_bytes(changed)
+    with suppress(fxq.ExportError):
+        assert isinstance(fxq.check_conformance(kit.folder, folder), fxq.Conformance)
+
+
+def _cases(about: Any) -> list[dict[str, Any]]:
+    return [case for program in about["programs"] for case in program["cases"]]
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "another target": lambda about: about.update(target="bernoulli2"),
+    "an unknown target": lambda about: about.update(target="x9"),
+    "a target that is a number": lambda about: about.update(target=5),
+    "cases left to the processor": lambda about: [case.update(place="processor") for case in _cases(about)[1:]],
+    "a place that there is not": lambda about: _cases(about)[0].update(place="moon"),
+    "another operator": lambda about: _cases(about)[0].update(operator="nothing"),
+    "cases in another order": lambda about: about["programs"][0]["cases"].reverse(),
+    "no cases": lambda about: [program.update(cases=[], outputs=[]) for program in about["programs"]],
+    "a program twice": lambda about: about["programs"].append(about["programs"][0]),
+    "no programs": lambda about: about.update(programs=[]),
+    "a program outside": lambda about: about["programs"][0].update(name="../x"),
+    "no refusals": lambda about: about.update(refusals=[]),
+    "a file more": lambda about: about["files"].update({"../x": "0"}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_manifest_that_was_edited_is_refused(edit: str, kit: Kit, tmp_path: Path) -> None:
+    folder, path = write_results(kit, tmp_path / "results"), kit.folder / manifest.MANIFEST
+    about = json.loads(path.read_text(encoding="utf-8"))
+    EDITS[edit](about)
+    path.write_text(json.dumps(about), encoding="utf-8")
+    with pytest.raises(fxq.ExportError, match=r"manifest.json is damaged[\s\S]*were changed after it was written"):
+        fxq.check_conformance(kit.folder, folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"[" * 100_000, b"[]", b"5", b"", b"null"])
+def test_a_manifest_that_is_none_is_refused(content: bytes, kit: Kit, tmp_path: Path) -> None:
+    (kit.folder / manifest.MANIFEST).write_bytes(content)
+    with pytest.raises(fxq.ExportError, match=r"manifest.json is damaged[\s\S]*because[\s\S]*remedy"):
+        fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
+
+
 def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_HORIZON", str(tmp_path))
     with pytest.raises(fxq.ConfigurationError, match="not installed"):
         fxq.conformance_kit(tmp_path / "kit", "bayes-e")
     assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, fxq.CompilationError("no", because="it crashed", remedy="none")])
+def test_a_kit_that_is_not_finished_leaves_the_one_before(
+    stop: type[BaseException] | BaseException, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Compiled:
+        raise stop
+
+    monkeypatch.setattr(kit_module, "compile_model", refuse)
+    with pytest.raises((KeyboardInterrupt, fxq.FxQuantError)):
+        fxq.conformance_kit(kit.folder, "x5", operators=("relu", "add"), show_progress=False)
+    assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
 
 
 @pytest.mark.usefixtures("compiler")

@@ -120,12 +120,18 @@ def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: py
     assert 0 < stop.value.result.elements < fxq.verify(result.integer, path, BATCHES).elements
 
 
-def test_measuring_a_qdq_file_reports_the_runtimes_before(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = result.export(tmp_path / "model.onnx", style="qdq")
-    monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 1))
-    with pytest.raises(fxq.Interrupted, match="after 1 of") as stop:
-        fxq.verify(result.integer, path, BATCHES)
-    assert len(stop.value.result.outputs) == len(stop.value.result.pairs) == 1
+@pytest.mark.parametrize("form", ["prepared", "kernels", "exact", "flips", "qdq"])
+def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(form: str, tmp_path: Path) -> None:
+    over_the_batch = lambda m, x: m.head(torch.softmax(m.conv(x).mean((2, 3)), 0))  # noqa: E731  # stays in float
+    model = FLOAT if form != "flips" else Network(over_the_batch, conv=nn.Conv2d(2, 4, 3), head=nn.Linear(4, 3)).eval()
+    made = fxq.quantize(model, BATCHES, "nash-e", show_progress=False)
+    style = {"exact": "exact", "flips": "exact", "qdq": "qdq"}.get(form)
+    second = {"prepared": made.prepared, "kernels": made.integer}.get(form) or made.export(tmp_path / "model.onnx", style=style)
+    with pytest.raises(fxq.Interrupted, match=r"verify was interrupted after \d+ comparisons") as stop:
+        fxq.verify(made.integer, second, cut_short(BATCHES))
+    wanted = fxq.verify(made.integer, second, iter(BATCHES[:STEP]))
+    assert wanted.elements > 0
+    assert stop.value.result == wanted
 
 
 def test_value_ranges_has_the_batches_before() -> None:

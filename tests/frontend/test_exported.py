@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.compat import torch_ao
 from fxquant.errors import TraceError
 
 
@@ -73,3 +74,82 @@ def test_a_program_with_a_fixed_batch() -> None:
     with pytest.raises(TraceError, match="the batch size of the example, 2, is written into forward"):
         fxq.trace(program, (x,))
     assert fxq.trace(program, (x,), {})(x)["map"].shape[0] == 2
+
+
+class Mode(nn.Module):
+    """Layers, and a function of the model and their result."""
+
+    def __init__(self, *layers: nn.Module, function: Any = lambda model, x: x) -> None:
+        super().__init__()
+        self.layers, self.function = nn.Sequential(*layers), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.layers(x))
+
+
+def conv(*rest: nn.Module, function: Any = lambda model, x: x) -> Mode:
+    return Mode(nn.Conv2d(3, 4, 3), *rest, function=function)
+
+
+IMAGE = (4, 3, 6, 6)
+# Models of train mode, each with the shape of its input.
+MODES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "conv, norm and dropout": (lambda: conv(nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5)), IMAGE),
+    "linear and norm": (lambda: Mode(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), (4, 6)),
+    "transposed conv and norm": (lambda: Mode(nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(4, eps=1e-3, momentum=0.3)), IMAGE),
+    "norm before a layer": (lambda: Mode(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3)), IMAGE),
+    "norm without weight": (lambda: conv(nn.BatchNorm2d(4, affine=False)), IMAGE),
+    "norm without statistics": (lambda: conv(nn.BatchNorm2d(4, track_running_stats=False)), IMAGE),
+    "instance norm with statistics": (lambda: conv(nn.InstanceNorm2d(4, track_running_stats=True)), IMAGE),
+    "dropout in place": (lambda: conv(nn.Dropout2d(0.4, inplace=True)), IMAGE),
+    "a function of dropout": (lambda: conv(function=lambda model, x: F.dropout(x, 0.4, model.training)), IMAGE),
+    "a function of dropout2d": (lambda: conv(function=lambda model, x: F.dropout2d(x, 0.4, model.training)), IMAGE),
+    "alpha dropout": (lambda: conv(nn.AlphaDropout(0.4)), IMAGE),
+    "feature alpha dropout": (lambda: conv(nn.FeatureAlphaDropout(0.4)), IMAGE),
+    "rrelu": (lambda: conv(nn.RReLU()), IMAGE),
+}
+
+
+def trained(source: Any, batches: list[torch.Tensor], move: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the outputs in train mode, in eval mode and of the integer model, and the running statistics."""
+    prepared = fxq.prepare(source, (batches[0],), "x86", dynamic_shapes={})
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    optimizer, outputs = torch.optim.SGD(prepared.parameters(), 0.05), []
+    torch.manual_seed(1)
+    for batch in batches:
+        outputs.append(move["train"](prepared)(batch))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        outputs.append(move["eval"](prepared)(batch))
+    integer = fxq.convert(move["train"](prepared))
+    assert torch.equal(integer(batches[0]), move["eval"](prepared)(batches[0]))
+    outputs += [integer(batch) for batch in batches]
+    return outputs, {name: value.clone() for name, value in prepared.named_buffers() if ".running_" in name}
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_a_program_exported_in_train_mode_follows_the_mode_of_the_model(case: str) -> None:
+    kind, shape = MODES[case]
+    torch.manual_seed(0)
+    model, batches = kind(), [torch.randn(shape) for _ in range(3)]
+    program = torch.export.export(model, (batches[0],))
+    own = {"train": nn.Module.train, "eval": nn.Module.eval}
+    moved = {mode: getattr(torch_ao, f"move_exported_model_to_{mode}") for mode in own}
+    expected, statistics = trained(model, batches, own)
+    outputs, moved_statistics = trained(program, batches, moved)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
+    assert statistics.keys() == moved_statistics.keys()
+    assert all(torch.equal(statistics[name], moved_statistics[name]) for name in statistics)
+
+
+def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
+    batches = [torch.randn(4, 5, 8) for _ in range(2)]
+    prepared = fxq.prepare(torch.export.export(model, (batches[0],)), (batches[0],), "x86", dynamic_shapes={})
+    fxq.calibrate(prepared, batches, show_progress=False)
+    integer = fxq.convert(prepared)
+    assert torch.equal(integer(batches[0]), integer(batches[0]))
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    assert "Monte Carlo" in caplog.text
+    assert "scaled_dot_product_attention" in caplog.text

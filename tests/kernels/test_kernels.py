@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import os
 import pickle
 import subprocess
@@ -23,7 +24,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.integer_speed import live
+from benchmarks.zoo.efficientnet import EfficientNetB0
+from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
+from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
+from fxquant.analysis.fused import OperatorRun, operator_runs
 from fxquant.backends.cpu import compiled as in_c
 from fxquant.backends.cpu import native, tensors
 from fxquant.ir.graph import resolve
@@ -31,11 +37,12 @@ from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
 from fxquant.kernels.constants import EACH_CALL
-from fxquant.kernels.kernel import Kernel, Refused
+from fxquant.kernels.kernel import Disagrees, Kernel, NotApplicable
 from fxquant.kernels.layer import Layer
-from fxquant.kernels.program import Program
+from fxquant.kernels.program import Choice, Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
+from fxquant.reporting.contents import contents
 from tests.shared.contract import all_equal, compiled, flat
 from tests.shared.networks import Network
 
@@ -123,7 +130,12 @@ def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Ten
 
 def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
     """The implementation at each node with a kernel."""
-    return {name: choice.implementation for name, choice in runner_of(integer).choices()}
+    return {name: choice.implementation for name, choice in choices(integer).items()}
+
+
+def choices(integer: fx.GraphModule) -> dict[str, Choice]:
+    """The choice at each node with a kernel."""
+    return {node.name: choice for node, choice in runner_of(integer).choices(integer).items() if choice.kernel}
 
 
 @pytest.fixture
@@ -170,7 +182,7 @@ def test_a_window_that_can_be_all_padding_is_not_onednns(padding: int, no_compil
     """There it reads outside of the image, which ends the process where that page is not mapped."""
     integer, reference = both(nn.Sequential(nn.Conv2d(8, 4, 1, padding=padding)), "bayes-e", ordinary(2, 8, 5, 5))
     assert_same(integer, reference, images(2, 8, 5, 5))
-    reasons = [choice.refused.get("oneDNN convolution", "") for _, choice in runner_of(integer).choices()]  # a processor may have others
+    reasons = [choice.refused.get("oneDNN convolution", "") for choice in choices(integer).values()]  # a processor may have others
     assert any("a whole window is padding" in reason for reason in reasons) is (padding == 1)
 
 
@@ -252,6 +264,22 @@ def test_what_is_returned_has_the_same_containers() -> None:
 # ---- admission ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "bernoulli2", "nash-e", "x86"])
+def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(target: str) -> None:
+    """Their operands hold no negative integers, so an operand drawn for the proof must hold none either: no byte stands for one."""
+    limited = Network(
+        lambda s, x: (
+            s.pool(y := F.relu6(s.stem(x))), s.groups(z := s.depthwise(y).clamp(0, 3)), s.scores(F.relu(s.add(z) + y).mean((2, 3))),
+        ),
+        stem=nn.Conv2d(3, 16, 3, padding=1), depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16), groups=nn.Conv2d(16, 8, 3, groups=2),
+        add=nn.Conv2d(16, 16, 1), scores=nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)), pool=nn.MaxPool2d(2),
+    )  # fmt: skip
+    integer, reference = both(limited, target, ordinary(2, 3, 12, 12))
+    assert_same(integer, reference, images(2, 3, 12, 12))
+    assert len(choices(integer)) > 8
+    assert [name for name, choice in choices(integer).items() if choice.implementation is None or choice.disagrees] == []
+
+
 class Wrong:
     """oneDNN's convolution, which gives something else for some operands: `change(site, honest)` is what it computes."""
 
@@ -294,14 +322,59 @@ def only(*implementations: Any) -> tuple[Kernel, ...]:
     ],
     ids=["operands at their ends", "pairs of the largest integer"],
 )
+@pytest.mark.disagrees
 def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
-    wrong: Wrong, layer: nn.Module, target: str, given: Tensor, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wrong: Wrong, layer: nn.Module, target: str, given: Tensor, x: Tensor,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
     monkeypatch.setattr(backends, "KERNELS", only(wrong))
     integer, reference = both(copy.deepcopy(layer), target, given)
-    assert_same(integer, reference, x)
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        assert_same(integer, reference, x)
+        runner_of(integer).reset()  # kernels are proved again
+        assert_same(integer, reference, x)
+    (node,) = (name for name, choice in choices(integer).items() if choice.disagrees == ("saturating",))
+    (warning,) = (record.getMessage() for record in caplog.records if "saturating" in record.getMessage())  # one for both proofs
+    assert f"the kernel 'saturating' is not used for %{node}, because it differs from the primitives in" in warning
+    assert [each[:2] for each in contents(integer, None, {}, [], "")["disagreements"]] == [[f"%{node}", "the kernel 'saturating'"]]
+    assert contents(reference, None, {}, [], "")["disagreements"] == []
+    assert f"%{node}" in fxq.report(integer, tmp_path / "page.html").read_text(encoding="utf-8").split('"disagreements":')[1][:40]
+    assert [run.layer.name for run in operator_runs(integer) if run.disagrees] == [node]
     assert set(chosen(integer).values()) == {None}
-    assert "runs its primitives, not the kernel for a sum of products: saturating: it differs from the primitives" in fxq.explain(integer)
+    told = "runs its primitives: the kernel for a sum of products is not used (saturating: it differs from the primitives"
+    assert told in fxq.explain(integer)
+
+
+FAULT = """
+import pytest, torch
+from tests.kernels import test_kernels as kernels
+
+{mark}
+def test_a_network(monkeypatch):
+    monkeypatch.setattr(kernels.backends, "KERNELS", kernels.only(kernels.Wrong("saturating", {change})))
+    integer, reference = kernels.both(torch.nn.Conv2d(3, 8, 3), "nash-e", kernels.ordinary(2, 3, 9, 9))
+    kernels.assert_same(integer, reference, kernels.images(2, 3, 9, 9))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mark", "change", "status", "told"),
+    [
+        ("", "kernels.saturates", 1, "the kernel 'saturating' at %conv2d: it differs from the primitives"),
+        ("@pytest.mark.disagrees", "kernels.saturates", 0, "1 passed"),
+        ("@pytest.mark.disagrees", "lambda site, honest: honest", 1, "no implementation disagreed"),
+    ],
+)
+def test_pytest_fails_where_an_implementation_disagrees_that_no_test_planted(
+    mark: str, change: str, status: int, told: str, tmp_path: Path
+) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "test_fault.py").write_text(FAULT.format(mark=mark, change=change), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "tests.conftest", "--rootdir", str(root), "-c"]
+    command += [str(root / "pyproject.toml"), str(tmp_path / "test_fault.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert told in done.stdout
 
 
 def convolution_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -321,7 +394,7 @@ def kernel_in_c(site: Any) -> Any:
     """The kernel of a site. Skips the test where the processor has none."""
     try:
         return in_c.Convolution().build(site)
-    except Refused as refused:
+    except NotApplicable as refused:
         pytest.skip(str(refused))
 
 
@@ -347,7 +420,7 @@ def test_a_requantization_is_compared_where_its_steps_are(shifted: bool, monkeyp
     shift = int(site.constant(site.match.root.args[1]).max())
     assert shift > 1 or not shifted
     for result, late in ((130, 1), (130, 2**shift - 1)) if shifted else ((200, 1),):
-        with pytest.raises(Refused, match="requantization differs"):
+        with pytest.raises(Disagrees, match="requantization differs"):
             layer.prove_requantization(site, too_late(built, result, late))
 
 
@@ -372,18 +445,99 @@ def test_explain_tells_of_the_machine_when_asked() -> None:
     integer, reference = known()
     assert "runs the kernel" not in fxq.explain(integer)
     told = fxq.explain(integer, machine=True)
-    told_of = told.count("runs the kernel for a") + told.count("runs its primitives")
-    assert told_of == sum(kernel(node) is not None for node in integer.graph.nodes)
-    assert "runs the primitives without kernels" in fxq.explain(reference, machine=True)
+    assert told.count("the kernel for a") == sum(kernel(node) is not None for node in integer.graph.nodes)
+    assert "runs its primitives: it runs the primitives without kernels" in fxq.explain(reference, machine=True)
+
+
+def computed(integer: fx.GraphModule) -> list[OperatorRun]:
+    """The operators between the boundaries, without those that only move memory."""
+    return [run for run in operator_runs(integer) if not run.layer.boundary and not run.moves]
+
+
+@pytest.mark.parametrize(
+    ("network", "target"), [(ResNet18, "bayes-e"), (MobileNetV2, "nash-e"), (MobileNetV3Small, "bernoulli2"), (EfficientNetB0, "x86")]
+)
+def test_kernels_compute_networks_of_images(network: type[nn.Module], target: str) -> None:
+    """`benchmarks.integer_speed` has the count for every target."""
+    integer, reference = both(live(network(), 32), target, ordinary(2, 3, 32, 32))
+    assert_same(integer, reference, images(2, 3, 32, 32), runs=1)
+    assert sum(run.fast for run in computed(integer)) >= 0.95 * len(computed(integer))
+    assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 10**6
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -> None:
+    several = Network(
+        lambda s, x, y: (
+            s.volume(s.plane(x).unsqueeze(2)).mean((2, 3, 4)), s.uneven(x), torch.matmul(x, x), x.amax(1), torch.cat([x, x], 2),
+            s.up(x).float().cumsum(1), s.recurrent(s.line(y).transpose(1, 2))[0],
+        ),
+        line=nn.Conv1d(3, 4, 3), plane=nn.Conv2d(3, 4, 3), volume=nn.Conv3d(4, 4, 1), recurrent=nn.LSTM(4, 4, batch_first=True),
+        uneven=nn.AvgPool2d(3, 2, 1, count_include_pad=False), up=nn.ConvTranspose2d(3, 4, 2, 2),
+    )  # fmt: skip
+    integer, _ = both(several, target, (ordinary(2, 3, 8, 8), ordinary(2, 3, 7)))
+    lines = {line.split()[0]: line for line in fxq.explain(integer, machine=True, steps=True).split("\n\n")[1].splitlines()}
+    runs = operator_runs(integer)
+    assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
+    assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
+    own = {
+        "bayes-e": ("it follows sum_pool, which no kernel computes", "it writes int16; kernels write 8 bits"),
+        "x86": ("its divisor depends on the place of a window; kernels take one divisor",),
+    }
+    assert {run.because for run in runs} >= {
+        "it is a convolution of 1 dimension; kernels take 2",
+        "it is a convolution of 3 dimensions; kernels take 2",
+        "it follows matrix_product, which no kernel computes",
+        "it follows transposed_convolution, which no kernel computes",
+        "it joins along another dimension than the channels",
+        "no kernel computes dequantize",
+        *own[target],
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_means_over_windows_and_images_have_kernels(target: str) -> None:
+    means = Network(
+        lambda s, x: (s.window(y := s.conv(x)), s.strided(y), s.around(y), F.adaptive_avg_pool2d(y, 2), y.mean((2, 3)), s.wide(x)),
+        conv=nn.Conv2d(3, 6, 3, padding=1), window=nn.AvgPool2d(2), strided=nn.AvgPool2d((3, 2), (1, 2)), around=nn.AvgPool2d(3, 2, 1),
+        wide=nn.AdaptiveAvgPool2d(1),
+    )  # fmt: skip
+    integer, reference = both(means, target, ordinary(2, 3, 8, 10))
+    assert_same(integer, reference, images(3, 3, 8, 10))
+    assert_same(integer, reference, images(3, 3, 8, 10).sign() * 100)
+    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("channels", [3, 8])
+def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str, channels: int) -> None:
+    """A pixel of three channels is padded in bytes, of a residual, and in accumulators alike."""
+    sums = Network(
+        lambda s, x: (x + s.plain(x), x + s.depthwise(x), s.alone(x), F.relu(s.clamped(x)), s.scores(x.mean((2, 3)))),
+        plain=nn.Conv2d(channels, channels, 3, padding=1), depthwise=nn.Conv2d(channels, channels, 3, padding=1, groups=channels),
+        alone=nn.Conv2d(channels, channels, 3, groups=channels), clamped=nn.Conv2d(channels, 5, 1), scores=nn.Linear(channels, 3),
+    )  # fmt: skip
+    x = ordinary(2, channels, 6, 7)
+    qconfig = fxq.high_precision_outputs(sums.eval(), x, target)
+    integer, reference = both(sums, target, x, qconfig=qconfig)
+    assert_same(integer, reference, images(3, channels, 6, 7))
+    wide = [run for run in computed(integer) if run.layer.dtype == "int32"]
+    assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
+    assert len(wide) == 5
+    assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
 
 
 SCRIPT = """
 import torch
-from tests.kernels.test_kernels import Everything, assert_same, both, images, ordinary
+from fxquant.support import offers
+from tests.kernels.test_kernels import Everything, assert_same, both, choices, images, ordinary
 for target in ("bayes-e", "x86"):
     integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
     assert_same(integer, reference, images(2, 3, 18, 22))
     assert_same(integer, reference, images(2, 3, 18, 22).sign() * 100)
+    told = {name: choice.because for name, choice in choices(integer).items()}
+    assert "they saturate: it differs" in told["scores"] and "they saturate" not in told["depthwise"], told
+assert offers.RECORDED == []  # that oneDNN saturates there is known
 print("equal")
 """
 

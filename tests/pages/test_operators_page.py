@@ -81,3 +81,12 @@ def test_what_is_wrong_is_found() -> None:
     entry = next(entry for entry in spelled(FAMILIES) if entry.row.operator == "random" and "bernoulli" in entry.text)
     deterministic = Spelling(entry.family, type(entry.row)(entry.row.operator, entry.row.texts, entry.row.over), entry.text)
     assert measure(deterministic, "bayes-e", "int8", NONE).kind == WRONG
+
+
+def test_the_totals_are_those_of_the_rows() -> None:
+    """Both pages that state them, and the cells that they are the sums of."""
+    cells = [tuple(map(int, row[-1].split(" of "))) for row in written().values()]
+    integer, tried = (sum(cell[side] for cell in cells) for side in (0, 1))
+    share = f"{100 * integer / tried:.0f} %"
+    assert f"{integer} of {tried} ({share}) of all" in " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"and {share} of all" in (PAGE.parent / "measurements.md").read_text(encoding="utf-8")

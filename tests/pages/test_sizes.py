@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 ROOMS = ("fxquant", "passes", "backends")
 
-FILE_LINES = 400
+FILE_LINES = 800  # a file is a unit of thought, and not cut where a line count says so
 FUNCTION_LINES = 60  # behind the docstring
 PARAMETERS = 8  # more are a value object that nobody has named
 LONG_SIGNATURES = 25  # public functions, whose options are keywords, and operators with the arguments of PyTorch's functions
@@ -80,7 +80,7 @@ def test_few_functions_have_many_parameters() -> None:
 
 
 def test_what_is_too_large_is_named() -> None:
-    assert too_long_files({"passes/long.py": "x = 1\n" * 401}) == ["passes/long.py has 401 lines"]
+    assert too_long_files({"passes/long.py": "x = 1\n" * 801}) == ["passes/long.py has 801 lines"]
     body = '    """Long."""\n' + "    x = 1\n" * 61
     assert too_long_functions({"passes/long.py": f"def long():\n{body}"}) == ["passes/long.py: long has 61 lines"]
     assert too_long_functions({"passes/short.py": "def short():\n" + "    x = 1\n" * 60}) == []

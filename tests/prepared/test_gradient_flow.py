@@ -158,6 +158,11 @@ def switched_by_training(net: Net, x: Tensor) -> Tensor:
     return net.b(F.relu(y + z))
 
 
+@torch.no_grad()
+def frozen_sigmoid(y: Tensor) -> Tensor:
+    return torch.sigmoid(y)
+
+
 def hooked(net: Net, x: Tensor) -> Tensor:
     y = net.a(x)
     y.register_hook(lambda gradient: gradient * 10)
@@ -218,13 +223,30 @@ def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
         "of an output that is returned twice": lambda net, x: (lambda y: (y, stop(y)))(net.b(net.a(x))),
         "of a part": lambda net, x: net.b(torch.cat([stop(net.a(x))[:, :2], net.c(x)[:, 2:]], 1)),
         "in front of a softmax": lambda net, x: net.b((net.a(x) - stop(net.a(x).amax(1, keepdim=True))).softmax(1)),
+        "of one of two readers": lambda net, x: (lambda y: (net.b(y), net.b(stop(y))))(F.relu(net.a(x))),
+        "of one of two terms": lambda net, x: (lambda y: F.relu(net.b(y) + stop(y)))(net.a(x)),
+        "of one of two terms, of the same tensor": lambda net, x: (lambda y: y * stop(y))(F.silu(net.a(x))),
+        "of one of two parts": lambda net, x: (lambda y: torch.cat([stop(y), net.b(y)], 1))(F.max_pool2d(net.a(x), 2)),
+        "of one of two calls": lambda net, x: (lambda y: net.a(y) + net.a(stop(y)))(net.a(x)[:, :3]),
+        "of a pooled tensor for a second head": lambda net, x: (lambda y: (net.b(y), stop(y).mean((2, 3)) @ net.b.bias))(net.a(x)),
+        "of the nearest code": lambda net, x: (lambda y: (net.b(y), y - stop(nearest(net, y))))(net.a(x)),
+        "of a half that is chunked": lambda net, x: (lambda y, z: net.b(torch.cat([y, stop(y) * z], 1)))(*net.a(x).chunk(2, 1)),
     }
+
+
+def nearest(net: Net, y: Tensor) -> Tensor:
+    """Return the rows (N,4,H,W) of a codebook that are nearest to the pixels of y."""
+    codes = net.b.weight.detach()[:, :, 1].permute(0, 2, 1).flatten(0, 1)
+    pixels = y.permute(0, 2, 3, 1)
+    return F.embedding((pixels @ codes.t()).argmax(-1), codes).permute(0, 3, 1, 2)
 
 
 STOPS = forms(detached)
 FORMS: dict[str, Form] = {
     **STOPS,
     "data": lambda net, x: net.b(F.relu(net.a(x).data)),
+    "data of one of two terms": lambda net, x: (lambda y: net.b(y) + y.data)(net.a(x)),
+    "no_grad for one of two readers": lambda net, x: (lambda y: net.b(y) + frozen_sigmoid(y))(net.a(x)),
     "detach in place": lambda net, x: net.b(F.relu(net.a(x)).detach_()),
     "no_grad": no_grad,
     "no_grad, a decorator": lambda net, x: net.b(frozen(net, x)),

@@ -23,6 +23,7 @@ here, program = pathlib.Path(sys.argv[0]).resolve().parent, pathlib.Path(sys.arg
 told = json.loads((here / "told.json").read_text())
 with open(here / "calls.txt", "a") as calls:
     print(program, *sys.argv[1:], file=calls)
+pathlib.Path(program + ".log").write_text("as the vendor's programs do, in the current folder")
 if program == "hb_mapper":
     for line in told["log"]:
         print(line, flush=True)
@@ -48,7 +49,7 @@ if program == "hbdk-perf":
     for summary in told["figures"]:
         pathlib.Path(sys.argv[3], summary["model name"] + ".json").write_text(json.dumps({{"summary": summary}}))
 if program == "python":
-    sys.exit(3)
+    sys.exit(told["python"])
 """
 DATE = "2026-01-01 10:00:00,000"
 
@@ -58,7 +59,8 @@ class FakeTool:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.told: dict[str, Any] = {"log": [], "signal": 0, "makes": True, "code": 0, "programs": [], "outputs": [], "figures": []}
+        self.told: dict[str, Any] = {"log": [], "signal": 0, "makes": True, "code": 0, "python": 3}
+        self.told.update(programs=[], outputs=[], figures=[])
         folder.mkdir()
         for program in PROGRAMS:
             (folder / program).write_text(SCRIPT.format(python=sys.executable), encoding="utf-8")

@@ -296,10 +296,61 @@ def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: s
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
 
 
+LONG: Mapping[str, Callable[[fxq.Result, Any, Any], object]] = {
+    "report": lambda result, batches, path: result.report(path, batches),
+    "distill": lambda result, batches, path: fxq.tuning.distill(result.prepared, batches, steps=2, checkpoint=path),
+    "round_weights": lambda result, batches, path: fxq.tuning.round_weights(result.prepared, batches, checkpoint=path),
+    "sensitivity": lambda result, batches, path: fxq.sensitivity(result.float, batches, checkpoint=path),
+    "search_observers": lambda result, batches, path: fxq.search_observers(result.float, batches, checkpoint=path),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_place_that_cannot_be_written_is_found_before_a_model_is_run(
+    name: str, result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was run before the error")
+
+    for module in (result.float, result.prepared, result.integer):
+        monkeypatch.setattr(type(module), "__call__", run)
+    for path in ("/proc/none/file", "/dev/null", tmp_path / ("long" * 100)):
+        with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
+            LONG[name](result, [IMAGES], path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["save", "export_onnx", "dump"])
 def test_any_path_like_object_is_a_path(name: str, result: fxq.Result, tmp_path: Path) -> None:
     {**WRITE, **INTO}[name](result, Named(tmp_path / "new" / "there"))
     assert (tmp_path / "new" / "there").exists()
+
+
+@pytest.mark.parametrize("name", [*WRITE, *INTO])
+def test_a_tilde_is_the_home_folder_of_what_is_written(
+    name: str, result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for path in (f"~/new/written{ENDINGS.get(name, '')}", Path(f"~/written{ENDINGS.get(name, '')}")):
+        {**WRITE, **INTO}[name](result, path)
+        assert (tmp_path / "home" / str(path)[2:]).exists()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    x = torch.randn(2, 3, 8, 8)
+    fxq.save(result.integer, "~/model.fxq")
+    assert torch.equal(fxq.load("~/model.fxq")(x), result.integer(x))
+    fxq.save_qconfig(fxq.QConfigMapping(), "~/rules.json")
+    assert not fxq.load_qconfig("~/rules.json").rules()
+    fxq.export_onnx(result.integer, "~/model.onnx")
+    assert fxq.onnx_metadata("~/model.onnx")["inputs"]
+    assert fxq.verify(result.integer, "~/model.onnx", [x], show_progress=False)
+    fxq.export_segments(result.integer, "~/segments")
+    assert torch.equal(fxq.run_segments("~/segments", x)[0], result.integer(x))
 
 
 @pytest.mark.parametrize("name", READ)

@@ -30,7 +30,7 @@ def install(replace: bool = True) -> None:
 
     replace   whether to hide installed packages; the first two are always hidden
     """
-    from fxquant.compat.torch_ao.pt2e import remember_programs
+    from fxquant.compat.torch_ao.exported import remember_programs
 
     own.keep()
     remember_programs()

@@ -21,19 +21,17 @@ REFUSED = [
     *refuse("quantize", "it hides what is calibrated", "call fxq.quantize(model, batches, target='x86')"),
     *refuse("quantize_qat", "it hides what is trained", "call prepare_qat, train, and call convert"),
 ]  # fmt: skip
-PT2E = [
-    *serve("pt2e", "prepare_pt2e prepare_qat_pt2e convert_pt2e", "2.1", "`fxq.prepare`, `fxq.convert`"),
-    *serve("pt2e", "move_exported_model_to_eval move_exported_model_to_train allow_exported_model_train_eval", "2.3"),
-]
-X86 = serve("pt2e", "X86InductorQuantizer get_default_x86_inductor_quantization_config", "2.2", '`target="x86"`')
-XNNPACK = serve("pt2e", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
+MODES = serve("exported", "move_exported_model_to_eval move_exported_model_to_train allow_exported_model_train_eval", "2.3")
+PT2E = [*serve("exported", "prepare_pt2e prepare_qat_pt2e convert_pt2e", "2.1", "`fxq.prepare`, `fxq.convert`"), *MODES]
+X86 = serve("exported", "X86InductorQuantizer get_default_x86_inductor_quantization_config", "2.2", '`target="x86"`')
+XNNPACK = serve("exported", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
 QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer EmbeddingQuantizer ArmInductorQuantizer",
                     "a quantizer of PyTorch's writes on its own graph",
                     "write rules: fxq.QConfigMapping", "2.1")  # fmt: skip
 
 OWN = ("qconfig", "qconfig_mapping", "observer", "stubs", "utils", "fx", "fx.custom_config", "backend_config", "quantization_mappings")
 MODULES: dict[str, list[Row]] = {
-    "": [*FX, *EAGER, *FUSE, *SWITCHES, *REFUSED],
+    "": [*FX, *EAGER, *FUSE, *SWITCHES, *MODES, *REFUSED],
     "quantize_fx": [*FX, *[row for row in REFUSED if row.name.endswith("_fx")]],
     "quantize": [*EAGER, *[row for row in REFUSED if not row.name.endswith("_fx")]],
     "fuse_modules": FUSE,
@@ -44,7 +42,6 @@ MODULES: dict[str, list[Row]] = {
     "quantizer.quantizer": QUANTIZERS,
     "quantizer.x86_inductor_quantizer": X86,
     "quantizer.xnnpack_quantizer": XNNPACK,
-    "pt2e": [],
     "torchao": [],
     "torchao.quantization": [],
     "torchao.quantization.pt2e": [*PT2E, *X86, *XNNPACK],
@@ -52,7 +49,6 @@ MODULES: dict[str, list[Row]] = {
     "torchao.quantization.pt2e.quantizer": [*X86, *QUANTIZERS],
     "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer": X86,
 }
-del MODULES["pt2e"]
 ALIASES = {"torch.ao.quantization": "", "torch.quantization": "", "torchao": "torchao"}
 
 TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, ALIASES, own.find)

@@ -90,16 +90,18 @@ def to_real(lowering: Lowering, input: Any) -> Any:
 _WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divide", "to_real")
 
 
-def _has_no_fraction(node: fx.Node) -> bool:
-    """Return whether a node's float values are integers, judged by what they are computed from."""
-    record = operator_of(node)
+def _has_no_fraction(value: Any) -> bool:
+    """Return whether a number, or the float values of a node or of each of several, are integers, judged by what they are computed from."""
+    if isinstance(value, list | tuple):
+        return all(map(_has_no_fraction, value))
+    if not isinstance(value, fx.Node):
+        return value is None or float(value).is_integer()
+    record = operator_of(value)
     if record is None:
         return False
     if record.name in ("neg", "abs", "clamp", "add", "sub", "mul") or record.moves:
-        values = [value for name, value in record.arguments(node).items() if name in (*record.operands, "min", "max")]
-        return all(
-            _has_no_fraction(value) if isinstance(value, fx.Node) else value is None or float(value).is_integer() for value in values
-        )
+        read = (*record.operands, "min", "max", "alpha")
+        return all(_has_no_fraction(argument) for name, argument in record.arguments(value).items() if name in read)
     return record.name in _WHOLE
 
 

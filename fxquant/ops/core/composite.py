@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import attach, fact, inherit, is_parameter, mark_parameter, set_fact, spell, spelling
 from fxquant.ir.parts import Part, set_part, state_demand, tie
 from fxquant.ops.core.boundary import requantize
@@ -158,10 +158,8 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
 
     def example(operand: fx.Node) -> Any:
         known = fact(operand)
-        if isinstance(known, TensorFact):
-            return torch.empty(known.at(batch), dtype=known.dtype, device="meta")
-        assert not is_parameter(operand), f"%{operand.name} has no known shape"
-        return known.at(batch) if isinstance(known, BatchDim) else known
+        assert isinstance(known, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
+        return on_meta(known, batch)
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result

@@ -123,7 +123,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
 def entries_of(index: Any) -> list[Any]:
     """Return the entries of an index: those of a tuple, or of a list that has more than numbers, which PyTorch takes for a tuple."""
     if isinstance(index, list):
-        kinds = list | tuple | range | builtins.slice | EllipsisType | None
+        kinds: Any = (list, tuple, range, builtins.slice, EllipsisType, type(None))
         if any(isinstance(entry, kinds) or (isinstance(entry, fx.Node) and isinstance(fact(entry), TensorFact)) for entry in index):
             return list(index)
     return list(index) if isinstance(index, tuple) else [index]

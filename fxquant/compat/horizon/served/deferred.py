@@ -7,6 +7,7 @@ to it stay valid.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -29,17 +30,17 @@ def become(model: nn.Module, other: nn.Module) -> None:
     object.__setattr__(model, "__dict__", other.__dict__)
 
 
-def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
-    """Make every state_dict of a prepared model record the shapes and dtypes of its inputs."""
-    shapes = pytree.tree_map(
-        lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
-    )
+class KeepShapes:
+    """Records the shapes and dtypes of a prepared model's inputs in every state_dict of it: a hook that can be pickled."""
 
-    def note(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    def __init__(self, example_inputs: Any) -> None:
+        self.shapes = pytree.tree_map(
+            lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
+        )
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
         if not prefix and hasattr(state_dict, "_metadata"):
-            state_dict._metadata.setdefault("", {})[SHAPES] = shapes
-
-    prepared.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
+            state_dict._metadata.setdefault("", {})[SHAPES] = self.shapes
 
 
 def shapes_of(state_dict: Any) -> Any:
@@ -58,11 +59,15 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and value[0] == "tensor"
 
 
+def _load(prepared: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    prepared.load_state_dict(state_dict, strict)
+
+
 class Deferred(nn.Module):
     """A model that is prepared by its first batch.
 
     model    the float model
-    prepare  a function that prepares it, given example inputs
+    prepare  a function that prepares it, given example inputs; it is pickled with the model
     called   the name of the function that the user called
     """
 
@@ -100,7 +105,7 @@ class Deferred(nn.Module):
         if known is not None:
             self._become(known, "the model whose state_dict is loaded")
             return self.load_state_dict(state_dict, strict)
-        self.later(lambda prepared: prepared.load_state_dict(state_dict, strict))
+        self.later(functools.partial(_load, state_dict=state_dict, strict=strict))
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:

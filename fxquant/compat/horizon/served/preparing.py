@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import inspect
 import logging
 import weakref
@@ -17,7 +18,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.horizon.served.deferred import Deferred, become, keep_shapes
+from fxquant.compat.horizon.served.deferred import Deferred, KeepShapes, become
 from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
 from fxquant.compat.horizon.served.qconfig_dict import of_dict, of_setters, on_host
@@ -179,7 +180,8 @@ class How:
 def _prepared_as(how: How, model: nn.Module, example_inputs: Any, rules: Any) -> fx.GraphModule:
     march, mode = required(how.called), _qat_mode[0].value
     if example_inputs is None:
-        return Deferred(model, lambda inputs: _prepare(how, model, inputs, rules, march, mode), how.called)  # type: ignore[return-value]
+        prepare = functools.partial(_prepare, how, model, rules=rules, march=march, batch_norm=mode)
+        return Deferred(model, prepare, how.called)  # type: ignore[return-value]
     return _prepare(how, model, example_inputs, rules, march, mode)
 
 
@@ -193,7 +195,7 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
         mapping = fxq.high_precision_outputs(graph, inputs, march, mapping)
     prepared = fxq.prepare(graph, inputs, march, mapping, batch_norm=batch_norm)
     fxq.set_state(prepared, State.TRAIN)
-    keep_shapes(prepared, inputs)
+    prepared.register_state_dict_post_hook(KeepShapes(inputs))  # type: ignore[no-untyped-call]
     take_checkpoints(prepared)
     PREPARED.add(prepared)
     return prepared.train(model.training)

@@ -1,0 +1,248 @@
+"""What `save` puts in place was loaded and compared, and what `convert` returns is proved: by one function, for every file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant import backends, serialization
+from fxquant.lowering import lowering
+from fxquant.primitives import accumulate, product
+from fxquant.serialization.archive import pack
+from fxquant.serialization.document import write_model
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Tokens(nn.Module):
+    """A parameter, a buffer and a layer, for a forward that is written in the test."""
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__()
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.register_buffer("start", torch.randn(1, 1, 8))
+        self.layer, self.run = nn.Linear(8, 4), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.run(self, x))
+
+
+READS_THE_BATCH: dict[str, Forward] = {
+    "expand(x.shape[0], -1, -1)": lambda s, x: torch.cat([s.token.expand(x.shape[0], -1, -1), x], 1) + s.places,
+    "expand(x.size(0), …)": lambda s, x: torch.cat([s.token.expand(x.size(0), -1, -1), x], 1),
+    "expand((…))": lambda s, x: torch.cat([s.token.expand((x.shape[0], 1, 8)), x], 1),
+    "expand_as": lambda s, x: x + s.token.expand_as(x),
+    "broadcast_to": lambda s, x: torch.cat([s.start.broadcast_to(x.shape[0], 1, 8), x], 1),
+    "repeat": lambda s, x: torch.cat([s.start.repeat(x.shape[0], 1, 1), x], 1),
+    "new_zeros": lambda s, x: torch.cat([x.new_zeros(x.shape[0], 1, 8), x], 1),
+    "twice the batch": lambda s, x: torch.cat([s.token.expand(2 * x.shape[0], -1, -1), torch.cat([x, -x])], 1),
+    "reshape": lambda s, x: x.reshape(x.shape[0], 2, 16).reshape(x.shape[0], 4, 8),
+    "unflatten": lambda s, x: x.flatten(0, 1).view(x.shape[0], 4, 8) + s.places[:, :4].expand(x.shape[0], 4, 8),
+}
+
+
+@pytest.mark.parametrize("target", ["nash-e", "x86"])
+@pytest.mark.parametrize("name", READS_THE_BATCH)
+def test_a_model_that_reads_the_batch_size_is_loaded_as_it_was_saved(name: str, target: str, tmp_path: Path) -> None:
+    batches = [torch.randn(3, 4, 8) for _ in range(2)]
+    result = fxq.quantize(Tokens(READS_THE_BATCH[name]).eval(), batches, target, show_progress=False)
+    for model in (fxq.trace(result.float, batches[0]), result.prepared, result.integer):
+        loaded = fxq.load(fxq.save(model, tmp_path / "model.fxq"))
+        for x in (batches[0], batches[1][:2], batches[1][:1]):
+            assert torch.equal(loaded(x), model(x))
+
+
+# ---- what is put in place ------------------------------------------------------------------------------------------------
+
+
+def small(target: str = "nash-e") -> fxq.Result:
+    return fxq.quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), [torch.randn(4, 8)], target, show_progress=False)
+
+
+def _other_node(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    document["nodes"] = [node for node in document["nodes"] if node["op"] != "output"]
+
+
+def _other_name(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    document["name"] = "Another"
+
+
+def _other_bit(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    name = next(name for name, tensor in tensors.items() if tensor.numel() > 1)
+    changed = tensors[name].clone()
+    changed.view(-1)[0] += 1
+    tensors[name] = changed
+
+
+def _lost_tensor(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors.pop(next(iter(tensors)))
+
+
+@pytest.mark.parametrize("stage", ["prepared", "integer", "observations"])
+@pytest.mark.parametrize("fault", [_other_node, _other_name, _other_bit, _lost_tensor])
+def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
+    fault: Callable[..., None], stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = small()
+    saved: Any = fxq.observations(result.prepared) if stage == "observations" else getattr(result, stage)
+    if stage == "observations" and fault is not _lost_tensor:
+        fault = _other_bit
+
+    def faulty(document: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+        document, tensors = dict(document), dict(tensors)
+        fault(document, tensors)
+        return pack(document, tensors)
+
+    path = fxq.save(saved, tmp_path / "model.fxq")
+    before = path.read_bytes()
+    monkeypatch.setattr(serialization, "pack", faulty)
+    with pytest.raises(fxq.ExportError, match=r"cannot be saved[\s\S]*because[\s\S]*the previous file is kept[\s\S]*remedy"):
+        fxq.save(saved, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["skip connect", 'a"b', "a'b", "a\\b", "a\tb", "a\rb", "é", "a(b)", "#a", "'''", "a{b}", '")or("'])
+def test_a_module_may_have_any_name_without_a_line_break(name: str, tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({name: nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[name](x).relu()
+
+    x = torch.randn(2, 4)
+    result = fxq.quantize(Named().eval(), [x], show_progress=False)
+    for model in (fxq.trace(result.float, x), result.prepared, result.integer):
+        assert torch.equal(fxq.load(fxq.save(model, tmp_path / "model.fxq"))(x), model(x))
+    assert result.verify(result.export(tmp_path / "model.onnx"), [x])
+
+
+def test_a_line_break_in_a_name_is_refused_by_save_alone(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a\nb": nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["a\nb"](x)
+
+    x = torch.randn(2, 4)
+    result = fxq.quantize(Named().eval(), [x], show_progress=False)
+    assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
+    assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
+    with pytest.raises(fxq.ExportError, match=r"the path 'parts.a\\nb.weight' cannot be saved[\s\S]*remedy"):
+        fxq.save(result.prepared, tmp_path / "prepared.fxq")
+
+
+# ---- one proof -----------------------------------------------------------------------------------------------------------
+
+FAR_APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda x: torch.cat([F.relu(x * 1e-4), x * 1e3], 1) * torch.arange(1.0, 7.0).view(1, 6, 1, 1),
+    "stack": lambda x: torch.stack([x * 1e-5, x * 1e3], 1) * 2.5,
+    "maximum": lambda x: torch.maximum(x * 1e-4, x * 1e3) * 0.5,
+    "where": lambda x: torch.where(x > 0, x * 1e-4, x * 1e4) * 0.5,
+}
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("name", FAR_APART)
+def test_a_sum_beyond_24_bits_between_two_scales_is_formed_in_float64(name: str, dtype: str, tmp_path: Path) -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return FAR_APART[name](x)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype))
+    result = fxq.quantize(Joined().eval(), [x], "bernoulli2", qconfig, show_progress=False)
+    assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
+    assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
+    assert result.verify(result.export(tmp_path / "model.onnx"), [x])
+
+
+def test_what_is_not_proved_is_neither_converted_nor_saved_nor_loaded_nor_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return FAR_APART["cat"](x)
+
+    x = torch.randn(2, 3, 6, 6)
+    prepared = fxq.calibrate(fxq.prepare(Joined().eval(), x, "bernoulli2"), [x], show_progress=False)
+    monkeypatch.setattr(lowering, "scale_channels_wide", product.scale_channels)
+    with pytest.raises(fxq.StageViolation, match=r"its sum can reach \d+, and is exact below 16777216"):
+        fxq.convert(prepared)
+    monkeypatch.undo()
+    integer = fxq.convert(prepared)
+    for node in integer.graph.nodes:
+        if node.target is product.scale_channels_wide:
+            node.target = product.scale_channels
+    said = r"%\w+: its sum can reach \d+, and is exact below 16777216"
+    writers: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
+        "model.fxq": fxq.save, "model.onnx": fxq.export_onnx, "model.c": fxq.export_c, "model.pt2": fxq.export_pt2,
+        "model.pt": fxq.export_torchscript,
+    }  # fmt: skip
+    for name, write in writers.items():
+        with pytest.raises(fxq.ExportError, match=said):
+            write(integer, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "model.fxq").write_bytes(pack(*write_model(integer, backends.get)))
+    with pytest.raises(fxq.ExportError, match=said):
+        fxq.load(tmp_path / "model.fxq")
+
+
+def test_an_edited_graph_is_refused_with_its_node(tmp_path: Path) -> None:
+    integer = small().integer
+    node = next(node for node in integer.graph.nodes if node.target is accumulate.linear)
+    node.args = (node.args[0], node.args[2], node.args[2])
+    with pytest.raises(fxq.ExportError, match=rf"cannot be exported[\s\S]*%{node.name}: [\s\S]*remedy"):
+        fxq.export_onnx(integer, tmp_path / "model.onnx")
+
+
+CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cat": lambda s, x: (torch.cat([s.first(x), s.second(x)], 1) * 4).int().float() / 4,
+    "cat of a relu and an input": lambda s, x: (torch.cat([F.relu(x), x], 1) * 4).int().float() / 4,
+    "stack": lambda s, x: (torch.stack([s.first(x), s.second(x)], 1) * 4).short().float() / 4,
+    "cat, reshaped": lambda s, x: (torch.cat([s.first(x), s.second(x)], 1).flatten(1) * 4).long().float() / 4,
+    "cat alone": lambda s, x: torch.cat([s.first(x), s.second(x)], 1).int().float() * 0.5,
+    "cat of whole numbers": lambda s, x: torch.cat([s.first(x).round(), s.second(x).floor()], 1).int().float() * 0.5,
+    "index": lambda s, x: torch.arange(50.0)[(torch.cat([s.first(x), s.second(x)], 1) * 4).clamp(0, 30).long()],
+    "integers of the host": lambda s, x: torch.bucketize(s.first(x), torch.arange(-2.0, 2.0), out_int32=True).float() * 0.5,
+    "moved integers of the host": lambda s, x: torch.bucketize(s.first(x), torch.arange(3.0), out_int32=True).flatten(1) + 1,
+}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_to_integers_is_converted_and_saved(name: str, target: str, tmp_path: Path) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return CASTS[name](self, x)
+
+    x = torch.randn(2, 3, 8, 8)
+    result = fxq.quantize(Cast().eval(), [x], target, show_progress=False)
+    assert "has no integer form" not in fxq.explain(result.prepared)
+    assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
+    assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
+    assert torch.equal(fxq.load(fxq.save(result.prepared, tmp_path / "prepared.fxq"))(x), result.prepared(x))
+
+
+@pytest.mark.parametrize(("alpha", "whole"), [(0.5, False), (2, True), (1.0, True)])
+def test_a_sum_of_integers_times_a_fraction_is_truncated_and_not_rounded(alpha: float, whole: bool) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(x.round(), x.floor(), alpha=alpha).int()
+
+    canonical = fxq.prepare(Sum().eval(), torch.randn(2, 3), until="canonical.rewrite")
+    assert ("truncated(%add, whole=True)" in fxq.text(canonical)) == whole
