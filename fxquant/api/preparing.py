@@ -18,15 +18,17 @@ from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, trace
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, random_by_forward, trace
 from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, stage_of
+from fxquant.ir.graph import fact, module_path, noise, source, stage_of
 from fxquant.ir.model import Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.ops.elementwise.dropout import dropout
 from fxquant.passes import PREPARE
 from fxquant.passes.matching import attributes
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.prepared.hooks import attach_hooks
+from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.spec import QConfig
@@ -209,6 +211,7 @@ def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         _warn_of_state(prepared)
+        _warn_of_random(prepared)
         attach_hooks(prepared, traced.graph)
     return prepared
 
@@ -224,6 +227,23 @@ def _warn_of_state(prepared: fx.GraphModule) -> None:
                 f"  {line}"
                 for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
             ),
+        )
+
+
+def _warn_of_random(prepared: fx.GraphModule) -> None:
+    """Warn of each line that is random in train mode in the float model, and not in state TRAIN."""
+    integer = [(node, operator) for node in prepared.graph.nodes if (operator := quantized_operator(prepared, node)) is not None]
+    noisy = {noise(node) for node, _ in integer}
+    drops = {(module_path(node), source(node)) for node, operator in integer if operator.operator.function is dropout or isinstance(operator.owners[0], nn.RReLU)}
+    asked = [(path, line) for path, line in random_by_forward(prepared) if path not in noisy and (path, line) not in drops]
+    asked += [(module_path(node), source(node)) for node in prepared.graph.nodes if node.target is dropout]  # those in float
+    lost = [f"  {line}" + f" (module {path})" * bool(path) for path, line in asked]
+    if lost:
+        logger.warning(
+            "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
+            "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
+            len(lost),
+            "\n".join([*lost[:SHOWN_MISSING], *([f"  and {len(lost) - SHOWN_MISSING} more"] * (len(lost) > SHOWN_MISSING))]),
         )
 
 

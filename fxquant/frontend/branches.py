@@ -154,6 +154,8 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if getattr(target, "__name__", target) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
+    if getattr(target, "__name__", "") == "scaled_dot_product_attention":
+        args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
 
 

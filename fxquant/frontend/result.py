@@ -19,7 +19,7 @@ from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.state import MovedState
+from fxquant.frontend.state import MovedState, Place
 from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.carried import Carried
@@ -30,6 +30,7 @@ from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"
+_RANDOM = "fxquant.random_by_forward"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -49,10 +50,18 @@ def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
     return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
 
 
-def note_state(module: fx.GraphModule, state: MovedState) -> None:
-    """Write on a traced model what forward changes between calls in train mode."""
+def random_by_forward(module: fx.GraphModule) -> list[Place]:
+    """Return the places where forward draws random numbers in train mode alone: the path of the module, and the line of the user's code."""
+    return [(path, line) for path, _, line in (place.partition("\t") for place in model_meta(module).get(_RANDOM, ()))]
+
+
+def note_state(module: fx.GraphModule, state: MovedState, recording: Recording) -> None:
+    """Write on a traced model what forward changes between calls in train mode, and where it is random there alone."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
-    for key, value in ((_MOVED, state.moved), (FROZEN_NORMS, state.frozen_norms)):
+    held = {*recording.read, *(name for name, _ in module.named_buffers(remove_duplicate=False))}
+    moved = {name: line for name, line in state.moved.items() if name in held}
+    random = ["\t".join(place) for place in state.draws if place not in recording.draws]
+    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random)):
         if value:
             module.meta[key] = value
 

@@ -1,14 +1,21 @@
-"""State that forward changes between calls in train mode: buffers, tensors and numbers that a graph reads and never changes."""
+"""The effects of one call of forward in train mode that a graph of eval mode does not have.
+
+They are changes of state, of buffers, tensors and numbers that a graph reads and never changes, and random numbers that are drawn.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import random
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -16,14 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxquant.frontend.arguments import ATOMS
-from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _BATCH_NORMS: dict[Any, inspect.Signature] = {
     F.batch_norm: inspect.signature(F.batch_norm),
     torch.batch_norm: inspect.Signature([
@@ -33,6 +40,9 @@ _BATCH_NORMS: dict[Any, inspect.Signature] = {
 }  # fmt: skip
 
 
+Place = tuple[str, str]
+
+
 @dataclass
 class MovedState:
     """The changes of one call of forward in train mode.
@@ -40,31 +50,38 @@ class MovedState:
     moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
     numbers       names of attributes that hold another number afterwards
     frozen_norms  names of running means that functions of batch norm read with training=False in train mode, too
+    draws         the places where random numbers are drawn: the path of the innermost module, and the line of the user's code
+    noise         paths of the user's modules that draw, and return a tensor of the shape of their only argument
+    dropped       the places of calls of attention that drop elements, with the probability
     failed        why forward could not be called; empty where it was
     """
 
     moved: dict[str, str] = field(default_factory=dict)
     numbers: list[str] = field(default_factory=list)
     frozen_norms: list[str] = field(default_factory=list)
+    draws: list[Place] = field(default_factory=list)
+    noise: frozenset[str] = frozenset()
+    dropped: dict[Place, float] = field(default_factory=dict)
     failed: str = ""
 
     def notes(self) -> list[str]:
         """Sentences for `explain`, but for what is moved."""
         found = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
-        return [*found, f"whether forward moves buffers in train mode is not known: {self.failed}"] if self.failed else found
+        unknown = f"whether forward moves buffers or draws random numbers in train mode is not known: {self.failed}"
+        return [*found, unknown] if self.failed else found
 
 
-def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs, graph: fx.Graph, read: Set[str]) -> MovedState:
-    """Call forward once in train mode, on copies of all it could change, and see what has changed.
+NOTHING_MOVED = MovedState()
 
-    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one. A model that has
-    nothing to move is not called. `read` names the tensors, neither parameters nor buffers, that the graph has as constants.
+
+def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedState:
+    """Call forward once in train mode, on copies of all it could change, and see what has changed, and where numbers are drawn.
+
+    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one.
     """
-    if not read and not _could_move(model, graph):
-        return MovedState()
     with torch.inference_mode(False):
         snapshot = Snapshot(model, own_buffers=True)
-        watch = _Watch(snapshot, read)
+        watch, numbers = _Watch(snapshot), Draws(snapshot, _call.__code__)
         copies: dict[int, nn.Parameter] = {}
         for shell in snapshot.modules:
             if isinstance(shell, torch.jit.ScriptModule):
@@ -75,35 +92,30 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs, graph: fx.Gr
                     copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
                     shell._parameters[name] = copy
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
+            shell.__dict__["_forward_hooks"] = OrderedDict({**shell._forward_hooks, -1: numbers.returned})
         before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
         args, kwargs = inputs.arguments([
             leaf if name is None else inputs.tensors()[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)
         ])  # fmt: skip
         try:
-            with torch.no_grad(), undisturbed(), watch:
+            with torch.no_grad(), numbers.of_python(), undisturbed(numbers=numbers), watch:
                 _call(snapshot.root, args, kwargs)
         except Exception as error:  # whatever the user's code raises: in train mode many models want labels
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
-    found = MovedState(watch.moved(), frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live))
+    found = MovedState(
+        watch.moved(),
+        frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live),
+        draws=list(numbers.places),
+        noise=frozenset(numbers.fits),
+        dropped=watch.dropped,
+    )
     for path, module in snapshot.root.named_modules():
-        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found, read)
+        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found)
     return found
 
 
 def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
     root(*args, **kwargs)
-
-
-def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
-    """Return whether there are buffers other than those of batch norms, or batch norms that are functions."""
-    if any(node.op == "call_function" and node.target in _BATCH_NORMS for node in graph.nodes):
-        return True
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        if module._buffers and not _is_plain_norm(module):
-            return True
-    return False
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -141,11 +153,11 @@ class _Watch(TorchFunctionMode):
     live     names of those that were read with training=True: these move in a prepared model as well
     """
 
-    def __init__(self, snapshot: Snapshot, read: Set[str]) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         buffers = {id(tensor): tensor for shell in snapshot.modules for tensor in shell.buffers(recurse=False)}
-        attributes = {key: name for key, name in snapshot.attributes.items() if name in read}
-        named = {**attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}}
+        named = {**snapshot.attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}}
+        self._paths, self.dropped = snapshot.paths, dict[Place, float]()
         self._kept = [*buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
         self._tensors = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor) and id(tensor) in named}
         self._names = named
@@ -159,6 +171,9 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _BATCH_NORMS and not _in_norm():
             self._see_norm(func, args, kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            share = (kwargs or {}).get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            self.dropped |= {place(self._paths, _call.__code__): float(share)} if share else {}
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 key = id(value) if id(value) in self._tensors else id(value._base)
@@ -185,6 +200,56 @@ class _Watch(TorchFunctionMode):
         return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
 
 
+class Draws(OwnRandomNumbers):
+    """Notes where random numbers are drawn.
+
+    places  the path of the innermost module, and the line of the user's code, of each draw
+    fits    paths of the user's modules that draw, and whose result has always had the shape of their only argument
+    """
+
+    def __init__(self, snapshot: Snapshot, root: CodeType) -> None:
+        super().__init__()
+        self._paths, self._root = snapshot.paths, root
+        self.places: dict[Place, None] = {}
+        self._fitting: dict[str, bool] = {}
+
+    def noticed(self) -> None:
+        self.places[place(self._paths, self._root)] = None
+
+    @contextlib.contextmanager
+    def of_python(self) -> Iterator[None]:
+        """Note draws from Python's and NumPy's generators, which afterwards are as they were before."""
+        states = [(get, set_, get()) for get, set_ in ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))]
+        try:
+            yield
+        finally:
+            for get, set_, before in states:
+                if repr(get()) != repr(before):
+                    self.places["", "forward draws from Python's random or numpy.random"] = None
+                    set_(before)
+
+    def returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        """A forward hook: compare the shape of a result with that of the only argument."""
+        fits = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.shape == args[0].shape
+        path = self._paths[id(module)]
+        self._fitting[path] = fits and self._fitting.get(path, True)
+
+    @property
+    def fits(self) -> list[str]:
+        return [path for path, _ in self.places if path and self._fitting.get(path, False)]
+
+
+def place(paths: Mapping[int, str], root: CodeType) -> Place:
+    """Return the path of the module that is being called, and the line of the user's code that is being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not root:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return path, user_source(root)
+        frame = frame.f_back
+    return "", user_source(root)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
@@ -199,7 +264,7 @@ def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, list(items)
 
 
-def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState, read: Set[str]) -> None:
+def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState) -> None:
     """Add the attributes that hold something else afterwards."""
     for name, items in after.items():
         held, where = before.get(name), f"{path}.{name}".lstrip(".")
@@ -208,7 +273,7 @@ def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]
             continue
         if not tensors:
             found.numbers.append(where)
-        elif where in read:
+        else:
             found.moved[where] = ""
 
 
