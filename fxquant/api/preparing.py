@@ -18,7 +18,7 @@ from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, random_by_forward, trace
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, module_path, noise, source, stage_of
@@ -212,6 +212,7 @@ def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         _warn_of_state(prepared)
         _warn_of_random(prepared)
+        _warn_of_parameters(prepared)
         attach_hooks(prepared, traced.graph)
     return prepared
 
@@ -223,10 +224,7 @@ def _warn_of_state(prepared: fx.GraphModule) -> None:
             "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
             "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
             len(found),
-            "\n".join(
-                f"  {line}"
-                for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
-            ),
+            _shown(found),
         )
 
 
@@ -237,14 +235,30 @@ def _warn_of_random(prepared: fx.GraphModule) -> None:
     drops = {(module_path(node), source(node)) for node, operator in integer if operator.operator.function is dropout or isinstance(operator.owners[0], nn.RReLU)}
     asked = [(path, line) for path, line in random_by_forward(prepared) if path not in noisy and (path, line) not in drops]
     asked += [(module_path(node), source(node)) for node in prepared.graph.nodes if node.target is dropout]  # those in float
-    lost = [f"  {line}" + f" (module {path})" * bool(path) for path, line in asked]
+    lost = [line + f" (module {path})" * bool(path) for path, line in asked]
     if lost:
         logger.warning(
             "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
             "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
             len(lost),
-            "\n".join([*lost[:SHOWN_MISSING], *([f"  and {len(lost) - SHOWN_MISSING} more"] * (len(lost) > SHOWN_MISSING))]),
+            _shown(lost),
         )
+
+
+def _warn_of_parameters(prepared: fx.GraphModule) -> None:
+    lost = untrained_here(prepared)
+    if lost:
+        logger.warning(
+            "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
+            "not with what forward under no_grad, or train(False), made of it; for heads of train mode pass training_branch=True\n%s",
+            len(lost),
+            _shown(lost),
+        )
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
+    return "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more])
 
 
 def _require_float32(traced: fx.GraphModule) -> None:

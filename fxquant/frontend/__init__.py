@@ -35,7 +35,7 @@ from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.batch_limits import note_batch_limits
-from fxquant.frontend.branches import Branch, attach_branch
+from fxquant.frontend.branches import Branch, attach_branch, lost_parameters
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
@@ -43,7 +43,7 @@ from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward
+from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.snapshot import with_backward_hooks
 from fxquant.frontend.state import MovedState, state_moved_by_forward
@@ -68,6 +68,7 @@ __all__ = [
     "moved_by_forward",
     "random_by_forward",
     "trace",
+    "untrained_here",
     "wrap",
 ]
 
@@ -108,7 +109,7 @@ def trace(
         traced, recording = _traced(model, inputs, _Way(leaf_rule(leaf, model), state, check), preserve, training_branch)
         if check:
             compare_with_model(model, traced, inputs, bool(recording.draws))
-        note_state(traced, state, recording)
+        note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 

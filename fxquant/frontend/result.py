@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.branches import Branch, attach_branch
+from fxquant.frontend.branches import Branch, attach_branch, reads
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
 from fxquant.frontend.modes import own_train_mode
@@ -31,6 +31,7 @@ from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"
 _RANDOM = "fxquant.random_by_forward"
+_UNTRAINED = "fxquant.untrained_here"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -55,13 +56,20 @@ def random_by_forward(module: fx.GraphModule) -> list[Place]:
     return [(path, line) for path, _, line in (place.partition("\t") for place in model_meta(module).get(_RANDOM, ()))]
 
 
-def note_state(module: fx.GraphModule, state: MovedState, recording: Recording) -> None:
-    """Write on a traced model what forward changes between calls in train mode, and where it is random there alone."""
+def untrained_here(module: fx.GraphModule) -> list[str]:
+    """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
+    found: list[str] = model_meta(module).get(_UNTRAINED, [])
+    return found
+
+
+def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, untrained: list[str]) -> None:
+    """Write on a traced model what forward changes in train mode, where it is random there alone, and what trains in the float model alone."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
-    held = {*recording.read, *(name for name, _ in module.named_buffers(remove_duplicate=False))}
+    named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
+    held = {*recording.read, *(name for name, _ in named)}
     moved = {name: line for name, line in state.moved.items() if name in held}
     random = ["\t".join(place) for place in state.draws if place not in recording.draws]
-    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random)):
+    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random), (_UNTRAINED, untrained)):
         if value:
             module.meta[key] = value
 
@@ -74,7 +82,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     carried = Carried.of(model, _preservable(model, preserve))
     snapshot = Snapshot(model, own_buffers=True)
     called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
-    beside = branch.targets() if branch is not None else set()
+    beside: set[Any] = reads(branch.steps) if branch is not None else set()
     called |= beside & set(dict(model.named_modules()))
     module = Model(nn.Module(), fx.Graph(), type(model).__name__)
     tree = _PlainTree(snapshot, called | set(carried.modules()))

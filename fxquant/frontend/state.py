@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -53,6 +53,7 @@ class MovedState:
     draws         the places where random numbers are drawn: the path of the innermost module, and the line of the user's code
     noise         paths of the user's modules that draw, and return a tensor of the shape of their only argument
     dropped       the places of calls of attention that drop elements, with the probability
+    trained       names of the parameters that have a gradient, with the first line of the user's code that reads each
     failed        why forward could not be called; empty where it was
     """
 
@@ -62,6 +63,7 @@ class MovedState:
     draws: list[Place] = field(default_factory=list)
     noise: frozenset[str] = frozenset()
     dropped: dict[Place, float] = field(default_factory=dict)
+    trained: dict[str, str] = field(default_factory=dict)
     failed: str = ""
 
     def notes(self) -> list[str]:
@@ -81,16 +83,14 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
     """
     with torch.inference_mode(False):
         snapshot = Snapshot(model, own_buffers=True)
-        watch, numbers = _Watch(snapshot), Draws(snapshot, _call.__code__)
-        copies: dict[int, nn.Parameter] = {}
-        for shell in snapshot.modules:
-            if isinstance(shell, torch.jit.ScriptModule):
-                continue
+        own = own_parameters(snapshot.modules)
+        shells = [shell for shell in snapshot.modules if not isinstance(shell, torch.jit.ScriptModule)]
+        if any(map(overrides_train, shells)):
+            with contextlib.suppress(Exception):  # whatever the user's code raises; `own_train_mode` says so
+                snapshot.root.train(True)
+        watch, numbers = _Watch(snapshot, {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}), Draws(snapshot, _call.__code__)
+        for shell in shells:
             shell.__dict__["training"] = not isinstance(shell, _DROPOUTS) and not _is_plain_norm(shell)
-            for name, parameter in shell._parameters.items():
-                if parameter is not None:
-                    copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-                    shell._parameters[name] = copy
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
             shell.__dict__["_forward_hooks"] = OrderedDict({**shell._forward_hooks, -1: numbers.returned})
         before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
@@ -98,8 +98,8 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
             leaf if name is None else inputs.tensors()[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)
         ])  # fmt: skip
         try:
-            with torch.no_grad(), numbers.of_python(), undisturbed(numbers=numbers), watch:
-                _call(snapshot.root, args, kwargs)
+            with torch.enable_grad(), numbers.of_python(), undisturbed(numbers=numbers), watch:
+                result = _call(snapshot.root, args, kwargs)
         except Exception as error:  # whatever the user's code raises: in train mode many models want labels
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
     found = MovedState(
@@ -108,14 +108,47 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         draws=list(numbers.places),
         noise=frozenset(numbers.fits),
         dropped=watch.dropped,
+        trained={name: watch.read.get(name, "") for name in watch.names_of(with_gradient(result))},
     )
     for path, module in snapshot.root.named_modules():
         _compare(path, before.get(path, {}), dict(_fingerprints(module)), found)
     return found
 
 
-def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
-    root(*args, **kwargs)
+def own_parameters(shells: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Give shells parameters of their own; return these by the identities of the model's."""
+    copies: dict[int, nn.Parameter] = {}
+    for shell in shells:
+        for name, parameter in () if isinstance(shell, torch.jit.ScriptModule) else shell._parameters.items():
+            if parameter is not None:
+                copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                shell._parameters[name] = copy
+    return copies
+
+
+def overrides_train(module: nn.Module) -> bool:
+    """Return whether a module's class, or the module itself, has a `train` of the user's."""
+    method = vars(module).get("train", type(module).train)
+    return method is not nn.Module.train and not str(getattr(method, "__module__", "")).startswith("torch.")
+
+
+def with_gradient(result: Any) -> list[Tensor]:
+    """Return the leaves, such as parameters, to which a backward pass from the tensors of a nest comes."""
+    waiting = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
+    seen, leaves = set[Any](), list[Tensor]()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            leaves.append(function.variable)
+        waiting += [following for following, _ in function.next_functions]
+    return leaves
+
+
+def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
+    return root(*args, **kwargs)
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -151,19 +184,23 @@ class _Watch(TorchFunctionMode):
 
     frozen   names of running means that were read with training=False
     live     names of those that were read with training=True: these move in a prepared model as well
+    dropped  the places of calls of attention that drop elements, with the probability
+    read     names of parameters, with the first line that reads each
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, parameters: dict[int, str]) -> None:
         super().__init__()
         buffers = {id(tensor): tensor for shell in snapshot.modules for tensor in shell.buffers(recurse=False)}
-        named = {**snapshot.attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}}
-        self._paths, self.dropped = snapshot.paths, dict[Place, float]()
-        self._kept = [*buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
+        named = {**snapshot.attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}, **parameters}
+        self._paths, self.dropped, self.read, self._parameters = snapshot.paths, dict[Place, float](), dict[str, str](), parameters
+        held = [tensor for shell in snapshot.modules for tensor in shell.parameters(recurse=False)]
+        self._kept = [*held, *buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
         self._tensors = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor) and id(tensor) in named}
         self._names = named
         self._versions = {key: tensor._version for key, tensor in self._tensors.items()}
         self._before = {key: tensor.clone() for key, tensor in self._tensors.items()}
-        self._lines, self._followed = dict[int, str](), set[int]()
+        self._lines, self._followed, self._data_lines = dict[int, str](), set[int](), dict[int, str]()
+        self._storages = {tensor.data_ptr(): key for key, tensor in self._tensors.items() if tensor.numel()}
         self.frozen: set[str] = set()
         self.live: set[str] = set()
 
@@ -177,6 +214,10 @@ class _Watch(TorchFunctionMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 key = id(value) if id(value) in self._tensors else id(value._base)
+                if key in self._parameters and self._parameters[key] not in self.read:
+                    self.read[self._parameters[key]] = user_source(_call.__code__)
+                elif func.__name__.endswith("_") and type(value) is Tensor and value.data_ptr() in self._storages:  # by .data
+                    self._data_lines[self._storages[value.data_ptr()]] = user_source(_call.__code__)
                 if key in self._tensors and self._tensors[key]._version != self._versions[key]:
                     self._versions[key] = self._tensors[key]._version
                     self.changed(self._tensors[key])
@@ -189,6 +230,11 @@ class _Watch(TorchFunctionMode):
             (self.live if training else self.frozen).add(self._names[id(mean)])
             self._followed |= {id(mean), id(variance)} if training else set()
 
+    def names_of(self, tensors: list[Tensor]) -> list[str]:
+        """Return the names of those of the tensors that are parameters, in the model's order."""
+        own = set(map(id, tensors))
+        return [name for key, name in self._parameters.items() if key in own]
+
     def changed(self, tensor: Any) -> None:
         """Note the line that changes or replaces a tensor."""
         if id(tensor) in self._names and id(tensor) not in self._followed:
@@ -197,7 +243,8 @@ class _Watch(TorchFunctionMode):
     def moved(self) -> dict[str, str]:
         """Return the names of tensors that were changed or replaced, with the line."""
         found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
-        return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
+        lines = {**self._data_lines, **self._lines}
+        return {self._names[key]: lines.get(key, "") for key in self._names if key in found - self._followed}
 
 
 class Draws(OwnRandomNumbers):
