@@ -23,6 +23,7 @@ from fxquant.ir.graph import (
     inherit,
     is_parameter,
     mark_parameter,
+    noise,
     pass_on,
     refuse,
     resolve,
@@ -39,6 +40,7 @@ from fxquant.ops.core.places import is_arange
 from fxquant.ops.core.promotion import promoted
 from fxquant.ops.core.sizes import settle
 from fxquant.ops.core.unbatched import give_batch
+from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import is_cast, is_power
@@ -318,6 +320,8 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     args, kwargs = node.args, node.kwargs
     if node.op == "call_module":
         module = modules[str(node.target)]
+        if noise(node) is not None:
+            return OPERATORS[dropout], {"input": args[0], "p": 0.5, "kind": OF_MODULE}, (type(module),)
         if type(module) not in MODULES:
             return None
         operator, extract = MODULES[type(module)]

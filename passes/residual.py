@@ -2,6 +2,8 @@
 
 %conv = conv2d(%x, %w)
 %y    = add(%conv, %r)                 →    %conv = conv2d(%x, %w, residual=%r)
+
+A module of the user's between the two that draws noise in train mode, as a stochastic depth does, becomes the layer's.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import absorb, fact, is_parameter
+from fxquant.ir.graph import absorb, fact, is_parameter, noise, set_noise
 from fxquant.ir.parts import stated_demand, ties
 from fxquant.ops import operator_of
 from fxquant.ops.core.floating import in_front_of_softmax, masks
 from fxquant.ops.elementwise.arithmetic import add
+from fxquant.ops.elementwise.dropout import dropout
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
 
@@ -31,9 +34,15 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
             context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")
             return None
         # The later layer absorbs: the other operand is then computed already.
-        return sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
+        return sorted((_before_noise(a) for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
 
     def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
+        for operand in node.all_input_nodes:
+            if operand is not layer and _before_noise(operand) is layer:
+                set_noise(layer, str(noise(operand)))
+                absorb(layer, operand)
+                operand.replace_all_uses_with(layer)
+                gm.graph.erase_node(operand)
         residual = node.args[1] if node.args[0] is layer else node.args[0]
         node.prepend(layer)
         position[layer] = position[node]
@@ -42,6 +51,15 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         return layer
 
     return Fusion(match, _why_not, merge).run(gm, context)
+
+
+def _before_noise(operand: fx.Node) -> fx.Node:
+    """Return the node for whose result a module of the user's draws noise, if that module alone reads it; any other operand itself."""
+    operator = operator_of(operand)
+    if operator is None or operator.function is not dropout or noise(operand) is None or len(operand.users) > 1:
+        return operand
+    source = operand.args[0]
+    return source if isinstance(source, fx.Node) and noise(source) is None else operand
 
 
 def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:

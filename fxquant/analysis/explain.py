@@ -40,7 +40,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     fixed = [*assumptions(model)]
     for name, line in moved_by_forward(model).items():
         if not any(text.startswith(f"{name} is changed in place") for text in fixed):
-            fixed.append(f"{name} is changed by forward in train mode, and stays constant here" + f" ({line})" * bool(line))
+            fixed.append(f"{name} is changed by forward in train mode, and not here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(fused.description(model, machine, steps))

@@ -18,15 +18,17 @@ from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, trace
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, stage_of
+from fxquant.ir.graph import fact, module_path, noise, source, stage_of
 from fxquant.ir.model import Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.ops.elementwise.dropout import dropout
 from fxquant.passes import PREPARE
 from fxquant.passes.matching import attributes
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.prepared.hooks import attach_hooks
+from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.spec import QConfig
@@ -209,6 +211,8 @@ def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         _warn_of_state(prepared)
+        _warn_of_random(prepared)
+        _warn_of_parameters(prepared)
         attach_hooks(prepared, traced.graph)
     return prepared
 
@@ -220,11 +224,41 @@ def _warn_of_state(prepared: fx.GraphModule) -> None:
             "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
             "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
             len(found),
-            "\n".join(
-                f"  {line}"
-                for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
-            ),
+            _shown(found),
         )
+
+
+def _warn_of_random(prepared: fx.GraphModule) -> None:
+    """Warn of each line that is random in train mode in the float model, and not in state TRAIN."""
+    integer = [(node, operator) for node in prepared.graph.nodes if (operator := quantized_operator(prepared, node)) is not None]
+    noisy = {noise(node) for node, _ in integer}
+    drops = {(module_path(node), source(node)) for node, operator in integer if operator.operator.function is dropout or isinstance(operator.owners[0], nn.RReLU)}
+    asked = [(path, line) for path, line in random_by_forward(prepared) if path not in noisy and (path, line) not in drops]
+    asked += [(module_path(node), source(node)) for node in prepared.graph.nodes if node.target is dropout]  # those in float
+    lost = [line + f" (module {path})" * bool(path) for path, line in asked]
+    if lost:
+        logger.warning(
+            "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
+            "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
+            len(lost),
+            _shown(lost),
+        )
+
+
+def _warn_of_parameters(prepared: fx.GraphModule) -> None:
+    lost = untrained_here(prepared)
+    if lost:
+        logger.warning(
+            "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
+            "not with what forward under no_grad, or train(False), made of it; for heads of train mode pass training_branch=True\n%s",
+            len(lost),
+            _shown(lost),
+        )
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
+    return "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more])
 
 
 def _require_float32(traced: fx.GraphModule) -> None:

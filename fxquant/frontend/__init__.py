@@ -26,7 +26,8 @@ float, and its own backward gets the context that it expects. `integer.lower` dr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.batch_limits import note_batch_limits
-from fxquant.frontend.branches import Branch, attach_branch
+from fxquant.frontend.branches import Branch, attach_branch, lost_parameters
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
@@ -42,10 +43,10 @@ from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state
+from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.snapshot import with_backward_hooks
-from fxquant.frontend.state import state_moved_by_forward
+from fxquant.frontend.state import MovedState, state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
 from fxquant.ir.facts import BATCH_SIZES
 from fxquant.ir.model import collection_paused
@@ -65,7 +66,9 @@ __all__ = [
     "float_model",
     "is_traced",
     "moved_by_forward",
+    "random_by_forward",
     "trace",
+    "untrained_here",
     "wrap",
 ]
 
@@ -102,17 +105,32 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        traced, draws, read = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
+        state = state_moved_by_forward(model, inputs)
+        traced, recording = _traced(model, inputs, _Way(leaf_rule(leaf, model), state, check), preserve, training_branch)
         if check:
-            compare_with_model(model, traced, inputs, draws)
-            note_state(traced, state_moved_by_forward(model, inputs, traced.graph, read))
+            compare_with_model(model, traced, inputs, bool(recording.draws))
+        note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 
+@dataclass(frozen=True)
+class _Way:
+    """The way of tracing: which modules stay whole, what forward does in train mode, and whether traces are compared."""
+
+    leaf: LeafRule
+    state: MovedState
+    check: bool
+
+    def record(self, model: nn.Module, inputs: ExampleInputs, *, again: bool = False, **settings: Any) -> Recording:
+        """Trace a model at two batch sizes; `again` at two others, to compare with."""
+        sizes = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
+        return record(model, inputs, sizes, self.leaf, random=self.state, **{"locate": not again, **settings})
+
+
 def _traced(
-    model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
-) -> tuple[fx.GraphModule, bool, Set[str]]:
-    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
+    model: nn.Module, inputs: ExampleInputs, way: _Way, preserve: Sequence[str], training_branch: bool
+) -> tuple[fx.GraphModule, Recording]:
+    """Return the graph module, and the trace that it is made of."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
     if hooked:
@@ -123,47 +141,47 @@ def _traced(
     hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
     if hooked:
         logger.warning("hooks on parameters are not copied; register them on those of the new model: %s", ", ".join(hooked))
-    recording = _recorded(model, inputs, leaf, qconfigs)
-    if check and inputs.batch is not None:
-        compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
-    modes = _modes_in_training(model, inputs, leaf, recording)
+    recording = _recorded(model, inputs, way, qconfigs)
+    if way.check and inputs.batch is not None:
+        compare_recordings(recording, way.record(model, inputs, again=True))
+    modes = _modes_in_training(model, inputs, way, recording)
     if modes:
-        recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True, modes=modes)
+        recording = way.record(model, inputs, qconfigs=qconfigs, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
-    traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
+    traced = build(model, recording, preserve, _branch(model, inputs, way, recording) if training_branch else None)
     if lost_gradients(model):
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
-    return traced, recording.draws, recording.read
+    return traced, recording
 
 
-def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
+def _branch(model: nn.Module, inputs: ExampleInputs, way: _Way, recording: Recording) -> Branch | None:
     """Return what a trace in train mode has besides; None if it has nothing."""
-    again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
-    if check and inputs.batch is not None:
-        compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
-    branch = Branch(recording, again)
+    training = way.record(model, inputs, training=True)
+    if way.check and inputs.batch is not None:
+        compare_recordings(training, way.record(model, inputs, again=True, training=True))
+    branch = Branch(recording, training)
     return branch if branch.differs else None
 
 
-def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording) -> dict[str, bool]:
+def _modes_in_training(model: nn.Module, inputs: ExampleInputs, way: _Way, recording: Recording) -> dict[str, bool]:
     """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
     if not recording.lines:
         return {}
     try:
-        again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
+        again = way.record(model, inputs, training=True)
     except FxQuantError:  # forward cannot be traced in train mode: the modes of eval mode hold
         return {}
     return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 
 
-def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> Recording:
+def _recorded(model: nn.Module, inputs: ExampleInputs, way: _Way, qconfigs: Mapping[str, Any]) -> Recording:
     try:
-        return record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
+        return way.record(model, inputs, qconfigs=qconfigs)
     except TraceError as error:
-        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(model, inputs, leaf):
+        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(model, inputs, way):
             raise
         raise TraceError(
             f"the batch size of the example, {inputs.batch}, is written into forward",
@@ -173,10 +191,10 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
         ) from error.__cause__
 
 
-def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
+def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, way: _Way) -> bool:
     """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
-        record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
+        way.record(model, inputs.fixed(), locate=False)
     except FxQuantError:
         return False
     return True

@@ -10,12 +10,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
 from fxquant.frontend.opaque import Method
-from fxquant.frontend.outputs import rebuilt
+from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.outputs import nest_of, rebuilt
+from fxquant.frontend.state import MovedState, with_gradient
 from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.interpreter import Interpreter
@@ -63,6 +67,28 @@ class ReturnInTraining:
         branch = next(child for child in module.children() if isinstance(child, TrainingBranch))
         found, branch.result = branch.result, None
         return found if module.training else result
+
+
+def lost_parameters(traced: fx.GraphModule, inputs: ExampleInputs, state: MovedState) -> list[str]:
+    """Return the names and lines of the parameters that train in the float model, and have no gradient in the graph."""
+    own = dict(traced.named_parameters(remove_duplicate=False))
+    asked = {name: line for name, line in state.trained.items() if name in own and not own[name].is_inference()}
+    if not asked:
+        return []
+    with torch.inference_mode(False), torch.enable_grad(), undisturbed():
+        result = traced(**{name: tensor.clone() for name, tensor in inputs.tensors().items()})
+    reached = set(map(id, with_gradient(nest_of(result))))
+    beside = {path for module in traced.children() if isinstance(module, TrainingBranch) for path in reads(module.steps)}
+    return [
+        name + f" ({line})" * bool(line)
+        for name, line in asked.items()
+        if id(own[name]) not in reached and not any(name == path or name.startswith(f"{path}.") for path in beside)
+    ]
+
+
+def reads(steps: fx.Graph) -> set[str]:
+    """Return the paths of the modules and tensors that a graph reads."""
+    return {str(node.target) for node in steps.nodes if node.op in ("call_module", "get_attr")}
 
 
 def attach_branch(module: fx.GraphModule) -> None:
@@ -116,10 +142,6 @@ class Branch:
                 copied.target = constants.get(str(node.target), node.target)
         self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
 
-    def targets(self) -> set[Any]:
-        """Return the paths of the modules and tensors that it reads."""
-        return {node.target for node in self.steps.nodes if node.op in ("call_module", "get_attr")}
-
     def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
         """Call the branch at the end of the module's graph; `root` holds what it calls."""
         name = free_name(module, NAME)
@@ -154,6 +176,8 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if getattr(target, "__name__", target) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
+    if getattr(target, "__name__", "") == "scaled_dot_product_attention":
+        args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
 
 

@@ -198,10 +198,10 @@ _replacements = _Replacements()
 
 
 @contextlib.contextmanager
-def prepared_environment(model: nn.Module) -> Iterator[_OwnRandomNumbers]:
+def prepared_environment(model: nn.Module, numbers: OwnRandomNumbers) -> Iterator[None]:
     """Inside, this thread calls modules through the `call_module` of its trace, and Python keeps batch numbers as they are.
 
-    What it gives says afterwards whether anything drew random numbers. Other threads may trace at the same time, or run models: they
+    `numbers` says afterwards whether anything drew random numbers. Other threads may trace at the same time, or run models: they
     notice nothing.
     """
     wanted: list[tuple[Any, str, Any]] = [
@@ -211,9 +211,8 @@ def prepared_environment(model: nn.Module) -> Iterator[_OwnRandomNumbers]:
     ]
     wanted += STAND_INS
     wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
-    numbers = _OwnRandomNumbers()
     with undisturbed(numbers=numbers), _replacements.installed(wanted):
-        yield numbers
+        yield
 
 
 def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -234,7 +233,7 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 @contextlib.contextmanager
-def undisturbed(attention: bool = True, draws: bool = True, numbers: _OwnRandomNumbers | None = None) -> Iterator[None]:
+def undisturbed(attention: bool = True, draws: bool = True, numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
     """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
 
     The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
@@ -243,7 +242,7 @@ def undisturbed(attention: bool = True, draws: bool = True, numbers: _OwnRandomN
     draws       False where nothing draws random numbers: every operator is then faster
     numbers     the random numbers, where they are the caller's
     """
-    own = (numbers or _OwnRandomNumbers()) if draws else contextlib.nullcontext()
+    own = (numbers or OwnRandomNumbers()) if draws else contextlib.nullcontext()
     with autocast_off(), _SlowAttention() if attention else contextlib.nullcontext(), own:
         yield
 
@@ -255,7 +254,7 @@ class _SlowAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draw random numbers from streams of this mode's own; a generator is lent to an operator for one call at a time."""
 
     _lock = threading.RLock()  # a trace inside of a trace draws through both
@@ -271,15 +270,20 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func):
+        switches = _switches(func) if _draws(func) else ()
+        if not _draws(func) or not all(args[at] if at < len(args) else kwargs.get(name, usual) for at, name, usual in switches):
             return func(*args, **kwargs)
         self.drawn = True
+        self.noticed()
         generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
         device = torch.device(kwargs.get("device") or next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu"))
         if device.type == "meta":
             return func(*args, **kwargs)
         with self._lock, self._lent(generator or _generator_of(device)):
             return func(*args, **kwargs)
+
+    def noticed(self) -> None:
+        """Called when an operator draws."""
 
     @contextlib.contextmanager
     def _lent(self, generator: torch.Generator) -> Iterator[None]:
@@ -293,13 +297,20 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.set_state(before)
 
 
-free_in_child(_OwnRandomNumbers, "_lock", threading.RLock)
+free_in_child(OwnRandomNumbers, "_lock", threading.RLock)
 
 
 @functools.cache
 def _draws(func: Any) -> bool:
     """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
+    """Return the place, the name and the default of an operator's arguments without which it draws nothing, as rrelu and attention have."""
+    named = enumerate(func._schema.arguments)
+    return tuple((at, each.name, each.default_value) for at, each in named if each.name in ("training", "train", "dropout_p"))
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

@@ -41,11 +41,13 @@ class Handler:
     read       names of tensors that became constants
     calls      what calls of modules read and returned: `hooks.Call`
     gradients  what forward says about gradients
+    random     the `MovedState` that says what is random in train mode
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
 
     call_module: Callable[..., Any]
+    random: Any
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot = snapshot
@@ -219,6 +221,8 @@ class Handler:
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
         graph.describe(node, fact, self.source() if self.locate else "", self.path if path is None else path)
+        if share := self.random.dropped.get((graph.module_path(node), graph.source(node))):
+            graph.drop_in_training(node, share)
         self.gradients.describe(node)
         if self.qconfig:
             graph.attach_qconfigs(node, self.qconfig)

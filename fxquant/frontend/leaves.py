@@ -18,6 +18,7 @@ from fxquant.frontend.gradients import called_again
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
+from fxquant.ir import graph
 from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
 from fxquant.ir.stubs import stub_of
@@ -118,12 +119,26 @@ class ModuleCalls:
         entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
         self._entries += 1
         try:
-            result = self._called(original, module, path, args, kwargs)
+            noisy = path in handler.random.noise and not default_leaf(module, path)
+            result = (self._noise if noisy else self._called)(original, module, path, args, kwargs)
         finally:
             handler.path = previous
             handler.qconfig = around
         if path:
             handler.calls.append((path, entry, *read, self._nest(result)))
+        return result
+
+    def _noise(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Record a module that draws in train mode, and returns its argument in eval mode, as one node; others as their Python."""
+        training, module.__dict__["training"] = module.training, False
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            module.__dict__["training"] = training
+        if result is not args[0]:
+            return original(module, *args, **kwargs) if training else result
+        result = self._handler.record("call_module", path, lambda input: input, args, {})
+        graph.set_noise(result.node, path)
         return result
 
     def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.state import overrides_train, own_parameters
 
 SHOWN = 8  # names in a sentence
 
@@ -27,28 +28,21 @@ class TrainMode:
 
 def own_train_mode(model: nn.Module) -> TrainMode:
     """Return the effects of the `train` methods that the user's classes override. They are found on shells; the model is not changed."""
-    own = [type(module).__name__ for module in model.modules() if _overrides_train(module)]
+    own = [type(module).__name__ for module in model.modules() if overrides_train(module)]
     if not own:
         return TrainMode()
     shells = Snapshot(model, own_buffers=True)
-    asked = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    copies = own_parameters(shells.modules)
+    asked = {name: copies[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
     method = " and ".join(f"{name}.train" for name in dict.fromkeys(own))
     try:
         shells.root.train(True)
-        frozen = tuple(name for name, (parameter, before) in asked.items() if before and not parameter.requires_grad)
+        frozen = tuple(name for name, copy in asked.items() if not copy.requires_grad)
     except Exception as error:  # whatever the user's code raises
         return TrainMode(note=f"{method} raised {type(error).__name__}: {error}; its effect in train mode is left out")
-    finally:
-        for parameter, before in asked.values():
-            parameter.requires_grad_(before)
     kept = tuple(path for path, module in shells.root.named_modules() if not module.training)
     said = [*([f"keeps {_listed(kept)} in eval mode"] if kept else []), *([f"freezes {_listed(frozen)}"] if frozen else [])]
     return TrainMode(kept, frozen, f"{method} {' and '.join(said)}, and so does train() of this model" if said else "")
-
-
-def _overrides_train(module: nn.Module) -> bool:
-    method = vars(module).get("train", type(module).train)
-    return method is not nn.Module.train and not str(getattr(method, "__module__", "")).startswith("torch.")
 
 
 def _listed(names: tuple[str, ...]) -> str:

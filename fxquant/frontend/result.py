@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.branches import Branch, attach_branch
+from fxquant.frontend.branches import Branch, attach_branch, reads
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
 from fxquant.frontend.modes import own_train_mode
@@ -19,7 +19,7 @@ from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.state import MovedState
+from fxquant.frontend.state import MovedState, Place
 from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.carried import Carried
@@ -30,6 +30,8 @@ from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"
+_RANDOM = "fxquant.random_by_forward"
+_UNTRAINED = "fxquant.untrained_here"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -49,10 +51,25 @@ def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
     return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
 
 
-def note_state(module: fx.GraphModule, state: MovedState) -> None:
-    """Write on a traced model what forward changes between calls in train mode."""
+def random_by_forward(module: fx.GraphModule) -> list[Place]:
+    """Return the places where forward draws random numbers in train mode alone: the path of the module, and the line of the user's code."""
+    return [(path, line) for path, _, line in (place.partition("\t") for place in model_meta(module).get(_RANDOM, ()))]
+
+
+def untrained_here(module: fx.GraphModule) -> list[str]:
+    """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
+    found: list[str] = model_meta(module).get(_UNTRAINED, [])
+    return found
+
+
+def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, untrained: list[str]) -> None:
+    """Write on a traced model what forward changes in train mode, where it is random there alone, and what trains in the float model alone."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
-    for key, value in ((_MOVED, state.moved), (FROZEN_NORMS, state.frozen_norms)):
+    named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
+    held = {*recording.read, *(name for name, _ in named)}
+    moved = {name: line for name, line in state.moved.items() if name in held}
+    random = ["\t".join(place) for place in state.draws if place not in recording.draws]
+    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random), (_UNTRAINED, untrained)):
         if value:
             module.meta[key] = value
 
@@ -65,7 +82,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     carried = Carried.of(model, _preservable(model, preserve))
     snapshot = Snapshot(model, own_buffers=True)
     called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
-    beside = branch.targets() if branch is not None else set()
+    beside: set[Any] = reads(branch.steps) if branch is not None else set()
     called |= beside & set(dict(model.named_modules()))
     module = Model(nn.Module(), fx.Graph(), type(model).__name__)
     tree = _PlainTree(snapshot, called | set(carried.modules()))

@@ -1,14 +1,21 @@
-"""State that forward changes between calls in train mode: buffers, tensors and numbers that a graph reads and never changes."""
+"""The effects of one call of forward in train mode that a graph of eval mode does not have.
+
+They are changes of state, of buffers, tensors and numbers that a graph reads and never changes, and random numbers that are drawn.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import random
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -16,14 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxquant.frontend.arguments import ATOMS
-from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _BATCH_NORMS: dict[Any, inspect.Signature] = {
     F.batch_norm: inspect.signature(F.batch_norm),
     torch.batch_norm: inspect.Signature([
@@ -33,6 +40,9 @@ _BATCH_NORMS: dict[Any, inspect.Signature] = {
 }  # fmt: skip
 
 
+Place = tuple[str, str]
+
+
 @dataclass
 class MovedState:
     """The changes of one call of forward in train mode.
@@ -40,70 +50,105 @@ class MovedState:
     moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
     numbers       names of attributes that hold another number afterwards
     frozen_norms  names of running means that functions of batch norm read with training=False in train mode, too
+    draws         the places where random numbers are drawn: the path of the innermost module, and the line of the user's code
+    noise         paths of the user's modules that draw, and return a tensor of the shape of their only argument
+    dropped       the places of calls of attention that drop elements, with the probability
+    trained       names of the parameters that have a gradient, with the first line of the user's code that reads each
     failed        why forward could not be called; empty where it was
     """
 
     moved: dict[str, str] = field(default_factory=dict)
     numbers: list[str] = field(default_factory=list)
     frozen_norms: list[str] = field(default_factory=list)
+    draws: list[Place] = field(default_factory=list)
+    noise: frozenset[str] = frozenset()
+    dropped: dict[Place, float] = field(default_factory=dict)
+    trained: dict[str, str] = field(default_factory=dict)
     failed: str = ""
 
     def notes(self) -> list[str]:
         """Sentences for `explain`, but for what is moved."""
         found = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
-        return [*found, f"whether forward moves buffers in train mode is not known: {self.failed}"] if self.failed else found
+        unknown = f"whether forward moves buffers or draws random numbers in train mode is not known: {self.failed}"
+        return [*found, unknown] if self.failed else found
 
 
-def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs, graph: fx.Graph, read: Set[str]) -> MovedState:
-    """Call forward once in train mode, on copies of all it could change, and see what has changed.
+NOTHING_MOVED = MovedState()
 
-    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one. A model that has
-    nothing to move is not called. `read` names the tensors, neither parameters nor buffers, that the graph has as constants.
+
+def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedState:
+    """Call forward once in train mode, on copies of all it could change, and see what has changed, and where numbers are drawn.
+
+    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one.
     """
-    if not read and not _could_move(model, graph):
-        return MovedState()
     with torch.inference_mode(False):
         snapshot = Snapshot(model, own_buffers=True)
-        watch = _Watch(snapshot, read)
-        copies: dict[int, nn.Parameter] = {}
-        for shell in snapshot.modules:
-            if isinstance(shell, torch.jit.ScriptModule):
-                continue
+        own = own_parameters(snapshot.modules)
+        shells = [shell for shell in snapshot.modules if not isinstance(shell, torch.jit.ScriptModule)]
+        if any(map(overrides_train, shells)):
+            with contextlib.suppress(Exception):  # whatever the user's code raises; `own_train_mode` says so
+                snapshot.root.train(True)
+        watch, numbers = _Watch(snapshot, {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}), Draws(snapshot, _call.__code__)
+        for shell in shells:
             shell.__dict__["training"] = not isinstance(shell, _DROPOUTS) and not _is_plain_norm(shell)
-            for name, parameter in shell._parameters.items():
-                if parameter is not None:
-                    copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-                    shell._parameters[name] = copy
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
+            shell.__dict__["_forward_hooks"] = OrderedDict({**shell._forward_hooks, -1: numbers.returned})
         before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
         args, kwargs = inputs.arguments([
             leaf if name is None else inputs.tensors()[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)
         ])  # fmt: skip
         try:
-            with torch.no_grad(), undisturbed(), watch:
-                _call(snapshot.root, args, kwargs)
+            with torch.enable_grad(), numbers.of_python(), undisturbed(numbers=numbers), watch:
+                result = _call(snapshot.root, args, kwargs)
         except Exception as error:  # whatever the user's code raises: in train mode many models want labels
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
-    found = MovedState(watch.moved(), frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live))
+    found = MovedState(
+        watch.moved(),
+        frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live),
+        draws=list(numbers.places),
+        noise=frozenset(numbers.fits),
+        dropped=watch.dropped,
+        trained={name: watch.read.get(name, "") for name in watch.names_of(with_gradient(result))},
+    )
     for path, module in snapshot.root.named_modules():
-        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found, read)
+        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found)
     return found
 
 
-def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
-    root(*args, **kwargs)
+def own_parameters(shells: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Give shells parameters of their own; return these by the identities of the model's."""
+    copies: dict[int, nn.Parameter] = {}
+    for shell in shells:
+        for name, parameter in () if isinstance(shell, torch.jit.ScriptModule) else shell._parameters.items():
+            if parameter is not None:
+                copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                shell._parameters[name] = copy
+    return copies
 
 
-def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
-    """Return whether there are buffers other than those of batch norms, or batch norms that are functions."""
-    if any(node.op == "call_function" and node.target in _BATCH_NORMS for node in graph.nodes):
-        return True
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
+def overrides_train(module: nn.Module) -> bool:
+    """Return whether a module's class, or the module itself, has a `train` of the user's."""
+    method = vars(module).get("train", type(module).train)
+    return method is not nn.Module.train and not str(getattr(method, "__module__", "")).startswith("torch.")
+
+
+def with_gradient(result: Any) -> list[Tensor]:
+    """Return the leaves, such as parameters, to which a backward pass from the tensors of a nest comes."""
+    waiting = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
+    seen, leaves = set[Any](), list[Tensor]()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
             continue
-        if module._buffers and not _is_plain_norm(module):
-            return True
-    return False
+        seen.add(function)
+        if hasattr(function, "variable"):
+            leaves.append(function.variable)
+        waiting += [following for following, _ in function.next_functions]
+    return leaves
+
+
+def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
+    return root(*args, **kwargs)
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -139,19 +184,23 @@ class _Watch(TorchFunctionMode):
 
     frozen   names of running means that were read with training=False
     live     names of those that were read with training=True: these move in a prepared model as well
+    dropped  the places of calls of attention that drop elements, with the probability
+    read     names of parameters, with the first line that reads each
     """
 
-    def __init__(self, snapshot: Snapshot, read: Set[str]) -> None:
+    def __init__(self, snapshot: Snapshot, parameters: dict[int, str]) -> None:
         super().__init__()
         buffers = {id(tensor): tensor for shell in snapshot.modules for tensor in shell.buffers(recurse=False)}
-        attributes = {key: name for key, name in snapshot.attributes.items() if name in read}
-        named = {**attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}}
-        self._kept = [*buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
+        named = {**snapshot.attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}, **parameters}
+        self._paths, self.dropped, self.read, self._parameters = snapshot.paths, dict[Place, float](), dict[str, str](), parameters
+        held = [tensor for shell in snapshot.modules for tensor in shell.parameters(recurse=False)]
+        self._kept = [*held, *buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
         self._tensors = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor) and id(tensor) in named}
         self._names = named
         self._versions = {key: tensor._version for key, tensor in self._tensors.items()}
         self._before = {key: tensor.clone() for key, tensor in self._tensors.items()}
-        self._lines, self._followed = dict[int, str](), set[int]()
+        self._lines, self._followed, self._data_lines = dict[int, str](), set[int](), dict[int, str]()
+        self._storages = {tensor.data_ptr(): key for key, tensor in self._tensors.items() if tensor.numel()}
         self.frozen: set[str] = set()
         self.live: set[str] = set()
 
@@ -159,9 +208,16 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _BATCH_NORMS and not _in_norm():
             self._see_norm(func, args, kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            share = (kwargs or {}).get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            self.dropped |= {place(self._paths, _call.__code__): float(share)} if share else {}
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 key = id(value) if id(value) in self._tensors else id(value._base)
+                if key in self._parameters and self._parameters[key] not in self.read:
+                    self.read[self._parameters[key]] = user_source(_call.__code__)
+                elif func.__name__.endswith("_") and type(value) is Tensor and value.data_ptr() in self._storages:  # by .data
+                    self._data_lines[self._storages[value.data_ptr()]] = user_source(_call.__code__)
                 if key in self._tensors and self._tensors[key]._version != self._versions[key]:
                     self._versions[key] = self._tensors[key]._version
                     self.changed(self._tensors[key])
@@ -174,6 +230,11 @@ class _Watch(TorchFunctionMode):
             (self.live if training else self.frozen).add(self._names[id(mean)])
             self._followed |= {id(mean), id(variance)} if training else set()
 
+    def names_of(self, tensors: list[Tensor]) -> list[str]:
+        """Return the names of those of the tensors that are parameters, in the model's order."""
+        own = set(map(id, tensors))
+        return [name for key, name in self._parameters.items() if key in own]
+
     def changed(self, tensor: Any) -> None:
         """Note the line that changes or replaces a tensor."""
         if id(tensor) in self._names and id(tensor) not in self._followed:
@@ -182,7 +243,58 @@ class _Watch(TorchFunctionMode):
     def moved(self) -> dict[str, str]:
         """Return the names of tensors that were changed or replaced, with the line."""
         found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
-        return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
+        lines = {**self._data_lines, **self._lines}
+        return {self._names[key]: lines.get(key, "") for key in self._names if key in found - self._followed}
+
+
+class Draws(OwnRandomNumbers):
+    """Notes where random numbers are drawn.
+
+    places  the path of the innermost module, and the line of the user's code, of each draw
+    fits    paths of the user's modules that draw, and whose result has always had the shape of their only argument
+    """
+
+    def __init__(self, snapshot: Snapshot, root: CodeType) -> None:
+        super().__init__()
+        self._paths, self._root = snapshot.paths, root
+        self.places: dict[Place, None] = {}
+        self._fitting: dict[str, bool] = {}
+
+    def noticed(self) -> None:
+        self.places[place(self._paths, self._root)] = None
+
+    @contextlib.contextmanager
+    def of_python(self) -> Iterator[None]:
+        """Note draws from Python's and NumPy's generators, which afterwards are as they were before."""
+        states = [(get, set_, get()) for get, set_ in ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))]
+        try:
+            yield
+        finally:
+            for get, set_, before in states:
+                if repr(get()) != repr(before):
+                    self.places["", "forward draws from Python's random or numpy.random"] = None
+                    set_(before)
+
+    def returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        """A forward hook: compare the shape of a result with that of the only argument."""
+        fits = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.shape == args[0].shape
+        path = self._paths[id(module)]
+        self._fitting[path] = fits and self._fitting.get(path, True)
+
+    @property
+    def fits(self) -> list[str]:
+        return [path for path, _ in self.places if path and self._fitting.get(path, False)]
+
+
+def place(paths: Mapping[int, str], root: CodeType) -> Place:
+    """Return the path of the module that is being called, and the line of the user's code that is being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not root:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return path, user_source(root)
+        frame = frame.f_back
+    return "", user_source(root)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -199,7 +311,7 @@ def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, list(items)
 
 
-def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState, read: Set[str]) -> None:
+def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState) -> None:
     """Add the attributes that hold something else afterwards."""
     for name, items in after.items():
         held, where = before.get(name), f"{path}.{name}".lstrip(".")
@@ -208,7 +320,7 @@ def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]
             continue
         if not tensors:
             found.numbers.append(where)
-        elif where in read:
+        else:
             found.moved[where] = ""
 
 

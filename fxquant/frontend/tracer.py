@@ -20,6 +20,7 @@ from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import raised_in, source_of_error
+from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState, Place
 from fxquant.frontend.values import TracedTensor, Value, tracing
 from fxquant.ir import graph
 from fxquant.numerics.gradient import GradientRule
@@ -35,7 +36,7 @@ class Recording:
     snapshot    the shells the trace ran on
     signature   how the model was called
     form        what it returned
-    draws       whether anything in it draws random numbers
+    draws       the places where random numbers are drawn: the path of the module, and the line of the user's code
     read        where tensors were found that became constants, and that are attributes of the model
     calls       what calls of modules read and returned: `hooks.Call`
     methods     what is called at such a path: a method, kept as Python, of a shell
@@ -49,7 +50,7 @@ class Recording:
     snapshot: Snapshot
     signature: list[list[Any]]
     form: Any
-    draws: bool
+    draws: frozenset[Place]
     read: frozenset[str]
     calls: tuple[tuple[Any, ...], ...]
     methods: dict[str, tuple[nn.Module, Any]]
@@ -78,6 +79,7 @@ def record(
     locate: bool,
     training: bool = False,
     modes: Mapping[str, bool] = MappingProxyType({}),
+    random: MovedState = NOTHING_MOVED,
 ) -> Recording:
     """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
@@ -85,17 +87,18 @@ def record(
     qconfigs  the QConfigs that the nodes of calls inside of a module get, by the module's path
     locate    whether nodes get their source lines
     modes     source lines, and whether they have gradients whatever the mode is
+    random    what is random in train mode: modules that are noise, and calls of attention that drop
     """
     snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
-    handler.gradients.modes = modes
+    handler.gradients.modes, handler.random, numbers = modes, random, Draws(snapshot, _run.__code__)
     args, kwargs = inputs.arguments([
         leaf_ if name is None else _placeholder(handler, name, leaf_, axis, inputs, batches)
         for name, leaf_, axis in zip(inputs.names, inputs.leaves, inputs.axes, strict=True)
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
-        with prepared_environment(model) as numbers, torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
+        with prepared_environment(model, numbers), torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         handler.gradients.finish(handler.graph)
@@ -107,7 +110,7 @@ def record(
         snapshot,
         inputs.signature,
         form,
-        numbers.drawn,
+        frozenset(numbers.places),
         frozenset(handler.read),
         tuple(handler.calls),
         handler.methods,

@@ -250,6 +250,27 @@ def change_gradient(node: fx.Node, rule: str, position: int = 0) -> None:
     node.meta["gradient_changes"] = {**gradient_changes(node), position: rule}
 
 
+def noise(node: fx.Node) -> str | None:
+    """Return the path of the user's module that draws the noise of the node's result in train mode; None if there is none."""
+    return node.meta.get("noise")
+
+
+def set_noise(node: fx.Node, path: str) -> None:
+    """Write the path of the user's module that draws noise in train mode: on the node that calls it, or on the layer before it."""
+    node.meta["noise"] = path
+
+
+def dropped_in_training(node: fx.Node) -> float:
+    """Return the probability with which an attention drops weights in train mode, where its call in eval mode does not say it."""
+    share: float = node.meta.get("dropped_in_training", 0.0)
+    return share
+
+
+def drop_in_training(node: fx.Node, share: float) -> None:
+    """Write the probability with which an attention drops weights in train mode."""
+    node.meta["dropped_in_training"] = share
+
+
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     """Return the present value of a parameter, or of a node computed from parameters; without gradients, which some functions lack."""
     if node.op == "get_attr":

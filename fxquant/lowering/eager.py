@@ -249,6 +249,8 @@ class EagerLowering(Lowering):
         statistics: fused_layers.Collected | None = None,
     ) -> Quantized:
         to, ratio, clamp, bound = end.to or self.output, end.ratio, end.clamp, end.bound
+        if self.noise is not None and self.noise.training:
+            accumulator, bias, statistics = self._noisy(self.computed(accumulator), bias, ratio), None, None
         if isinstance(accumulator, fused_elementwise.Deferred):
             alone = bias is None and residual is None and statistics is None
             joined = self._joined(accumulator, end) if alone else None
@@ -291,6 +293,14 @@ class EagerLowering(Lowering):
         integers, real = fused_layers.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape), real)
+
+    def _noisy(self, accumulator: Tensor, bias: Tensor | None, ratio: Ratio) -> Tensor:
+        """Return the rounded accumulator, bias included, after the user's module has drawn noise for its real numbers."""
+        assert self.noise is not None
+        step = ratio.approximate().to(accumulator.dtype)
+        real = (accumulator if bias is None else accumulator + bias.to(accumulator.dtype)) * step
+        noisy: Tensor = type(self.noise).forward(self.noise, real) / step
+        return straight_through(noisy, noisy.detach().round())
 
     @staticmethod
     def _is_exact(

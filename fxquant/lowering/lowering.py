@@ -85,6 +85,8 @@ class Lowering:
         self.intermediate = intermediate
         self.weight = weight
         self.training = False
+        self.called: Any = None  # the user's module of the call, where it is one of the model's
+        self.noise: Any = None  # the user's module that draws noise for the result in train mode
         self.shares = False  # whether the output is on the operand's scale
         self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
         self.seen: Tensor | None = None  # what the output's scale is found from in place of the result

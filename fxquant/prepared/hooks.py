@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
-from fxquant.ir.graph import fact, fused, made_by, module_path, passed_on, resolve
+from fxquant.ir.graph import fact, fused, made_by, module_path, noise, passed_on, resolve
 from fxquant.ir.integer import Reference
 from fxquant.ir.interpreter import arguments_of
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
@@ -109,14 +109,14 @@ def restore_hooks(prepared: fx.GraphModule) -> None:
     others = _others(prepared)
     own = {path: module for path, module in prepared.named_modules() if path and not _is_below(path, others)}
     calls = [call for call in map(_call, prepared.meta.get(CALLS, ())) if call.path in own]
-    near = _next_computed(calls)
+    near, drawing = _next_computed(calls), {str(noise(node)) for node in prepared.graph.nodes}
     mine: dict[str, list[Call]] = {}
     for call in calls:
         mine.setdefault(call.path, []).append(call)
     for path, module in own.items():
         if not isinstance(module, torch.jit.ScriptModule):
             found = _registries(path, mine.get(path, []), near.get(path, ""), CALLS in prepared.meta)
-            module.__dict__.update(forward=Uncallable(path), **found)
+            module.__dict__.update(found if _is_below(path, drawing) else {"forward": Uncallable(path), **found})
     prepared.__dict__[HOOKS] = Hooks(tuple(calls))
 
 

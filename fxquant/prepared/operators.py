@@ -73,9 +73,11 @@ class QuantizedOperator(nn.Module):
                   operands, so they are referred to without being registered here.
     owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
                   of its call, and that of its batch norm; None for the model itself
+    noise         the user's module that draws noise for its result in train mode, referred to in the same way; None if there is none
     """
 
     owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    noise: tuple[nn.Module | None] = (None,)
     detached: bool | tuple[str, ...] = ()
 
     def __init__(
@@ -224,6 +226,7 @@ class QuantizedOperator(nn.Module):
             self.weight_quantizer,
             Mode(moving, moving and self.owns_output, self._trains_in(self.owners[1]) and self.live_batch_norm),
         )
+        lowering.called, lowering.noise = self.owners[0], self.noise[0] if moving else None
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         lowering.keeps_start = lowering.keeps_start and not self.unseen
         return lowering

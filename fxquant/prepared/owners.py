@@ -1,15 +1,18 @@
-"""Which of the user's modules each operator of a prepared model obeys: `module.eval()` holds for what was computed in that module."""
+"""Which of the user's modules each operator of a prepared model obeys, and which draws its noise.
+
+`module.eval()` holds for what was computed in that module.
+"""
 
 from __future__ import annotations
 
 from torch import fx, nn
 
-from fxquant.ir.graph import batch_norm_path, module_path
+from fxquant.ir.graph import batch_norm_path, module_path, noise
 from fxquant.prepared.operators import QuantizedOperator
 
 
 def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
-    """Set for every operator the modules whose `training` flag it obeys: that of its call, and that of its batch norm."""
+    """Set for every operator the modules whose `training` flag it obeys, of its call and of its batch norm, and the one that is its noise."""
     modules = dict(prepared.named_modules(remove_duplicate=False))
     for node in graph.find_nodes(op="call_module"):
         operator = modules.get(str(node.target))
@@ -17,6 +20,7 @@ def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
             batch_norm = operator.operator.arguments(node).get("batch_norm")
             path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
             operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
+            operator.noise = (_owner(modules, noise(node) or ""),)
 
 
 def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:

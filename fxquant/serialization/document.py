@@ -28,7 +28,7 @@ from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ir.parts import Part
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
-from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.owners import link_owners
 from fxquant.prepared.stage import Stage, violations
 from fxquant.quantization.spec import QConfig
@@ -80,7 +80,7 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     target = model.meta.get("target")
     if target is not None and target_of(target.name) != target:
         cannot_save(f"the target {target.name!r}", "it is not known by name, and a file holds no code", "prepare the model for one that is")
-    tree = TreeWriter(None if target is None else target.arithmetic)
+    tree = TreeWriter(None if target is None else target.arithmetic, _noise(model))
     root = tree.contents(model, "")
     document = {
         "format": FORMAT,
@@ -181,6 +181,17 @@ def _check_registered(model: fx.GraphModule, node: fx.Node, path: str) -> None:
         if node.op == "get_attr" and isinstance(holder._parameters.get(name, holder._buffers.get(name)), Tensor):
             return
     cannot_save(f"the path {path[:80]!r}", "no module, parameter or buffer is registered there", "register it", node)
+
+
+def _noise(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the user's modules that are noise while training. Warns, since a file goes without them."""
+    noise = [(name, operator.noise[0]) for name, operator in quantized_operators(model).items() if operator.noise[0] is not None]
+    if noise:
+        logger.warning(
+            "a file holds no Python: the loaded model trains without the noise of %s; keep prepared.state_dict() to train on",
+            ", ".join(f"{type(module).__name__} (%{name})" for name, module in noise),
+        )
+    return frozenset(id(module) for _, module in noise)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------

@@ -27,12 +27,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class TreeWriter:
     """Collects the modules of a model in `modules`, and its tensors in `tensors` and `roles`."""
 
-    def __init__(self, arithmetic: Arithmetic | None) -> None:
-        self.arithmetic = arithmetic
+    def __init__(self, arithmetic: Arithmetic | None, noise: frozenset[int]) -> None:
+        self.arithmetic, self.noise = arithmetic, noise  # of noise: ids of modules that are nn.Identity in the file
         self.modules: list[dict[str, Any]] = []
         self.tensors: dict[str, Tensor] = {}
         self.roles: dict[str, dict[str, Any]] = {}
         self._places: dict[int, int] = {}
+        self._identity = nn.Identity()
         self._names: dict[int, str] = {}
 
     def contents(self, module: nn.Module, path: str) -> dict[str, Any]:
@@ -49,6 +50,8 @@ class TreeWriter:
     def _module(self, module: nn.Module | None, path: str) -> int | None:
         if module is None:
             return None
+        if id(module) in self.noise:
+            return self._module(self._identity, path)
         if id(module) not in self._places:
             if any(module.__dict__.get(hooks) for hooks in _HOOKS):
                 cannot_save(f"the module {path}", "it has hooks, and a file holds no code", "remove the hooks first")

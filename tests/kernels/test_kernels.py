@@ -829,7 +829,7 @@ def compiles():
 LOCKS = {
     "runner.lock": "runs",
     "fxquant.ir.model._Collection.lock": "compiles",
-    "fxquant.frontend.environment._OwnRandomNumbers._lock": "compiles",
+    "fxquant.frontend.environment.OwnRandomNumbers._lock": "compiles",
     "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
 }
 

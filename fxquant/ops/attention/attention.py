@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.ir.graph import dropped_in_training
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core.operators import WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, operator_of, taking
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
+from fxquant.ops.elementwise.dropout import dropout
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear, matmul
@@ -100,8 +102,13 @@ class Mask:
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
 
 
-def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
-    """Compute the attention of tensors whose last dimensions are positions and features, and the weights of every position."""
+def attend(
+    build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float, share: float = 0.0
+) -> tuple[fx.Node, fx.Node]:
+    """Compute the attention of tensors whose last dimensions are positions and features, and the weights of every position.
+
+    `share` is the probability with which a weight is dropped while training.
+    """
     rank = len(fact(key).shape)
     scores = build(matmul, query, build(permute, key, [*range(rank - 2), rank - 1, rank - 2]), demand=WIDE)
     shape = numbers(fact(scores).shape)
@@ -115,6 +122,7 @@ def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: M
     weights = shares(build, scores, mask.keep, -1, scale, mask.empty)
     if mask.rows > 1:
         weights = build(reshape, weights, shape)
+    weights = build(dropout, weights, share, "dropout") if share else weights
     return build(matmul, weights, value), weights
 
 
@@ -166,7 +174,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's, without dropout."""
+    """PyTorch's; weights drop while training, with the probability of the call in train mode."""
     positions, features = fact(query).shape[-2:]
     mask = Mask(build)
     if is_causal:
@@ -178,7 +186,7 @@ def scaled_dot_product_attention(
         mask.add(attn_mask)
     if enable_gqa:
         key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
-    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale))[0]
+    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node))[0]
 
 
 # ---- several heads --------------------------------------------------------------------------------------------------
@@ -203,6 +211,7 @@ def _multi_head_attention(
     num_heads: int = 1,
     batch_first: bool = False,
     add_zero_attn: bool = False,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     turned = batch_first and query.dim() == 3
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
@@ -278,7 +287,7 @@ def _heads_module(module: Any) -> dict[str, Any] | str:
         del projection["out_proj_bias"]
     parameters = [{**held, **projection}.get(name) for name in HELD]
     settings = {name: getattr(module, name) for name in ("num_heads", "batch_first", "add_zero_attn")}
-    return {"parameters": parameters, **settings}
+    return {"parameters": parameters, **settings, "dropout_p": module.dropout}
 
 
 def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
@@ -295,7 +304,7 @@ def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
         parameters[0] = None
     names = (
         *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights"),
-        *("is_causal", "num_heads", "add_zero_attn"),
+        *("is_causal", "num_heads", "add_zero_attn", "dropout_p"),
     )
     return {**{name: given[name] for name in names}, "parameters": parameters}
 
@@ -344,8 +353,9 @@ def multi_head_attention(
     num_heads: int = 1,
     batch_first: bool = False,
     add_zero_attn: bool = False,
+    dropout_p: float = 0.0,
 ) -> Any:
-    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    """PyTorch's nn.MultiheadAttention: the attention, and its weights, or None; `parameters` are those of `HELD`."""
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 
@@ -368,7 +378,7 @@ def multi_head_attention(
     more = (bias_k is not None) + add_zero_attn  # positions after those of the keys, which no mask hides
     mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
     key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
-    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
+    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads), dropout_p)
     joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
     shape = numbers(fact(joined).shape)
     result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)

@@ -1,4 +1,7 @@
-"""Dropout in all its kinds: the identity, except while training. Dropout that also acts in eval mode is not in the operator table."""
+"""Dropout in all its kinds, and the user's modules that draw: the identity, except while training.
+
+Dropout that also acts in eval mode is not in the operator table.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ DROPOUTS: dict[type, str] = {
 }
 
 
+OF_MODULE = "module"  # the kind of a module of the user's
 SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
 
 
@@ -61,6 +65,13 @@ def _drops(kind: str) -> Callable[..., dict[str, Any]]:
 def dropout(lowering: Lowering, input: Quantized, p: float = 0.5, kind: str = "dropout") -> Quantized:
     """Return the input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p.
 
-    Drop while training: the noise is on float values, which need not lie on the grid; the next operator rounds them to it.
+    A module's p is the present one. The noise is on float values, which need not lie on the grid; the next operator rounds them to it.
     """
-    return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input
+    if not lowering.training or (kind == OF_MODULE and lowering.noise is None):  # a file holds no module of the user's
+        return input
+    real, module = input.real(), lowering.called
+    if lowering.noise is not None:
+        noisy = type(lowering.noise).forward(lowering.noise, real)
+    else:
+        noisy = getattr(F, kind)(real, module.p if isinstance(module, nn.modules.dropout._DropoutNd) else p, True)
+    return input.with_value(noisy / input.scale)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Instead, is_tensor, spelled
+from fxquant.ops.core.operators import Instead, Lowering, Quantized, is_tensor, spelled
 from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
-from fxquant.ops.elementwise.table import tabled, unary
+from fxquant.ops.elementwise.table import by_table, tabled, unary
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
@@ -135,12 +135,22 @@ unary("hardshrink", F.hardshrink, lambda x, lambd=0.5: 0.0 if -lambd <= x <= lam
 unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) - lambd, 0.0), x), lambd=0.5)
 
 
+def _lower_rrelu(lowering: Lowering, input: Quantized, lower: float, upper: float) -> Quantized:
+    """Look up the leaky relu of the mean slope; in state TRAIN, in train mode, draw slopes as the module of the call does."""
+    module = lowering.called
+    if not lowering.training or not isinstance(module, nn.RReLU):
+        return by_table(lowering, input, "rrelu", lower=lower, upper=upper)
+    real = F.rrelu(input.real(), module.lower, module.upper, True)
+    return lowering.result(lambda: lowering.output.grid.quantize(real.detach()), lambda: real)
+
+
 @tabled(
     lambda x, lower=1 / 8, upper=1 / 3: x if x >= 0 else x * (lower + upper) / 2,
     name="rrelu",
     onnx=lambda c: c.do("LeakyRelu", c.input, alpha=float((c["lower"] + c["upper"]) / 2)),
     samples=(sample(input=(3, 6, 6), lower=0.1, upper=0.3),),
     adapted={F.rrelu: _drawn, torch.rrelu: _drawn},
+    lowered=_lower_rrelu,
     module=(nn.RReLU, lambda m: "it draws its slopes" if m.training else {"lower": m.lower, "upper": m.upper}),
 )
 def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
