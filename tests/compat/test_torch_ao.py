@@ -579,9 +579,10 @@ def test_pytorch_s_own_objects_are_its_own() -> None:
 
 
 def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.ao")]:
+    for name in [name for name in sys.modules if name.startswith(("torch.ao", "torch.quantization"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch.ao", None)
+    monkeypatch.setitem(sys.modules, "torch.quantization", None)
     with pytest.raises(fxq.ConfigurationError, match="get_default_qconfig_mapping is not supported") as caught:
         _ = torch_ao.get_default_qconfig_mapping
     assert "torch.ao" in caught.value.because

@@ -17,6 +17,7 @@ from fxquant.calibration.calibration import owned_quantizers, require_prepared, 
 from fxquant.calibration.cutting import keep_statistics
 from fxquant.calibration.unseen import follow_unseen
 from fxquant.errors import ConfigurationError
+from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
@@ -25,6 +26,12 @@ def _operators(module: nn.Module) -> list[QuantizedOperator]:
     """Return a quantized operator, all of a prepared model, or none: `apply` calls a switch with every module."""
     if isinstance(module, QuantizedOperator):
         return [module]
+    if is_quantized_by_torch(type(module)):
+        raise ConfigurationError(
+            f"a switch of fxquant was applied to a {type(module).__module__}.{type(module).__qualname__}",
+            because="it switches the operators of a model that fxquant has prepared, and PyTorch has prepared this one",
+            remedy="prepare the float model by prepare_qat_fx of fxquant.compat.torch_ao, or call the module's own method",
+        )
     return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
 
 
