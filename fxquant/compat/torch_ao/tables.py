@@ -6,9 +6,7 @@ from fxquant.compat.common import Refusal
 from fxquant.compat.mirror import Row, Tables, refuse, serve
 
 FX = serve("functions", "prepare_fx prepare_qat_fx convert_fx fuse_fx", native="`fxq.prepare`, `fxq.convert`")
-EAGER = serve(
-    "functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`", note="example_inputs is needed"
-)
+EAGER = serve("functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`")
 FUSE = serve("functions", "fuse_modules fuse_modules_qat", native="none is needed", note="return the model")
 SWITCHES = serve(
     "switches",

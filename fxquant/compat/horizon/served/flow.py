@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import logging
 import weakref
@@ -15,7 +16,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.compat.common import refuse_given
-from fxquant.compat.horizon.served.deferred import Deferred, become
+from fxquant.compat.deferred import Deferred, become
 from fxquant.compat.horizon.served.preparing import ARGUMENTS, PREPARED
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed
@@ -54,7 +55,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
             remedy="pass FakeQuantState.QAT",
         )
     if isinstance(model, Deferred):
-        model.later(lambda prepared: set_fake_quantize(prepared, fake_quant_state))
+        model.later(functools.partial(set_fake_quantize, fake_quant_state=fake_quant_state))
         return
     inner = getattr(model, "module", None)
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module):

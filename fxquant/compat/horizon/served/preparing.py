@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import enum
+import functools
 import inspect
 import logging
 import weakref
@@ -17,7 +17,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.horizon.served.deferred import Deferred, become, keep_shapes
+from fxquant.compat.deferred import keep_shapes, prepared_in_place
 from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
 from fxquant.compat.horizon.served.qconfig_dict import of_dict, of_setters, on_host
@@ -117,14 +117,7 @@ def prepare_qat(
     """
     refuse_given("prepare_qat", {"mapping": mapping, "optimize_kwargs": optimize_kwargs}, {}, ARGUMENTS)
     how = How("prepare_qat", dynamic_shapes, training_branch, old=True)
-    source = copy.deepcopy(model) if inplace and example_inputs is None else model
-    made = _prepared_as(how, source, example_inputs, fxq.QConfigMapping(default=None))
-    if not inplace:
-        return made
-    become(model, made)
-    if not isinstance(model, Deferred):
-        PREPARED.add(model)  # type: ignore[arg-type]
-    return model  # type: ignore[return-value]
+    return _prepared_as(how, model, example_inputs, fxq.QConfigMapping(default=None), inplace)
 
 
 @checked(training_branch=BRANCH)
@@ -176,14 +169,15 @@ class How:
         return None, f"{self.called} for {march} observes what is given no scale"
 
 
-def _prepared_as(how: How, model: nn.Module, example_inputs: Any, rules: Any) -> fx.GraphModule:
+def _prepared_as(how: How, model: nn.Module, example_inputs: Any, rules: Any, inplace: bool = False) -> fx.GraphModule:
     march, mode = required(how.called), _qat_mode[0].value
-    if example_inputs is None:
-        return Deferred(model, lambda inputs: _prepare(how, model, inputs, rules, march, mode), how.called)  # type: ignore[return-value]
-    return _prepare(how, model, example_inputs, rules, march, mode)
+    prepare = functools.partial(_prepare, how=how, rules=rules, march=march, batch_norm=mode)
+    made: fx.GraphModule = prepared_in_place(model, inplace, example_inputs, prepare, how.called, keeps=False)
+    PREPARED.add(made)
+    return made
 
 
-def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march: str, batch_norm: str) -> fx.GraphModule:
+def _prepare(model: nn.Module, example_inputs: Any, how: How, rules: Any, march: str, batch_norm: str) -> fx.GraphModule:
     inputs = tuple(example_inputs) if isinstance(example_inputs, list) else example_inputs
     scale, why = how.scale(march)
     with scale_of_stubs(model, scale, why), read_attributes(model):
@@ -195,7 +189,6 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
     fxq.set_state(prepared, State.TRAIN)
     keep_shapes(prepared, inputs)
     take_checkpoints(prepared)
-    PREPARED.add(prepared)
     return prepared.train(model.training)
 
 
