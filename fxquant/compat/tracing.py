@@ -34,9 +34,7 @@ def traced(
                 fixed = fxq.trace(model, example_inputs, {}, leaf=leaf, training_branch=branch)
             except fxq.TraceError:
                 raise error from None
-            logger.warning(
-                "%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error
-            )
+            logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)
             return fixed
 
     if training_branch is False:
