@@ -309,7 +309,9 @@ def _is_real_number(node: fx.Node) -> bool:
 def _with_batch(
     node: fx.Node, modules: dict[str, nn.Module], context: Context
 ) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
-    """Return what `_recognise` finds, after an unbatched operand was given a batch dimension."""
+    """Return what `_recognise` finds, after an unbatched operand was given a batch dimension; a dropout for a module that draws noise."""
+    if node.op == "call_module" and noise(node) is not None:
+        return OPERATORS[dropout], {"input": node.args[0], "p": 0.5, "kind": OF_MODULE}, (type(modules[str(node.target)]),)
     if give_batch(node, modules):
         context.say(f"%{node.name} reads a sample without a batch: it is called on a batch of one")
     return _recognise(node, modules)
@@ -320,8 +322,6 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     args, kwargs = node.args, node.kwargs
     if node.op == "call_module":
         module = modules[str(node.target)]
-        if noise(node) is not None:
-            return OPERATORS[dropout], {"input": args[0], "p": 0.5, "kind": OF_MODULE}, (type(module),)
         if type(module) not in MODULES:
             return None
         operator, extract = MODULES[type(module)]

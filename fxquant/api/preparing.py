@@ -232,7 +232,11 @@ def _warn_of_random(prepared: fx.GraphModule) -> None:
     """Warn of each line that is random in train mode in the float model, and not in state TRAIN."""
     integer = [(node, operator) for node in prepared.graph.nodes if (operator := quantized_operator(prepared, node)) is not None]
     noisy = {noise(node) for node, _ in integer}
-    drops = {(module_path(node), source(node)) for node, operator in integer if operator.operator.function is dropout or isinstance(operator.owners[0], nn.RReLU)}
+    drops = {
+        (module_path(node), source(node))
+        for node, operator in integer
+        if operator.operator.function is dropout or isinstance(operator.owners[0], nn.RReLU)
+    }
     asked = [(path, line) for path, line in random_by_forward(prepared) if path not in noisy and (path, line) not in drops]
     asked += [(module_path(node), source(node)) for node in prepared.graph.nodes if node.target is dropout]  # those in float
     lost = [line + f" (module {path})" * bool(path) for path, line in asked]

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 
 from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
-from fxquant.frontend.opaque import Method
 from fxquant.frontend.environment import undisturbed
 from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import nest_of, rebuilt
 from fxquant.frontend.state import MovedState, with_gradient
 from fxquant.frontend.tracer import Recording

@@ -88,7 +88,10 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         if any(map(overrides_train, shells)):
             with contextlib.suppress(Exception):  # whatever the user's code raises; `own_train_mode` says so
                 snapshot.root.train(True)
-        watch, numbers = _Watch(snapshot, {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}), Draws(snapshot, _call.__code__)
+        watch, numbers = (
+            _Watch(snapshot, {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}),
+            Draws(snapshot, _call.__code__),
+        )
         for shell in shells:
             shell.__dict__["training"] = not isinstance(shell, _DROPOUTS) and not _is_plain_norm(shell)
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)

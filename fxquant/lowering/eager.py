@@ -295,7 +295,7 @@ class EagerLowering(Lowering):
         return Quantized(integers, grid, tuple(integers.shape), real)
 
     def _noisy(self, accumulator: Tensor, bias: Tensor | None, ratio: Ratio) -> Tensor:
-        """Return the rounded accumulator, bias included, after the user's module has drawn noise for its real numbers."""
+        """Return the rounded accumulator, bias included, after the user's module has drawn noise for its float values."""
         assert self.noise is not None
         step = ratio.approximate().to(accumulator.dtype)
         real = (accumulator if bias is None else accumulator + bias.to(accumulator.dtype)) * step

@@ -186,7 +186,9 @@ def scaled_dot_product_attention(
         mask.add(attn_mask)
     if enable_gqa:
         key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
-    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node))[0]
+    return attend(
+        build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node)
+    )[0]
 
 
 # ---- several heads --------------------------------------------------------------------------------------------------
