@@ -12,7 +12,7 @@ from fxquant.prepared.operators import QuantizedOperator
 
 
 def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
-    """Set for every operator the modules whose `training` flag it obeys, of its call and of its batch norm, and the one that is its noise."""
+    """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise."""
     modules = dict(prepared.named_modules(remove_duplicate=False))
     for node in graph.find_nodes(op="call_module"):
         operator = modules.get(str(node.target))
