@@ -295,7 +295,7 @@ class FloatRegions:
 
         copied = onnx.GraphProto()
         copied.CopyFrom(model.graph)
-        _rename(copied, name)
+        rename_values(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
         known = {(f.domain, f.name, f.overload): f for f in self.functions}
@@ -322,7 +322,7 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
+def rename_values(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
     """Rename every value and node of a graph, and of the graphs inside its nodes, which see its values."""
     for tensor in graph.initializer:
         tensor.name = name(tensor.name)
@@ -334,7 +334,7 @@ def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
         node.name = name(node.name)
         for attribute in node.attribute:
             for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                _rename(inner, name)
+                rename_values(inner, name)
 
 
 def _real(node: fx.Node) -> TensorFact:

@@ -127,6 +127,7 @@ class HorizonWriter(QdqWriter):
     """Writes the operators of an integer graph in one traversal. A quantized tensor is represented by its float value."""
 
     style = "horizon"
+    renames = False
     calls = HorizonCall
 
     @property

@@ -17,6 +17,7 @@
                                dtype       its range: "int8", "uint8", "int16", …
                                storage     the element type it is stored with: "int8", or "uint8" in style "fast" and of an affine tensor
                                zero_point  the stored value of 0: real = (stored - zero_point) · scale
+                               value       its name in the graph, where an input or output that the user named has its own
     fxquant.provenance       JSON: of values that are not the float model's of that name, by name: "fused", the nodes that were fused into
                              it, of which the last one's result it is, and "exponents": it is that times 2 to these, nested lists of its
                              shape without the batch, where a list of one stands for a whole dimension
@@ -122,7 +123,8 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     _require(isinstance(entries["tensors"], dict), "fxquant.tensors is not an object")
     for name, entry in entries["tensors"].items():
         _check_tensor(name, entry)
-        shown = entry["kind"] == "float" or (name in typed and name in computed)
+        value = entry.get("value", name)
+        shown = entry["kind"] == "float" or (isinstance(value, str) and value in typed and value in computed)
         _require(shown, f"fxquant.tensors describes {name!r}, a value that the graph does not have")
     for what, infos in (("inputs", graph.input), ("outputs", graph.output)):
         described: Any = entries.get(what)

@@ -144,6 +144,10 @@ class OnnxModel:
         self.input_names = [info.name for info in self.model.graph.input]
         self.output_names = [info.name for info in self.model.graph.output]
 
+    def value(self, name: str) -> str:
+        """Return the name that a described tensor has in the graph."""
+        return str(self.tensors.get(name, {}).get("value", name))
+
     def names(self, kinds: Sequence[str]) -> list[str]:
         """Return the described values of these kinds, in the order they are computed."""
         return [name for name, entry in self.tensors.items() if entry["kind"] in kinds]

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.segments import returned
 from fxquant.backends.onnx.emitter import DOMAIN, Emitter, value_info
-from fxquant.backends.onnx.float_export import FloatRegions
+from fxquant.backends.onnx.float_export import FloatRegions, rename_values
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import Size, TensorFact
@@ -34,6 +34,7 @@ class Writer:
     """Writes an integer graph in one traversal. Other styles write primitives in their own way."""
 
     style = "exact"
+    renames = True  # whether an inner value gives its name to an input or output that the user calls so
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         self.integer, self.io, self.opset = integer, io, opset
@@ -51,11 +52,11 @@ class Writer:
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
-        names = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
+        given = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
         for node in self.integer.graph.nodes:
             self.emitter.scope, self.emitter.count = node.name, 0
             if node.op == "placeholder":
-                self._placeholder(node, names[node.name])
+                self._placeholder(node)
             elif node.op == "get_attr":
                 self.values[node] = resolve(self.integer, str(node.target))
             elif node.op == "call_function" and node.target in PRIMITIVES:
@@ -66,16 +67,7 @@ class Writer:
                 handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or _read_as_real(node))
                 if handed and self.values.get(node) == node.name:
                     self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` passes it to an integer segment
-        self._check_input_names()
-        outputs = self._outputs(output_names)
-        graph = helper.make_graph(
-            self.emitter.nodes,
-            "fxquant",
-            self.inputs,
-            outputs,
-            self.emitter.initializers,
-            value_info=[info for info in self.infos if info.name not in {o.name for o in outputs}],
-        )
+        graph = self._graph(given, output_names)
         functions = [*self.emitter.functions.values(), *self.regions.functions]
         own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
         standard = helper.make_opsetid("", self.opset)
@@ -88,7 +80,7 @@ class Writer:
             producer_version=__version__,
             ir_version=max(oldest, IR_VERSION_OF_FUNCTIONS) if functions else oldest,
         )
-        write_metadata(model, self.metadata(outputs))
+        write_metadata(model, self.metadata(list(graph.output)))
         return model
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
@@ -119,8 +111,8 @@ class Writer:
                 found[node.name] = {key: value for key, value in known.items() if value}
         return found
 
-    def _placeholder(self, node: fx.Node, name: str) -> None:
-        known = fact(node)
+    def _placeholder(self, node: fx.Node) -> None:
+        known, name = fact(node), node.name
         real = isinstance(known, TensorFact) and known.dtype.is_floating_point
         self.values[node] = name
         self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else known)
@@ -230,32 +222,62 @@ class Writer:
         """Return the zero point of a node's quantized value, as it is stored under this name."""
         return zero_point(node)
 
-    def _check_input_names(self) -> None:
-        inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
-        for info in self.inputs:
-            if info.name in inner:
-                raise _taken(info.name, "input")
-
-    def _outputs(self, output_names: Sequence[str] | None) -> list[onnx.ValueInfoProto]:
+    def _graph(self, inputs: dict[str, str], output_names: Sequence[str] | None) -> onnx.GraphProto:
+        """Return the graph, whose inputs and outputs have the names that the user gave; `inputs` has those of all inputs."""
         results = _returned(self.integer)
         given = _given(output_names, len(results), "output")
         known = {node: self._value(node) for node in dict.fromkeys(results)}
         values = [known[node][0] for node in results]
-        inner = {name for node in self.emitter.nodes for name in node.output}
-        outputs, taken = [], {info.name for info in self.inputs}
         self.sources.update({value: value for value in values if self.tensors.get(value, {}).get("kind") == "quantized"})
-        for (value, shape), name in zip((known[node] for node in results), given or values, strict=True):
-            if given is not None and (name in taken or (name in inner and name != value)):
-                raise _taken(name, "output")
+        renamed = self._renamed(inputs, dict(zip(given, values, strict=True)) if given else {})
+        graph = helper.make_graph(self.emitter.nodes, "fxquant", self.inputs, [], self.emitter.initializers)
+        graph.value_info.extend(self.infos)
+        rename_values(graph, lambda value: renamed.get(value, value))
+        self.inputs = list(graph.input)
+        self.tensors = {inputs.get(name, name): entry for name, entry in self.tensors.items()}
+        self.sources = {renamed.get(value, value): inputs.get(tensor, tensor) for value, tensor in self.sources.items()}
+        inner, taken = {name for node in graph.node for name in node.output}, set(inputs.values())
+        for index, node in enumerate(results):
+            value = renamed.get(values[index], values[index])
+            name = given[index] if given else value
+            if given and name in taken:
+                raise _taken(name, "output", "an input of the file has it")
             while name in taken or (name in inner and name != value):
                 name += "_output"
             taken.add(name)
             if name != value:
-                self.emitter.nodes.append(helper.make_node("Identity", [value], [name], name=name))
+                graph.node.append(helper.make_node("Identity", [value], [name], name=name))
                 if value in self.sources:
                     self.sources[name] = self.sources[value]
-            outputs.append(value_info(name, self.emitter.types[value], shape))
-        return outputs
+            graph.output.append(value_info(name, self.emitter.types[values[index]], known[node][1]))
+        kept = [info for info in graph.value_info if info.name not in taken]
+        del graph.value_info[:]
+        graph.value_info.extend(kept)
+        return graph
+
+    def _renamed(self, inputs: dict[str, str], outputs: dict[str, str]) -> dict[str, str]:
+        """Return the names in the file of values whose names here are others: inputs, and inner values whose names the user gives away.
+
+        `outputs` has the value of each output that the user names. The metadata of an inner value says what it is called.
+        """
+        inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
+        renamed = {value: name for value, name in inputs.items() if value != name}
+        taken = {*inner, *inputs, *inputs.values(), *outputs}
+        for name in dict.fromkeys((*renamed.values(), *outputs)):
+            if name not in inner or outputs.get(name) == name:
+                continue
+            what = "output" if name in outputs else "input"
+            if not self.renames:
+                raise _taken(name, what, "an inner value has it, by which the compiled program is compared with the integer model")
+            if what == "input" and self.io == "integer":
+                raise _taken(name, what, "an inner tensor has it, and io='integer' describes both by name")
+            renamed[name] = f"{name}_inner"
+            while renamed[name] in taken:
+                renamed[name] += "_"
+            taken.add(renamed[name])
+            if name in self.tensors:
+                self.tensors[name]["value"] = renamed[name]
+        return renamed
 
     def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
         """Return the name and the shape of a returned value; a constant is written as a value."""
@@ -322,9 +344,7 @@ def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | No
     return list(names)
 
 
-def _taken(name: str, what: str) -> ConfigurationError:
+def _taken(name: str, what: str, because: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the name {name!r} in {what}_names is taken",
-        because="another value of the file has it: those of the graph keep the names that fxq.text(integer) shows",
-        remedy=f"pass another name for this {what}",
+        f"the name {name!r} in {what}_names is taken", because=because, remedy=f"pass another name for this {what}, or for the other value"
     )

@@ -202,7 +202,7 @@ class OnnxForm:
         graph = onnx_model.model.graph
         shown = {info.name for info in (*graph.value_info, *graph.output)}
         kinds = {name: PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
-        self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds.items() if name in shown}
+        self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds.items() if onnx_model.value(name) in shown}
         self.runners: dict[tuple[str, ...], Any] = {}
         self.given: Values = {}
 
@@ -219,9 +219,9 @@ class OnnxForm:
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
         names = wanted.among(self.tensors)
         feeds = dict(zip(self.onnx.input_names, inputs, strict=True))
-        feeds.update({name: self._stored(name) for name in self.feed})
+        feeds.update({self.onnx.value(name): self._stored(name) for name in self.feed})
         found = self._runner(names)(feeds) if names else {}
-        values = {name: self._shown(name, found[name], wanted.real) for name in names if name in found}
+        values = {name: self._shown(name, found[value], wanted.real) for name in names if (value := self.onnx.value(name)) in found}
         if OUTPUTS not in wanted.kinds:
             return values
         # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
@@ -250,7 +250,7 @@ class OnnxForm:
     def _runner(self, expose: Sequence[str]) -> Any:
         key = tuple(expose)
         if key not in self.runners:
-            self.runners[key] = self.onnx.runner(self.runtime, expose, self.feed)
+            self.runners[key] = self.onnx.runner(self.runtime, [*map(self.onnx.value, expose)], [*map(self.onnx.value, self.feed)])
         return self.runners[key]
 
 

@@ -67,6 +67,8 @@ def export_onnx(
     io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
     opset  17 to 21, by default 21; in style "qdq" 11 to 21, by default 17; for a float model 11 to 21, by default 18.
            Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
+    input_names, output_names  names in the file, by default those of the graph. An inner tensor of such a name gets another name in the
+           file, which its entry in the metadata says.
     external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
            done if one file cannot hold the model.
     layouts        {"image": "NHWC"}: inputs of the file, by name, that are given channels last. A Transpose inside converts
@@ -82,7 +84,7 @@ def export_onnx(
 
     `onnx_metadata` reads the file's metadata: scales, zero points and dtypes of its inputs, outputs
     and inner tensors. Numbers and None among the model's outputs are left out of the file. The file is checked before it
-    appears, and is written atomically. Raises ConfigurationError or ExportError.
+    appears, with float operators also by opening it in onnxruntime, and is written atomically. Raises ConfigurationError or ExportError.
     """
     from fxquant.backends.onnx.export import export_integer
     from fxquant.backends.onnx.float_file import export_float

@@ -173,10 +173,14 @@ def refuse_data(name: str) -> NoReturn:
             remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
             "a layer that runs backwards reads the padding first: flip each item by its length before it",
         )
+    overloads = getattr(torch.ops.aten, name, None)
+    sized = overloads is not None and any(torch.Tag.dynamic_output_shape in getattr(overloads, o).tags for o in overloads.overloads())
     refuse(
         "the model's Python depends on the content of a tensor",
         because=f"{name} needs numbers that are known only when the graph runs",
-        remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+        remedy="return what it reads from forward, and call it on the outputs of the model; torch.topk returns a fixed number of items"
+        if sized
+        else "use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
     )
 
 

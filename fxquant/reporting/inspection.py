@@ -102,10 +102,10 @@ def _of_onnx(opened: OnnxModel) -> Contents:
     known = [
         Row(
             name,
-            operators.get(name, "input"),
+            operators.get(opened.value(name), "input"),
             entry["dtype"],
             _numbers(entry["scale"]),
-            reading.shape(opened, name),
+            reading.shape(opened, opened.value(name)),
             zero_point=_zero_point(entry["dtype"], entry.get("zero_point", 0)),
         )
         for name, entry in opened.tensors.items()

@@ -111,7 +111,7 @@ class Side:
                     int(entry.get("zero_point", 0)) if stored else 0,
                 )
                 fused = tuple(provenance.get(name, {}).get("fused", ()))
-                operator = "quantize" if name in made_of else operators.get(name, "")
+                operator = "quantize" if name in made_of else operators.get(opened.value(name), "")
                 self.facts[name] = Facts(operator, grid=grid, fused=fused, reads=made_of.get(name, ""))
         for name, entry in provenance.items():
             if entry.get("exponents"):

@@ -19,6 +19,7 @@ from fxquant.analysis.report import FloatDifference, differing
 from fxquant.backends.onnx.regions import settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
+from fxquant.reporting import inspection
 from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
 from tests.shared.contract import assert_train_is_validate, compiled, same_bytes
 from tests.shared.networks import Network
@@ -237,9 +238,7 @@ def test_a_file_cannot_return(name: str, tmp_path: Path) -> None:
 
 
 BAD_NAMES: dict[str, tuple[dict[str, Any], str]] = {
-    "an inner tensor, for an output": ({"output_names": ["y", "l"]}, "'l' in output_names is taken"),
-    "an inner tensor, for an input": ({"input_names": ["l"]}, "'l' in input_names is taken"),
-    "an initializer": ({"input_names": ["constant_0"]}, "'constant_0' in input_names is taken"),
+    "an inner tensor of integers": ({"input_names": ["l"], "io": "integer"}, "'l' in input_names is taken"),
     "the input's": ({"output_names": ["y", "x"]}, "'x' in output_names is taken"),
     "too many": ({"output_names": ["a", "b", "c"]}, "output_names has 3 names"),
     "none": ({"input_names": []}, "input_names has 0 names"),
@@ -266,10 +265,36 @@ def test_names_that_cannot_be_had(name: str, style: str, pair: fx.GraphModule, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_that_can_be_had(pair: fx.GraphModule, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"input_names": ("image",), "output_names": ["x", "l_dequantize_2"]}
-    path = exported(pair, tmp_path / "model.onnx", [rows()], **names)
-    assert [entry["name"] for entry in fxq.onnx_metadata(path)["outputs"]] == ["x", "l_dequantize_2"]
+INNER_NAMES: dict[str, dict[str, Any]] = {
+    "no inner tensor's": {"input_names": ("image",), "output_names": ["x", "l_dequantize_2"]},
+    "a layer's, for its output": {"output_names": ["l", "i"]},
+    "another layer's": {"output_names": ["i", "l"]},
+    "another output's": {"output_names": ["i_dequantize", "l_dequantize"]},
+    "a layer's, for an input": {"input_names": ["l"]},
+    "a layer's and an output's": {"input_names": ["l_dequantize"], "output_names": ["l", "x_quantize"]},
+    "initializers'": {"input_names": ["constant_0"], "output_names": ["constant_1", "y"]},
+    "what an inner tensor would be called": {"input_names": ["l_inner"], "output_names": ["l", "y"]},
+    "nodes inside": {"output_names": ["l_dequantize/Cast_1", "l_convolution"]},
+}
+
+
+@pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
+@pytest.mark.parametrize("name", INNER_NAMES)
+def test_the_names_that_a_user_gives_win(name: str, style: str, pair: fx.GraphModule, tmp_path: Path) -> None:
+    plain = OnnxModel(fxq.export_onnx(pair, tmp_path / "plain.onnx", style=style))
+    opened = OnnxModel(fxq.export_onnx(pair, tmp_path / "model.onnx", style=style, **INNER_NAMES[name]))
+    assert opened.output_names == list(INNER_NAMES[name].get("output_names", opened.output_names))
+    assert opened.input_names == list(INNER_NAMES[name].get("input_names", ["x"]))
+    report, wanted = (fxq.verify(pair, each.path, [rows()], show_progress=False) for each in (opened, plain))
+    assert bool(report) == bool(wanted) == (style != "qdq")
+    assert report.names == wanted.names or style == "qdq"  # every inner tensor is compared, whatever the file calls it
+    assert [*opened.tensors] == [*plain.tensors]
+    assert inspection.read(opened.path).rows == inspection.read(plain.path).rows
+
+
+def test_an_inner_tensor_keeps_its_name_where_the_compiler_needs_it(pair: fx.GraphModule, tmp_path: Path) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=r"'l' in output_names is taken[\s\S]*compiled program"):
+        fxq.export_horizon(pair, tmp_path, output_names=["l", "y"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -35,6 +35,16 @@ def test_branch_on_data():
     )
 
 
+@pytest.mark.parametrize("name", ["nonzero", "argwhere", "masked_select", "unique_consecutive"])
+def test_what_has_as_many_items_as_the_data_is_called_on_the_outputs(name):
+    def forward(self, x):
+        return getattr(torch, name)(x > 0, *[x > 1] * (name == "masked_select"))
+
+    text = refusal(forward)
+    assert f"because  {name} needs numbers" in text
+    assert "remedy   return what it reads from forward, and call it on the outputs of the model" in text
+
+
 def test_item_mask_and_numpy():
     assert "item needs numbers" in refusal(lambda self, x: x * x.max().item())
     assert "tolist needs numbers" in refusal(lambda self, x: x * x[0].tolist()[0])
