@@ -2,15 +2,20 @@
 
 `from toolkit.module import name` returns the implementation. For an unsupported name `hasattr` is False, and its import raises
 ImportError with the remedy. A module's implementation is imported when one of its names is first used.
+
+Tables that cover a part of an installed toolkit (`partly`) leave the rest to it: a name without a row is the toolkit's own, and so is a
+module without rows. The toolkit's own modules must import its own functions, so `aside` replaces the mirrors while one is executed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -59,25 +64,24 @@ class Tables:
     package   the package whose modules are mirrored: "fxquant.compat.horizon"
     homes     the package of the implementations: "fxquant.compat.horizon.served"
     aliases   names of packages that `install` puts into sys.modules, each with its module
-    other     a function that resolves names without a row, given a module's path and the name; raises AttributeError for an unknown one
+    partly    why a name of the toolkit itself cannot be used, if the toolkit is not installed; None if the tables have all its names
     """
 
     def __init__(
-        self,
-        package: str,
-        homes: str,
-        rows: Mapping[str, Sequence[Row]],
-        aliases: Mapping[str, str],
-        other: Callable[[str, str], Any] | None = None,
+        self, package: str, homes: str, rows: Mapping[str, Sequence[Row]], aliases: Mapping[str, str], partly: Refusal | None = None
     ) -> None:
-        self.package, self.homes, self.aliases, self.other = package, homes, dict(aliases), other
+        self.package, self.homes, self.aliases, self.partly = package, homes, dict(aliases), partly
         self.modules = {path: {row.name: row for row in listed} for path, listed in rows.items()}
         for path in list(self.modules):  # the parents of a module are modules as well
             parts = path.split(".")
             for end in range(1, len(parts)):
                 self.modules.setdefault(".".join(parts[:end]), {})
         self.modules.setdefault("", {})
+        self.roots: dict[str, str] = {}  # the aliases that `install` has put into sys.modules
+        self.own: dict[str, ModuleType] = {}  # the toolkit's modules under the names that have mirrors
+        self.depth = 0  # how many blocks of `aside` are being executed
         self._finder: Finder | None = None
+        self._lock = threading.Lock()
 
     # ---- resolving names --------------------------------------------------------------------------------------------
 
@@ -85,21 +89,57 @@ class Tables:
         """Return the supported names of a module."""
         return [name for name, row in self.modules[path].items() if not isinstance(row.served, Refusal)]
 
+    def exported(self, path: str) -> list[str]:
+        """Return the names that `from module import *` binds: the supported ones, and those of the toolkit's own module."""
+        own = [
+            name
+            for module in self.own_modules(path)
+            for name in getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+            if name not in self.modules[path] and hasattr(module, name)
+        ]
+        return [*self.names(path), *dict.fromkeys(own)]
+
     def value(self, path: str, name: str) -> Any:
         """Return the implementation of a name. Raises MissingName for an unsupported one, and AttributeError for an unknown one."""
         row = self.modules[path].get(name)
         child = ".".join(filter(None, (path, name)))
         if row is None and child in self.modules:
             return importlib.import_module(f"{self.package}.{child}")
-        if row is None and self.other is not None and not name.startswith("__"):
-            return self.other(path, name)
         if row is None:
-            raise AttributeError(f"module {self.shown(path)!r} has no attribute {name!r}")
+            return self._own_value(path, name)
         if isinstance(row.served, Refusal):
             raise MissingName(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
         home, _, attribute = row.served.partition(":")
         found = importlib.import_module(f"{self.homes}.{home}" if home else self.homes)
         return getattr(found, attribute) if attribute else found
+
+    def _own_value(self, path: str, name: str) -> Any:
+        """Return the toolkit's own object of this name. Raises MissingName without the toolkit, AttributeError for an unknown name."""
+        if name.startswith("__") and name != "__version__":  # asked of every loaded module, as by inspect.getmodule: nothing is imported
+            modules = [self.own[alias] for alias in self.aliased(path) if alias in self.own]
+        else:
+            modules = self.own_modules(path)
+            if self.partly and not modules and not self.own_modules(""):
+                raise MissingName(f"{name} is not supported", because=self.partly.because, remedy=self.partly.remedy)
+        for module in modules:
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {self.shown(path)!r} has no attribute {name!r}")
+
+    def own_modules(self, path: str) -> list[ModuleType]:
+        """Return the toolkit's own modules of this path: at most one for each alias."""
+        found = [self.own_module(name) for name in self.aliased(path)] if self.partly else []
+        return [module for module in found if module is not None]
+
+    def own_module(self, name: str) -> ModuleType | None:
+        """Return the toolkit's own module of this name, or None if there is none."""
+        with self.aside():
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name and f"{name}.".startswith(f"{error.name}."):
+                    return None
+                raise  # the module is there, and one that it imports is not
 
     def missing(self, path: str, name: str) -> MissingImport:
         """Return the error for an import of an unsupported or unknown name."""
@@ -112,12 +152,28 @@ class Tables:
             remedy=f"leave it out, or use fxquant's own functions; {self.package} lists what there is: dir() of its modules",
         )
 
+    def aliased(self, path: str) -> list[str]:
+        """Return the toolkit's names of a module: below the aliases whose own path is the longest part of this one."""
+        within = [inner for inner in self.aliases.values() if not inner or path == inner or path.startswith(inner + ".")]
+        longest = max(within, key=len, default=None)
+        rest = path[len(longest) :].lstrip(".") if longest is not None else ""
+        return [".".join(filter(None, (alias, rest))) for alias, inner in self.aliases.items() if inner == longest]
+
     def shown(self, path: str) -> str:
         """Return the dotted name of a module in the user's terms."""
-        for alias, inner in self.aliases.items():
-            if inner and (path == inner or path.startswith(inner + ".")):
-                return alias + path[len(inner) :]
-        return ".".join(filter(None, (self.package, path)))
+        return next(iter(self.aliased(path)), ".".join(filter(None, (self.package, path))))
+
+    @property
+    def tops(self) -> set[str]:
+        """Return the names of the top packages of an installed toolkit that the tables cover in part."""
+        return {root.partition(".")[0] for root in self.roots} if self.partly else set()
+
+    def path_of(self, name: str) -> str | None:
+        """Return the path of a module that is imported under this name, or None for a module outside of the mirrored packages."""
+        for root, inner in {self.package: "", **self.roots}.items():
+            if name == root or name.startswith(root + "."):
+                return ".".join(filter(None, (inner, name[len(root) + 1 :])))
+        return None
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +184,7 @@ class Tables:
             root.__dict__.update(_tables=self, _path="")
             root.__class__ = Package
             self._finder = Finder(self)
-            sys.meta_path.append(self._finder)
+            sys.meta_path.insert(0, self._finder)
 
     def install(self, replace: bool = False) -> None:
         """Put the toolkit's own names into sys.modules: `import toolkit` is then an import of the mirrored package.
@@ -136,7 +192,6 @@ class Tables:
         replace   whether to hide an installed package of that name. If False, an installed one raises ConfigurationError.
         """
         self.activate()
-        assert self._finder is not None
         for alias, path in self.aliases.items():
             there = sys.modules.get(alias)
             mirrored = importlib.import_module(".".join(filter(None, (self.package, path))))
@@ -148,14 +203,58 @@ class Tables:
                     because="a program that imports it would meet one or the other, depending on the order",
                     remedy=f"uninstall it, or import {self.package} under its own name",
                 )
-            for name in [name for name in sys.modules if name == alias or name.startswith(alias + ".")]:
+            for name in [name for name in sys.modules if not self.partly and (name == alias or name.startswith(alias + "."))]:
                 del sys.modules[name]
-            sys.modules[alias] = mirrored
-            parent, _, name = alias.rpartition(".")
-            if parent in sys.modules:
-                setattr(sys.modules[parent], name, mirrored)
-            self._finder.roots[alias] = path
+            self.roots[alias] = path
+        self._cover()
+        if self.partly:
+            sys.modules[self.package].__dict__["__all__"] = self.exported("")
         importlib.invalidate_caches()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put the toolkit's own modules into sys.modules, in place of their mirrors, until the block ends."""
+        with self._lock:  # never during an import, which may wait for another thread's
+            self.depth += 1
+            if self.depth == 1:
+                covered = [name for name, module in sys.modules.items() if isinstance(module, Package) and self._is_alias(name)]
+                for name in sorted(covered):
+                    _bind(name, self.own.get(name))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.depth -= 1
+                if not self.depth:
+                    self._cover()
+
+    def _is_alias(self, name: str) -> bool:
+        return any(name == root or name.startswith(root + ".") for root in self.roots)
+
+    def _cover(self) -> None:
+        """Put the mirrors into sys.modules in place of the toolkit's modules that are loaded, and keep these."""
+        loaded = [name for name in sys.modules if self._is_alias(name)]
+        for name in sorted({*self.roots, *loaded}):
+            path, there = self.path_of(name), sys.modules.get(name)
+            if path not in self.modules or isinstance(there, Package):
+                continue
+            if there is not None:
+                self.own[name] = there
+            _bind(name, importlib.import_module(".".join(filter(None, (self.package, path)))))
+
+
+def _bind(name: str, module: ModuleType | None) -> None:
+    """Set a module in sys.modules and as an attribute of the package above it, or remove it for None."""
+    parent, _, child = name.rpartition(".")
+    above = sys.modules.get(parent)
+    if module is None:
+        sys.modules.pop(name, None)
+        if above is not None:
+            above.__dict__.pop(child, None)
+        return
+    sys.modules[name] = module
+    if above is not None:
+        setattr(above, child, module)
 
 
 def _is_installed(name: str) -> bool:
@@ -166,12 +265,18 @@ def _is_installed(name: str) -> bool:
 
 
 class Package(ModuleType):
-    """A module in which an imported submodule does not hide an attribute: `quantization.prepare` is also a function."""
+    """A module in which an imported submodule does not hide an attribute: `quantization.prepare` is also a function.
+
+    The toolkit's own submodules are attributes of its own package, where `__getattr__` finds them.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         tables: Tables = self.__dict__["_tables"]
-        if not (isinstance(value, ModuleType) and name in tables.modules[self.__dict__["_path"]]):
-            super().__setattr__(name, value)
+        if isinstance(value, ModuleType) and (
+            name in tables.modules[self.__dict__["_path"]] or not value.__name__.startswith(tables.package + ".")
+        ):
+            return
+        super().__setattr__(name, value)
 
 
 class Mirrored(Package):
@@ -180,41 +285,79 @@ class Mirrored(Package):
     def __init__(self, tables: Tables, path: str) -> None:
         self.__dict__.update(_tables=tables, _path=path)
         super().__init__(".".join(filter(None, (tables.package, path))), f"{tables.shown(path)}, over fxquant's functions.")
-        self.__dict__.update(_tables=tables, _path=path, __path__=[], __all__=tables.names(path))
+        self.__dict__.update(_tables=tables, _path=path, __path__=[])
 
     def __getattr__(self, name: str) -> Any:
-        return self._tables.value(self._path, name)
+        return self._tables.exported(self._path) if name == "__all__" else self._tables.value(self._path, name)
 
     def __dir__(self) -> Iterable[str]:
         return [*self.__all__, *(name for name in self.__dict__ if not name.startswith("_"))]
 
 
 class Finder(MetaPathFinder, Loader):
-    """Imports the modules of tables, and rejects modules that the tables lack; it is the last finder."""
+    """Imports the modules of tables before all other finders, and the toolkit's own modules by its own files.
+
+    A module without a table, of a toolkit that is mirrored as a whole, raises MissingImport.
+    """
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self.roots = {tables.package: ""}  # the module of the tables, by the name of an imported package
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        for root, inner in self.roots.items():
-            if not fullname.startswith(root + "."):
-                continue
-            rest = ".".join(filter(None, (inner, fullname[len(root) + 1 :])))
-            if rest in self.tables.modules:
-                return importlib.machinery.ModuleSpec(fullname, self, origin=rest, is_package=True)
-            parent, _, name = rest.rpartition(".")
-            if name.startswith("__"):
-                return None
-            raise self.tables.missing(parent, name)
-        return None
+        tables = self.tables
+        inner, ours = tables.path_of(fullname), fullname.startswith(tables.package + ".")
+        if tables.depth and not ours:
+            return None
+        if inner in tables.modules:
+            return importlib.machinery.ModuleSpec(fullname, self, origin=inner, is_package=True)
+        if inner is None:
+            return self._executed_aside(fullname, path) if fullname.partition(".")[0] in tables.tops else None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if ours else None
+        return spec or self._own(fullname, inner, ours)
+
+    def _executed_aside(self, fullname: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of another module of the toolkit, which imports the toolkit's own modules."""
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_aside(module: ModuleType) -> None:
+                with self.tables.aside():
+                    execute(module)
+
+            spec.loader.exec_module = execute_aside  # type: ignore[method-assign]
+        return spec
+
+    def _own(self, fullname: str, path: str, ours: bool) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module without a table, which is the toolkit's own; raises ImportError if the toolkit has none."""
+        tables = self.tables
+        parent, _, name = path.rpartition(".")
+        above = [] if name in tables.modules.get(parent, {}) else tables.own_modules(parent)
+        for package in above:
+            own = f"{package.__name__}.{name}" if ours else fullname
+            if importlib.machinery.PathFinder.find_spec(own, getattr(package, "__path__", [])) is not None:
+                return importlib.machinery.ModuleSpec(fullname, self, loader_state=own)
+        if name.startswith("__"):
+            return None
+        if above:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        raise tables.missing(parent, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        own = f"{self.tables.package}.{spec.origin}"
-        return sys.modules[own] if own in sys.modules else Mirrored(self.tables, spec.origin or "")
+        if spec.loader_state is None:
+            own = f"{self.tables.package}.{spec.origin}"
+            return sys.modules[own] if own in sys.modules else Mirrored(self.tables, spec.origin or "")
+        with self.tables.aside():
+            module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules.setdefault(f"{self.tables.package}.{module.__dict__['_path']}", module)
+        spec = module.__spec__
+        if spec is not None and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state  # the import has replaced it
+        else:
+            sys.modules.setdefault(f"{self.tables.package}.{module.__dict__['_path']}", module)
 
 
 def page(tables: Tables) -> str:

@@ -52,7 +52,7 @@ def float_model(model: Any) -> nn.Module:
         stage = stage_of(module)
         if stage is not None:
             _refuse_stage(path, stage, model_meta(module).get("target"))
-        if _is_quantized_by_torch(type(module)):
+        if is_quantized_by_torch(type(module)):
             _refuse_torch_quantized(path, type(module))
     return found
 
@@ -75,7 +75,8 @@ def refuse_scripted(what: str, at: str | None = None) -> NoReturn:
     )
 
 
-def _is_quantized_by_torch(kind: type) -> bool:
+def is_quantized_by_torch(kind: type) -> bool:
+    """Return whether a class is one of torch.ao or torchao that observes or quantizes."""
     home = kind.__module__ + "."
     if home.startswith(_QUANTIZED) and kind.__name__ not in _WRITTEN_BY_USERS:
         return True

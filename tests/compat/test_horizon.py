@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,40 @@ def test_a_model_is_prepared_by_its_first_batch() -> None:
     student.load_state_dict(model.state_dict())
     assert fxq.qparams(student) == fxq.qparams(model)
     assert list(student.parameters())
+
+
+@pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
+def test_a_model_is_stored_as_an_object(example: dict[str, Any]) -> None:
+    def stored(model: nn.Module) -> nn.Module:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig}, **example)
+    horizon.set_fake_quantize(model, STATE.CALIBRATION)
+    model = stored(model)
+    model(BATCHES[0])
+    horizon.set_fake_quantize(model, STATE.VALIDATION)
+    expected = model(BATCHES[0])
+    for other in (stored(model), copy.deepcopy(model)):
+        assert torch.equal(other(BATCHES[0]), expected)
+        assert torch.equal(stored(horizon.convert_fx(other))(BATCHES[0]), expected)
+        other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
+def test_an_optimizer_made_before_a_model_is_prepared_in_place_trains_it(example: dict[str, Any]) -> None:
+    model = Net().train()
+    model.qconfig = horizon.default_qat_8bit_fake_quant_qconfig
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    horizon.prepare_qat(model, inplace=True, **example)
+    model(BATCHES[0]).square().mean().backward()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert all(id(value) in held for name, value in model.named_parameters() if name in before)
+    assert model(BATCHES[0]).shape == Net()(BATCHES[0]).shape
+    model.load_state_dict(model.state_dict())
 
 
 def test_inplace_makes_the_object_itself_the_prepared_and_the_integer_model() -> None:

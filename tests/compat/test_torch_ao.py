@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import types
 from collections import OrderedDict
@@ -196,6 +197,97 @@ def test_an_eager_model_is_trained() -> None:
     prepared(BATCHES[0]).sum().backward()
     assert prepared.conv.weight.grad.abs().sum() > 0
     assert fxq.verify(prepared.eval(), torch_ao.convert(prepared), BATCHES[:1])
+
+
+def trained_eager(optimizer: str) -> tuple[nn.Module, nn.Module]:
+    """Train an eager model as PyTorch's pages write it; return its prepared and its integer form.
+
+    optimizer   "example": after prepare_qat with example inputs; "before" and "after" prepare_qat in place; "copy": after one that is not
+    """
+    model = Eager().train()
+    model.qconfig = ao.get_default_qat_qconfig("x86")
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    inplace = optimizer in ("before", "after")
+    prepared = torch_ao.prepare_qat(model, inplace=inplace, example_inputs=(BATCHES[0],) if optimizer == "example" else None)
+    assert (prepared is model) == inplace
+    late = torch.optim.SGD(prepared.parameters(), 0.1)
+    for step, batch in enumerate(BATCHES):
+        if step == 2:
+            prepared.apply(torch_ao.disable_observer)
+            prepared.apply(torch_ao.freeze_bn_stats)
+        prepared(batch).square().mean().backward()
+        (early if optimizer == "before" else late).step()
+        prepared.zero_grad()
+    kept = copy.deepcopy(prepared.eval())
+    integer = torch_ao.convert(prepared, inplace=inplace)
+    assert (integer is model) == inplace
+    return kept, integer
+
+
+@pytest.mark.parametrize("optimizer", ["before", "after", "copy"])
+def test_an_eager_model_is_prepared_in_place_and_by_its_first_batch(optimizer: str) -> None:
+    (expected, _), (prepared, integer) = trained_eager("example"), trained_eager(optimizer)
+    assert torch.equal(prepared(BATCHES[0]), expected(BATCHES[0]))
+    assert torch.equal(integer(BATCHES[0]), expected(BATCHES[0]))
+    assert not torch.equal(expected.conv.weight, Eager().conv.weight)
+    # A checkpoint goes into another object that is not prepared yet.
+    other = Eager().train()
+    other.qconfig = ao.get_default_qat_qconfig("x86")
+    torch_ao.prepare_qat(other, inplace=True)
+    other.load_state_dict(stored(prepared.state_dict()))
+    assert torch.equal(other.eval()(BATCHES[0]), expected(BATCHES[0]))
+    other.load_state_dict(prepared.state_dict())
+
+
+def stored(value: Any) -> Any:
+    """Return what torch.load reads of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=isinstance(value, OrderedDict))
+
+
+def test_switches_wait_for_the_first_batch() -> None:
+    model = Eager().train()
+    model.qconfig = ao.get_default_qat_qconfig("x86")
+    prepared = torch_ao.prepare_qat(model)
+    prepared.apply(torch_ao.disable_fake_quant)
+    prepared = stored(prepared)  # before the first batch, too
+    prepared(BATCHES[0])
+    assert {operator.state for operator in quantized_operators(prepared).values()} == {fxq.State.CALIBRATE}
+    assert torch.equal(stored(prepared)(BATCHES[0]), prepared(BATCHES[0]))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_model_is_dynamic_from_its_first_batch_on(inplace: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 8)
+    expected = torch_ao.quantize_dynamic(model, {nn.Linear}, example_inputs=(x,))
+    quantized = torch_ao.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
+    assert (quantized is model) == inplace
+    assert torch.equal(quantized(x), expected(x))
+    assert fxq.layers(quantized)
+
+
+class Squeezed(nn.Module):
+    """A model of one item: its output has no dimension for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).squeeze(0).permute(1, 2, 0)
+
+
+def test_a_batch_size_that_forward_needs_is_fixed(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Squeezed().eval(), torch.randn(1, 3, 4, 5)
+    prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig("x86"), (x,))
+    assert prepared(x).shape == (4, 5, 4)
+    assert "the batch size is fixed" in caplog.text
+    integer = torch_ao.convert_fx(prepared)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    assert torch.equal(integer(x), prepared(x))
 
 
 # ---- checkpoints, branches of training, shapes ------------------------------------------------------------------------------
@@ -536,9 +628,9 @@ CALLS = {
     "unknown argument": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), **{"nonsense": 1}),
     "unknown target": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), target="x87"),
     "a dtype that the target has not": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],), target="bayes-e"),
-    "no example": lambda m: torch_ao.prepare(m),
-    "inplace": lambda m: torch_ao.prepare(m, True, example_inputs=(BATCHES[0],)),
-    "qat inplace": lambda m: torch_ao.prepare_qat(m, inplace=True, example_inputs=(BATCHES[0],)),
+    "no example": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), None),
+    "integers before the first batch": lambda m: torch_ao.convert(torch_ao.prepare(m)),
+    "a state_dict before the first batch": lambda m: torch_ao.prepare(m).state_dict(),
     "a flag that is none": lambda m: torch_ao.prepare(m, "yes", example_inputs=(BATCHES[0],)),
     "not prepared": lambda m: torch_ao.convert_fx(m),
     "not calibrated": lambda m: torch_ao.convert_fx(torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],))),
@@ -546,12 +638,10 @@ CALLS = {
     "reference": lambda m: torch_ao.convert(m, is_reference=True),
     "fuser": lambda m: torch_ao.fuse_modules(m, [], fuser_func=copy.copy),
     "fuse config": lambda m: torch_ao.fuse_fx(m, {"additional_fuser_method_mapping": {1: 2}}),
-    "dynamic without an example": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}),
     "dynamic and static": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear: ao.default_qconfig}, example_inputs=(BATCHES[0],)),
     "dynamic of what": lambda m: torch_ao.quantize_dynamic(m, {5}, example_inputs=(BATCHES[0],)),
     "dynamic of a name": lambda m: torch_ao.quantize_dynamic(m, "fc", example_inputs=(BATCHES[0],)),
     "dynamic half": lambda m: torch_ao.quantize_dynamic(m, dtype=torch.float16, example_inputs=(BATCHES[0],)),
-    "dynamic in place": lambda m: torch_ao.quantize_dynamic(m, inplace=True, example_inputs=(BATCHES[0],)),
     "dynamic on a march": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}, example_inputs=(BATCHES[0],), target="bayes-e"),
 }
 
@@ -579,9 +669,10 @@ def test_pytorch_s_own_objects_are_its_own() -> None:
 
 
 def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.ao")]:
+    for name in [name for name in sys.modules if name.startswith(("torch.ao", "torch.quantization"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch.ao", None)
+    monkeypatch.setitem(sys.modules, "torch.quantization", None)
     with pytest.raises(fxq.ConfigurationError, match="get_default_qconfig_mapping is not supported") as caught:
         _ = torch_ao.get_default_qconfig_mapping
     assert "torch.ao" in caught.value.because

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.compat import horizon
-from fxquant.compat.horizon.served.deferred import Deferred
+from fxquant.compat.deferred import Deferred
 
 
 class Tokens(nn.Module):

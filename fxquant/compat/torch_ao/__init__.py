@@ -9,15 +9,14 @@ integer = torch_ao.convert_fx(prepared)
 
 The functions return fxquant's graphs: prepared models are calibrated, trained, saved and exported as any other. PyTorch's names that
 only describe (QConfig, QConfigMapping, observers, fake quantizes, stubs, get_default_qconfig …) are PyTorch's own objects, and need a
-PyTorch that has torch.ao. `install()` puts this package in place of torch.ao.quantization, and of torchao if that is not installed;
-`python -m fxquant.compat.torch_ao program.py` runs an unedited program with it.
+PyTorch that has torch.ao. `install()` puts this package in place of torch.ao.quantization and of torchao; names and modules that it does
+not serve stay PyTorch's own, also for PyTorch itself. `python -m fxquant.compat.torch_ao program.py` runs an unedited program with it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fxquant.compat.torch_ao import own
 from fxquant.compat.torch_ao.tables import TABLES
 
 __all__ = [*TABLES.names(""), "install"]  # made from the table
@@ -26,13 +25,12 @@ TABLES.activate()
 
 
 def install(replace: bool = True) -> None:
-    """Put this package into sys.modules as torch.ao.quantization, torch.quantization and torchao.
+    """Put this package into sys.modules as torch.ao.quantization, torch.quantization and torchao, with PyTorch's own names for the rest.
 
-    replace   whether to hide installed packages; the first two are always hidden
+    replace   whether to replace installed packages; if False, an installed one raises ConfigurationError
     """
     from fxquant.compat.torch_ao.exported import remember_programs
 
-    own.keep()
     remember_programs()
     TABLES.install(replace)
 

@@ -10,7 +10,9 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.torch_ao.switches import converted
+from fxquant.compat.torch_ao.tables import TABLES
 from fxquant.errors import ConfigurationError
+from fxquant.frontend.exported import is_unpacked
 from fxquant.quantization.state import State
 from fxquant.support.arguments import FLAG, checked
 
@@ -157,15 +159,29 @@ def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = Fal
 
 
 def move_exported_model_to_eval(model: nn.Module) -> nn.Module:
-    """Return the model in eval mode."""
-    return model.eval()
+    """Return the model in eval mode: batch norms use running statistics, and dropouts drop nothing."""
+    return _own("move_exported_model_to_eval", model) or model.eval()
 
 
 def move_exported_model_to_train(model: nn.Module) -> nn.Module:
     """Return the model in train mode."""
-    return model.train()
+    return _own("move_exported_model_to_train", model) or model.train()
 
 
 def allow_exported_model_train_eval(model: nn.Module) -> nn.Module:
-    """Return the model unchanged: it supports `train` and `eval` itself."""
-    return model
+    """Return a prepared model unchanged: it supports `train` and `eval` itself."""
+    return _own("allow_exported_model_train_eval", model) or model
+
+
+def _own(called: str, model: nn.Module) -> Any:
+    """Return what PyTorch's own function makes of the module of a program that is not prepared; None for any other model."""
+    if not is_unpacked(model):
+        return None
+    for module in (*TABLES.own_modules("torchao.quantization.pt2e"), *TABLES.own_modules("")):
+        if hasattr(module, called):
+            return getattr(module, called)(model)
+    raise ConfigurationError(
+        f"{called} was given the module of a program that is not prepared",
+        because="it stays in the mode in which it was exported: PyTorch's own function is in torchao, which is not installed",
+        remedy=f"call {called} with what prepare_pt2e, prepare_qat_pt2e or convert_pt2e returns, or install torchao",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import fx, nn
@@ -9,6 +10,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
+from fxquant.compat.deferred import become, keep_shapes, prepared_in_place
 from fxquant.compat.torch_ao.quantize_dynamic import dynamic_mapping
 from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
 from fxquant.compat.torch_ao.switches import (
@@ -48,7 +50,6 @@ __all__ = [
     "update_bn_stats",
 ]
 
-_NEW = "a new model is returned, and the caller's model does not change"
 ARGUMENTS = {
     "_equalization_config": Refusal("equalization is a separate step", "leave it out"),
     "additional_fuser_method_mapping": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
@@ -59,7 +60,6 @@ ARGUMENTS = {
     "float_to_observed_mapping": Refusal("modules are traced, not replaced", "leave it out"),
     "fuse_custom_config": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
     "fuser_func": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
-    "inplace": Refusal(_NEW, "use what is returned"),
     "input_quantized_indexes": Refusal(
         "inputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
     ),
@@ -128,8 +128,8 @@ def prepare_qat_fx(
     forward computes only in train mode is kept if it can be traced; otherwise a warning says so.
     """
     refuse_given("prepare_qat_fx", {"backend_config": backend_config}, {}, ARGUMENTS)
-    return _trained(
-        _prepared("prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch)
+    return _prepared_to_train(
+        "prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch
     )
 
 
@@ -183,16 +183,18 @@ def prepare(
 ) -> fx.GraphModule:
     """Prepare a model with stubs, and with QConfigs on its modules, for calibration; modules without a QConfig stay in float.
 
-    example_inputs is required: the model is traced. The last two arguments are those of `prepare_fx`.
+    inplace          whether the caller's object becomes the prepared model, and is returned
+    example_inputs   the inputs for the trace; None: the model is prepared by its first batch
+
+    The last three arguments are those of `prepare_fx`.
     """
     given = {
-        "inplace": inplace,
         "allow_list": allow_list,
         "observer_non_leaf_module_list": observer_non_leaf_module_list,
         "prepare_custom_config_dict": prepare_custom_config_dict,
     }
-    refuse_given("prepare", given, {"inplace": False}, ARGUMENTS)
-    return _prepared("prepare", model, fxq.QConfigMapping(default=None), example_inputs, None, target, dynamic_shapes, training_branch)
+    refuse_given("prepare", given, {}, ARGUMENTS)
+    return _eager("prepare", _prepared, model, inplace, example_inputs, target, dynamic_shapes, training_branch)
 
 
 @checked(inplace=FLAG, training_branch=BRANCH)
@@ -206,10 +208,12 @@ def prepare_qat(
     dynamic_shapes: Any = None,
     training_branch: bool | None = None,
 ) -> fx.GraphModule:
-    """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced."""
-    refuse_given("prepare_qat", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    mapping_of_attributes = fxq.QConfigMapping(default=None)
-    return _trained(_prepared("prepare_qat", model, mapping_of_attributes, example_inputs, None, target, dynamic_shapes, training_branch))
+    """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced.
+
+    Its parameters are those of the float model, so that an optimizer may be made before or after, and before the first batch.
+    """
+    refuse_given("prepare_qat", {"mapping": mapping}, {}, ARGUMENTS)
+    return _eager("prepare_qat", _prepared_to_train, model, inplace, example_inputs, target, dynamic_shapes, training_branch)
 
 
 @checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
@@ -222,16 +226,19 @@ def convert(
     convert_custom_config_dict: Any = None,
     use_precomputed_fake_quant: bool = False,
 ) -> fx.GraphModule:
-    """Return the integer graph of a model that `prepare` or `prepare_qat` returned."""
+    """Return the integer graph of a model that `prepare` or `prepare_qat` returned; with `inplace` the caller's object becomes it."""
     given = {
         "mapping": mapping,
-        "inplace": inplace,
         "is_reference": is_reference,
         "convert_custom_config": convert_custom_config_dict,
         "use_precomputed_fake_quant": use_precomputed_fake_quant,
     }
-    refuse_given("convert", given, dict.fromkeys(("inplace", "is_reference", "use_precomputed_fake_quant"), False), ARGUMENTS)
-    return converted(module)
+    refuse_given("convert", given, dict.fromkeys(("is_reference", "use_precomputed_fake_quant"), False), ARGUMENTS)
+    integer = converted(module)
+    if not inplace:
+        return integer
+    become(module, integer)
+    return module
 
 
 @checked(inplace=FLAG)
@@ -263,13 +270,15 @@ def quantize_dynamic(
 
     qconfig_spec    module classes and names, or a dict from these to dynamic QConfigs; None: nn.Linear, and the recurrent layers and cells
     dtype           PyTorch's qint8, or None, which is equivalent
-    example_inputs  is required: the model is traced; dynamic_shapes, as `fxquant.prepare` takes it
+    inplace         whether the caller's object becomes the integer graph, and is returned
+    example_inputs  the inputs for the trace; None: the model is traced with its first batch
+    dynamic_shapes  as `fxquant.prepare` takes it
 
     An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
-    refuse_given("quantize_dynamic", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    rules = dynamic_mapping(model, qconfig_spec, dtype)
-    return converted(_prepared("quantize_dynamic", model, rules, example_inputs, None, target, dynamic_shapes, False))
+    refuse_given("quantize_dynamic", {"mapping": mapping}, {}, ARGUMENTS)
+    quantize = functools.partial(_dynamic, dynamic_mapping(model, qconfig_spec, dtype), target, dynamic_shapes)
+    return prepared_in_place(model, inplace, example_inputs, quantize, "quantize_dynamic", keeps=False)  # type: ignore[no-any-return]
 
 
 # ---- shared helpers -----------------------------------------------------------------------------------------------------
@@ -312,10 +321,26 @@ def _prepared(
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     graph = traced(called, own, example_inputs, dynamic_shapes, training_branch, leaf)
     prepared = fxq.prepare(graph, example_inputs, target or engine_target(), mapping_of(qconfigs, graph))
+    keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
     return prepared
 
 
-def _trained(prepared: fx.GraphModule) -> fx.GraphModule:
+def _prepared_to_train(called: str, model: nn.Module, *rest: Any) -> fx.GraphModule:
+    prepared = _prepared(called, model, *rest)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train()
+
+
+def _eager(called: str, prepare: Any, model: nn.Module, inplace: bool, example_inputs: Any, *rest: Any) -> fx.GraphModule:
+    """Return the prepared model of a model with attributes `qconfig`: now, or with its first batch if there are no example inputs."""
+    by_attributes = functools.partial(_with_attributes, prepare, called, rest)
+    return prepared_in_place(model, inplace, example_inputs, by_attributes, called, keeps=True)  # type: ignore[no-any-return]
+
+
+def _with_attributes(prepare: Any, called: str, rest: Any, model: nn.Module, example_inputs: Any) -> fx.GraphModule:
+    return prepare(called, model, fxq.QConfigMapping(default=None), example_inputs, None, *rest)  # type: ignore[no-any-return]
+
+
+def _dynamic(rules: fxq.QConfigMapping, target: str | None, dynamic_shapes: Any, model: nn.Module, example_inputs: Any) -> fx.GraphModule:
+    return converted(_prepared("quantize_dynamic", model, rules, example_inputs, None, target, dynamic_shapes, False))

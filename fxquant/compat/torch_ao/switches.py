@@ -9,6 +9,9 @@ off       off             FLOAT
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import fx, nn
 
@@ -16,18 +19,40 @@ import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
 from fxquant.calibration.cutting import keep_statistics
 from fxquant.calibration.unseen import follow_unseen
+from fxquant.compat.deferred import Deferred
 from fxquant.errors import ConfigurationError
+from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
+
+
+def _switch(switch: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Apply a switch to a model that is not prepared yet as soon as it is."""
+
+    @functools.wraps(switch)
+    def apply(module: nn.Module) -> None:
+        if isinstance(module, Deferred):
+            module.later(apply)
+        else:
+            switch(module)
+
+    return apply
 
 
 def _operators(module: nn.Module) -> list[QuantizedOperator]:
     """Return a quantized operator, all of a prepared model, or none: `apply` calls a switch with every module."""
     if isinstance(module, QuantizedOperator):
         return [module]
+    if is_quantized_by_torch(type(module)):
+        raise ConfigurationError(
+            f"a switch of fxquant was applied to a {type(module).__module__}.{type(module).__qualname__}",
+            because="it switches the operators of a model that fxquant has prepared, and PyTorch has prepared this one",
+            remedy="prepare the float model by prepare_qat_fx of fxquant.compat.torch_ao, or call the module's own method",
+        )
     return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
 
 
+@_switch
 def disable_observer(module: nn.Module) -> None:
     """Freeze all scales, including learned ones; batch norms continue."""
     for operator in _operators(module):
@@ -40,6 +65,7 @@ def disable_observer(module: nn.Module) -> None:
             operator.weight_quantizer.learned.stop()
 
 
+@_switch
 def enable_observer(module: nn.Module) -> None:
     """Make scales follow the batches in train mode. Raises ConfigurationError if they were frozen."""
     for operator in _operators(module):
@@ -52,6 +78,7 @@ def enable_observer(module: nn.Module) -> None:
         operator.state = {State.VALIDATE: State.TRAIN, State.FLOAT: State.CALIBRATE}.get(operator.state, operator.state)
 
 
+@_switch
 def enable_fake_quant(module: nn.Module) -> None:
     """Compute the integer function."""
     for operator in _operators(module):
@@ -63,6 +90,7 @@ def enable_fake_quant(module: nn.Module) -> None:
         follow_unseen(module)
 
 
+@_switch
 def disable_fake_quant(module: nn.Module) -> None:
     """Compute the float function."""
     for operator in _operators(module):
@@ -70,12 +98,14 @@ def disable_fake_quant(module: nn.Module) -> None:
         operator.state = State.FLOAT if frozen else State.CALIBRATE
 
 
+@_switch
 def freeze_bn_stats(module: nn.Module) -> None:
     """Make batch norms use their running statistics without updating them."""
     for operator in _operators(module):
         operator.live_batch_norm = False
 
 
+@_switch
 def update_bn_stats(module: nn.Module) -> None:
     """Make batch norms use and update the statistics of batches, in train mode."""
     for operator in _operators(module):
@@ -91,6 +121,8 @@ def settle(prepared: nn.Module) -> None:
 
 def converted(prepared: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph of a prepared model in any state, and keep the model's state."""
+    if isinstance(prepared, Deferred):
+        raise prepared._unknown("the integer graph")
     require_prepared(prepared)
     settle(prepared)
     return fxq.convert(prepared)

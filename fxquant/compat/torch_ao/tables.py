@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from fxquant.compat.common import Refusal
 from fxquant.compat.mirror import Row, Tables, refuse, serve
-from fxquant.compat.torch_ao import own
 
 FX = serve("functions", "prepare_fx prepare_qat_fx convert_fx fuse_fx", native="`fxq.prepare`, `fxq.convert`")
-EAGER = serve(
-    "functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`", note="example_inputs is needed"
-)
+EAGER = serve("functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`")
 FUSE = serve("functions", "fuse_modules fuse_modules_qat", native="none is needed", note="return the model")
 SWITCHES = serve(
     "switches",
@@ -29,14 +27,13 @@ QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer Embedd
                     "a quantizer of PyTorch's writes on its own graph",
                     "write rules: fxq.QConfigMapping", "2.1")  # fmt: skip
 
-OWN = ("qconfig", "qconfig_mapping", "observer", "stubs", "utils", "fx", "fx.custom_config", "backend_config", "quantization_mappings")
 MODULES: dict[str, list[Row]] = {
     "": [*FX, *EAGER, *FUSE, *SWITCHES, *MODES, *REFUSED],
     "quantize_fx": [*FX, *[row for row in REFUSED if row.name.endswith("_fx")]],
     "quantize": [*EAGER, *[row for row in REFUSED if not row.name.endswith("_fx")]],
     "fuse_modules": FUSE,
     "fake_quantize": SWITCHES[:4],
-    **{path: [] for path in OWN},
+    "intrinsic_qat": [row for row in SWITCHES if row.name.endswith("_bn_stats")],
     "quantize_pt2e": PT2E,
     "quantizer": [*X86, *XNNPACK, *QUANTIZERS],
     "quantizer.quantizer": QUANTIZERS,
@@ -49,6 +46,16 @@ MODULES: dict[str, list[Row]] = {
     "torchao.quantization.pt2e.quantizer": [*X86, *QUANTIZERS],
     "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer": X86,
 }
-ALIASES = {"torch.ao.quantization": "", "torch.quantization": "", "torchao": "torchao"}
+ALIASES = {
+    "torch.ao.quantization": "",
+    "torch.quantization": "",
+    "torch.ao.nn.intrinsic.qat": "intrinsic_qat",
+    "torch.nn.intrinsic.qat": "intrinsic_qat",
+    "torchao": "torchao",
+}
+ABSENT = Refusal(
+    "it is PyTorch's own, and this PyTorch has no torch.ao.quantization",
+    "write the same rules with fxq.QConfig and fxq.QConfigMapping, which prepare_fx takes as well",
+)
 
-TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, ALIASES, own.find)
+TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, ALIASES, ABSENT)

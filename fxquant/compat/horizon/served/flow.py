@@ -16,7 +16,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.compat.common import refuse_given
-from fxquant.compat.horizon.served.deferred import Deferred, become
+from fxquant.compat.deferred import Deferred, become
 from fxquant.compat.horizon.served.preparing import ARGUMENTS, PREPARED
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed

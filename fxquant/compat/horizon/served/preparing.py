@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import inspect
@@ -18,7 +17,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.horizon.served.deferred import Deferred, KeepShapes, become
+from fxquant.compat.deferred import keep_shapes, prepared_in_place
 from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
 from fxquant.compat.horizon.served.qconfig_dict import of_dict, of_setters, on_host
@@ -118,14 +117,7 @@ def prepare_qat(
     """
     refuse_given("prepare_qat", {"mapping": mapping, "optimize_kwargs": optimize_kwargs}, {}, ARGUMENTS)
     how = How("prepare_qat", dynamic_shapes, training_branch, old=True)
-    source = copy.deepcopy(model) if inplace and example_inputs is None else model
-    made = _prepared_as(how, source, example_inputs, fxq.QConfigMapping(default=None))
-    if not inplace:
-        return made
-    become(model, made)
-    if not isinstance(model, Deferred):
-        PREPARED.add(model)  # type: ignore[arg-type]
-    return model  # type: ignore[return-value]
+    return _prepared_as(how, model, example_inputs, fxq.QConfigMapping(default=None), inplace)
 
 
 @checked(training_branch=BRANCH)
@@ -177,15 +169,15 @@ class How:
         return None, f"{self.called} for {march} observes what is given no scale"
 
 
-def _prepared_as(how: How, model: nn.Module, example_inputs: Any, rules: Any) -> fx.GraphModule:
+def _prepared_as(how: How, model: nn.Module, example_inputs: Any, rules: Any, inplace: bool = False) -> fx.GraphModule:
     march, mode = required(how.called), _qat_mode[0].value
-    if example_inputs is None:
-        prepare = functools.partial(_prepare, how, model, rules=rules, march=march, batch_norm=mode)
-        return Deferred(model, prepare, how.called)  # type: ignore[return-value]
-    return _prepare(how, model, example_inputs, rules, march, mode)
+    prepare = functools.partial(_prepare, how=how, rules=rules, march=march, batch_norm=mode)
+    made: fx.GraphModule = prepared_in_place(model, inplace, example_inputs, prepare, how.called, keeps=False)
+    PREPARED.add(made)
+    return made
 
 
-def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march: str, batch_norm: str) -> fx.GraphModule:
+def _prepare(model: nn.Module, example_inputs: Any, how: How, rules: Any, march: str, batch_norm: str) -> fx.GraphModule:
     inputs = tuple(example_inputs) if isinstance(example_inputs, list) else example_inputs
     scale, why = how.scale(march)
     with scale_of_stubs(model, scale, why), read_attributes(model):
@@ -195,9 +187,8 @@ def _prepare(how: How, model: nn.Module, example_inputs: Any, rules: Any, march:
         mapping = fxq.high_precision_outputs(graph, inputs, march, mapping)
     prepared = fxq.prepare(graph, inputs, march, mapping, batch_norm=batch_norm)
     fxq.set_state(prepared, State.TRAIN)
-    prepared.register_state_dict_post_hook(KeepShapes(inputs))  # type: ignore[no-untyped-call]
+    keep_shapes(prepared, inputs)
     take_checkpoints(prepared)
-    PREPARED.add(prepared)
     return prepared.train(model.training)
 
 

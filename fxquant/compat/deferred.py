@@ -7,9 +7,11 @@ to it stay valid.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,19 +30,63 @@ def become(model: nn.Module, other: nn.Module) -> None:
     """Turn an object into another model: it takes over that model's class and attributes."""
     object.__setattr__(model, "__class__", type(other))
     object.__setattr__(model, "__dict__", other.__dict__)
+    for hook in other._load_state_dict_pre_hooks.values():
+        if isinstance(getattr(hook, "module", None), weakref.ref):  # it does not keep the other object alive
+            hook.module = weakref.ref(model)  # type: ignore[attr-defined]
 
 
-class KeepShapes:
-    """Records the shapes and dtypes of a prepared model's inputs in every state_dict of it: a hook that can be pickled."""
+def prepared_in_place(
+    model: nn.Module, inplace: bool, example_inputs: Any, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool
+) -> Any:
+    """Return the prepared model of a model and its example inputs; without these, a model that is prepared by its first batch.
 
-    def __init__(self, example_inputs: Any) -> None:
-        self.shapes = pytree.tree_map(
-            lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
-        )
+    inplace   whether the caller's object becomes that model. Its parameters stay those that an optimizer may hold, with their new values.
+    keeps     whether the prepared model has all parameters of the float model, and no others, so that they exist before the first batch
+    """
+    source = model
+    if inplace:  # the model's class and attributes, while the caller's object becomes another
+        source = object.__new__(type(model))
+        object.__setattr__(source, "__dict__", model.__dict__)
+    if example_inputs is None:
+        made: nn.Module = Deferred(source if inplace else copy.deepcopy(model), prepare, called, keeps)
+    else:
+        made = prepare(source, example_inputs)
+    if not inplace:
+        return made
+    if not isinstance(made, Deferred):
+        _keep_parameters(source, made)
+    become(model, made)
+    return model
+
+
+@torch.no_grad()
+def _keep_parameters(model: nn.Module, prepared: nn.Module) -> None:
+    """Put a model's own parameter objects into the prepared model, under the names that both have."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for path, value in list(prepared.named_parameters(remove_duplicate=False)):
+        if path in own and own[path].shape == value.shape and own[path] is not value:
+            own[path].copy_(value)
+            where, _, name = path.rpartition(".")
+            prepared.get_submodule(where)._parameters[name] = own[path]
+
+
+class _Shapes:
+    """A hook that records the shapes of a model's inputs in every state_dict."""
+
+    def __init__(self, shapes: Any) -> None:
+        self.shapes = shapes
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
         if not prefix and hasattr(state_dict, "_metadata"):
             state_dict._metadata.setdefault("", {})[SHAPES] = self.shapes
+
+
+def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
+    """Make every state_dict of a prepared model record the shapes and dtypes of its inputs."""
+    shapes = pytree.tree_map(
+        lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
+    )
+    prepared.register_state_dict_post_hook(_Shapes(shapes))  # type: ignore[no-untyped-call]
 
 
 def shapes_of(state_dict: Any) -> Any:
@@ -59,26 +105,24 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and value[0] == "tensor"
 
 
-def _load(prepared: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    prepared.load_state_dict(state_dict, strict)
-
-
 class Deferred(nn.Module):
     """A model that is prepared by its first batch.
 
     model    the float model
-    prepare  a function that prepares it, given example inputs; it is pickled with the model
+    prepare  a function that prepares it, given the model and example inputs
     called   the name of the function that the user called
+    keeps    whether the prepared model has all parameters of the float model, and no others
     """
 
-    def __init__(self, model: nn.Module, prepare: Callable[[Any], fx.GraphModule], called: str) -> None:
+    def __init__(self, model: nn.Module, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool = False) -> None:
         super().__init__()
-        self.__dict__.update(_model=model, _prepare=prepare, _called=called, _pending=[])
+        self.__dict__.update(_model=model, _prepare=prepare, _called=called, _keeps=keeps, _pending=[])
         self.training = model.training
 
     def _become(self, example_inputs: Any, how: str) -> None:
-        prepared, pending, training = self._prepare(example_inputs), self._pending, self.training
+        prepared, pending, training = self._prepare(self._model, example_inputs), self._pending, self.training
         logger.info("%s: the model is prepared with the shapes of %s", self._called, how)
+        _keep_parameters(self._model, prepared)
         become(self, prepared)
         self.train(training)
         for action in pending:
@@ -105,7 +149,7 @@ class Deferred(nn.Module):
         if known is not None:
             self._become(known, "the model whose state_dict is loaded")
             return self.load_state_dict(state_dict, strict)
-        self.later(functools.partial(_load, state_dict=state_dict, strict=strict))
+        self.later(functools.partial(nn.Module.load_state_dict, state_dict=state_dict, strict=strict))
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:
@@ -120,8 +164,10 @@ class Deferred(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Raise ConfigurationError: folded weights are other parameters than those of the float model."""
-        raise self._unknown("the parameters")
+        """Yield the parameters of the float model. Raises ConfigurationError if the prepared model has others: folded weights."""
+        if not self._keeps:
+            raise self._unknown("the parameters")
+        yield from self._model.named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ConfigurationError: the model does not have scales yet."""
