@@ -73,7 +73,11 @@ def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: 
 
 def test_ctrl_c_is_status_130_without_a_traceback(file: Path) -> None:
     running = subprocess.Popen(
-        command("check", "networks:slow", "--shape", "1,3,8,8"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("check", "networks:slow", "--shape", "1,3,8,8"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background is started with it ignored
     )
     assert running.stdout is not None
     assert running.stderr is not None
