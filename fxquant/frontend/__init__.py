@@ -46,7 +46,7 @@ from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.snapshot import with_backward_hooks
-from fxquant.frontend.state import MovedState, state_moved_by_forward
+from fxquant.frontend.state import NOTHING_MOVED, MovedState, state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
 from fxquant.ir.facts import BATCH_SIZES
 from fxquant.ir.model import collection_paused
@@ -105,7 +105,7 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        state = state_moved_by_forward(model, inputs)
+        state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
         traced, recording = _traced(model, inputs, _Way(leaf_rule(leaf, model), state, check), preserve, training_branch)
         if check:
             compare_with_model(model, traced, inputs, bool(recording.draws))

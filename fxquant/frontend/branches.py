@@ -72,8 +72,8 @@ class ReturnInTraining:
 def lost_parameters(traced: fx.GraphModule, inputs: ExampleInputs, state: MovedState) -> list[str]:
     """Return the names and lines of the parameters that train in the float model, and have no gradient in the graph."""
     own = dict(traced.named_parameters(remove_duplicate=False))
-    asked = {name: line for name, line in state.trained.items() if name in own and not own[name].is_inference()}
-    if not asked:
+    asked = {name: line for name, line in state.trained.items() if name in own}
+    if not asked or any(tensor.is_inference() for tensor in (*own.values(), *traced.buffers())):  # these cannot train
         return []
     with torch.inference_mode(False), torch.enable_grad(), undisturbed():
         result = traced(**{name: tensor.clone() for name, tensor in inputs.tensors().items()})

@@ -27,6 +27,7 @@ from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
+from fxquant.support.addresses import memory_start
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -203,7 +204,7 @@ class _Watch(TorchFunctionMode):
         self._versions = {key: tensor._version for key, tensor in self._tensors.items()}
         self._before = {key: tensor.clone() for key, tensor in self._tensors.items()}
         self._lines, self._followed, self._data_lines = dict[int, str](), set[int](), dict[int, str]()
-        self._storages = {tensor.data_ptr(): key for key, tensor in self._tensors.items() if tensor.numel()}
+        self._storages = {memory_start(tensor): key for key, tensor in self._tensors.items() if tensor.numel()}
         self.frozen: set[str] = set()
         self.live: set[str] = set()
 
@@ -219,8 +220,8 @@ class _Watch(TorchFunctionMode):
                 key = id(value) if id(value) in self._tensors else id(value._base)
                 if key in self._parameters and self._parameters[key] not in self.read:
                     self.read[self._parameters[key]] = user_source(_call.__code__)
-                elif func.__name__.endswith("_") and type(value) is Tensor and value.data_ptr() in self._storages:  # by .data
-                    self._data_lines[self._storages[value.data_ptr()]] = user_source(_call.__code__)
+                elif func.__name__.endswith("_") and type(value) is Tensor and memory_start(value) in self._storages:  # by .data
+                    self._data_lines[self._storages[memory_start(value)]] = user_source(_call.__code__)
                 if key in self._tensors and self._tensors[key]._version != self._versions[key]:
                     self._versions[key] = self._tensors[key]._version
                     self.changed(self._tensors[key])
@@ -250,7 +251,7 @@ class _Watch(TorchFunctionMode):
         return {self._names[key]: lines.get(key, "") for key in self._names if key in found - self._followed}
 
 
-class Draws(OwnRandomNumbers):
+class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
     """Notes where random numbers are drawn.
 
     places  the path of the innermost module, and the line of the user's code, of each draw
@@ -269,7 +270,10 @@ class Draws(OwnRandomNumbers):
     @contextlib.contextmanager
     def of_python(self) -> Iterator[None]:
         """Note draws from Python's and NumPy's generators, which afterwards are as they were before."""
-        states = [(get, set_, get()) for get, set_ in ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))]
+        generators: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+            (random.getstate, random.setstate), (np.random.get_state, np.random.set_state),
+        )  # fmt: skip
+        states = [(get, set_, get()) for get, set_ in generators]
         try:
             yield
         finally:

@@ -106,7 +106,6 @@ MODES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "a function of dropout2d": (lambda: conv(function=lambda model, x: F.dropout2d(x, 0.4, model.training)), IMAGE),
     "alpha dropout": (lambda: conv(nn.AlphaDropout(0.4)), IMAGE),
     "feature alpha dropout": (lambda: conv(nn.FeatureAlphaDropout(0.4)), IMAGE),
-    "rrelu": (lambda: conv(nn.RReLU()), IMAGE),
 }
 
 
@@ -140,6 +139,15 @@ def test_a_program_exported_in_train_mode_follows_the_mode_of_the_model(case: st
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
     assert statistics.keys() == moved_statistics.keys()
     assert all(torch.equal(statistics[name], moved_statistics[name]) for name in statistics)
+
+
+def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A function's slopes are those of eval mode here, for the graph does not say that the module of the call was a RReLU."""
+    torch.manual_seed(0)
+    model, batch = conv(nn.RReLU()), torch.randn(IMAGE)
+    fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", dynamic_shapes={})
+    assert "forward is random in train mode where training here is not: 1" in caplog.text
+    assert "F.rrelu(" in caplog.text
 
 
 def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:

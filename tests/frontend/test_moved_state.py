@@ -163,7 +163,10 @@ def test_a_model_that_wants_labels_in_train_mode_is_told_of() -> None:
             return super().forward(x)
 
     prepared = fxq.prepare(Wants(), torch.randn(4, 4))
-    assert "whether forward moves buffers in train mode is not known: called on the example inputs it raises" in fxq.explain(prepared)
+    assert (
+        "whether forward moves buffers or draws random numbers in train mode is not known: called on the example inputs it raises"
+        in fxq.explain(prepared)
+    )
 
 
 class FrozenNorm(nn.Module):
