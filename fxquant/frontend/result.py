@@ -63,7 +63,7 @@ def untrained_here(module: fx.GraphModule) -> list[str]:
 
 
 def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, untrained: list[str]) -> None:
-    """Write on a traced model what forward changes in train mode, where that mode alone is random, and what the float model alone trains."""
+    """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
     held = {*recording.read, *(name for name, _ in named)}
