@@ -83,6 +83,8 @@ def reestimate_batch_norm(
     parameters stay, and dropout is off. Batches are seen as in training, each with its own statistics, so they should be of training's
     size. A bias correction is dropped where the statistics take its place. Nothing is kept of a batch that has passed.
 
+    Nothing judges the outputs: the statistics belong to the float model, too, so that it changes with them.
+
     Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
     """
     with tuning(prepared):

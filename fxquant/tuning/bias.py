@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,9 @@ from fxquant.quantization.weights import BiasCorrection
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
-from fxquant.tuning.guard import tuning
+from fxquant.tuning.guard import Tuned, tuning
 from fxquant.tuning.journal import Journal
-from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
+from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -78,12 +78,12 @@ def correct_bias(
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
     """
-    with tuning(prepared) as operators:
+    with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         with repeatable():
             judging = [samples.chunks[index] for index in samples.judging]
-            return _correct(prepared, samples, judging, operators, Journal(checkpoint, call), show_progress)
+            return _correct(prepared, samples, judging, tuned, Journal(checkpoint, call), show_progress)
 
 
 def corrections(
@@ -95,9 +95,9 @@ def corrections(
     """
     if len(samples.chunks) < 2:
         return {}
-    with tuning(prepared) as operators, repeatable():
-        result = _correct(prepared, samples, judging, operators, Journal(None, {}), show_progress)
-    added = {name: operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
+    with tuning(prepared) as tuned, repeatable():
+        result = _correct(prepared, samples, judging, tuned, Journal(None, {}), show_progress)
+    added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
 
@@ -109,14 +109,9 @@ def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
 
 
 def _correct(
-    prepared: fx.GraphModule,
-    samples: Samples,
-    judging: Sequence[Sequence[Any]],
-    operators: Mapping[str, QuantizedOperator],
-    journal: Journal,
-    show_progress: bool | None,
+    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], tuned: Tuned, journal: Journal, show_progress: bool | None
 ) -> TuningResult:
-    outputs = OutputNoise(prepared, judging)
+    outputs, operators = OutputNoise(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
     units = layer_units(prepared)
@@ -131,42 +126,24 @@ def _correct(
         if row.kept:
             _put(operator, known["value"])
         found.append(row)
-    if not _judged(outputs, before, {row.layers[0]: previous[row.layers[0]] for row in found if row.kept}, operators, len(units)):
-        found = [replace(row, kept=False) for row in found]
-    result = TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
+    shares = _shares(operators, {row.layers[0]: previous[row.layers[0]] for row in found if row.kept})
+    rows = judged(outputs, before, found, tuned.undo, ("biases", "corrected"), shares)
+    result = TuningResult("correct_bias", rows, tuple(skipped), exact.largest + real.largest)
     logger.debug("%s", result)
     return result
 
 
-def _judged(
-    outputs: OutputNoise,
-    before: float,
-    previous: Mapping[str, BiasCorrection | None],
-    operators: Mapping[str, QuantizedOperator],
-    layers: int,
-) -> bool:
-    """Keep all corrections together, or half of each, where that lowers the noise of the outputs; else put `previous` back.
+def _shares(operators: Mapping[str, QuantizedOperator], previous: Mapping[str, BiasCorrection | None]) -> list[Callable[[], None]]:
+    """Return functions that put all corrections, or half of each, into layers that had `previous` ones."""
+    tuned = {name: correction.value.clone() for name in previous if (correction := operators[name].weight_quantizer.correction) is not None}
 
-    Returns whether anything is kept.
-    """
-    given = {name: correction.value.clone() for name in previous if (correction := operators[name].weight_quantizer.correction) is not None}
-    for share in SHARES if given else ():
-        for name, value in given.items():
+    def put(share: float) -> None:
+        for name, value in tuned.items():
             had = previous[name]
             start = torch.zeros_like(value) if had is None else had.value
             _put(operators[name], (start + share * (value - start)).tolist())
-        after = outputs.measure()
-        if after < WORTH * before or not outputs.nodes:
-            logger.info(
-                "biases corrected in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
-                len(given), layers, "" if share == 1 else " by half", decibels(after), decibels(before),
-            )  # fmt: skip
-            return True
-    for name, had in previous.items():
-        operators[name].weight_quantizer.correct(had)
-    if given:
-        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB, and with it no clear gain", decibels(before))
-    return False
+
+    return [partial(put, share) for share in SHARES]
 
 
 def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -12,6 +12,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import Checkpoint
 from fxquant.tuning.learning import Settings, Student
+from fxquant.tuning.output_noise import OutputNoise, is_lower, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
@@ -27,41 +28,52 @@ def learn(
     call: dict[str, Any],
     checkpoint: str | None,
     show_progress: bool | None,
+    undo: Callable[[], None],
 ) -> TuningResult:
-    """Let units learn, one after the other."""
+    """Let units learn, one after the other; a unit keeps what it learned if its error falls, and that of the outputs does not clearly rise.
+
+    All of it is undone by `undo` if the outputs of the model have no clear gain in the end.
+    """
     known = Checkpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
     skipped = left_out(prepared)
     tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
+    outputs = OutputNoise(prepared, [samples.chunks[index] for index in samples.judging])
+    start = noise = outputs.measure()
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
     def run() -> Iterator[None]:
+        nonlocal noise
         for unit in tried:
             row = known.rows.get(unit.name)
             if row is None:
-                yield from _taught(Lesson(unit, samples, exact, real), settings, _seed(seed, unit.name), known)
+                noise = yield from _taught(Lesson(unit, samples, exact, real), settings, _seed(seed, unit.name), known, outputs, noise)
                 continue
             if row.kept:
                 known.learned(row).put(prepared, unit)
+                noise = min(noise, outputs.measure())
             for _ in range(settings.steps):
                 yield
 
     for _ in progress(run(), len(tried) * settings.steps, call["method"], show_progress):
         pass
-    return TuningResult(
-        call["method"], tuple(known.rows[unit.name] for unit in tried), tuple(skipped.items()), exact.largest + real.largest
-    )
+    rows = judged(outputs, start, [known.rows[unit.name] for unit in tried], undo, ("weights", f"learned by {call['method']}"))
+    return TuningResult(call["method"], rows, tuple(skipped.items()), exact.largest + real.largest)
 
 
-def _taught(lesson: Lesson, settings: Settings, seed: int, known: Checkpoint) -> Iterator[None]:
-    """Train one unit, and keep what it learned if that lowers the error."""
+def _taught(
+    lesson: Lesson, settings: Settings, seed: int, known: Checkpoint, outputs: OutputNoise, noise: float
+) -> Generator[None, None, float]:
+    """Train one unit, and keep what it learned if its error falls and the outputs are not clearly noisier; return their least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)
     yield from student.study()
     learned, after = student.settled(lesson.error)
-    kept = after < before
+    learned_noise = outputs.measure()
+    kept = after < before and not is_lower(noise, learned_noise)
     if not kept:
         student.undo()
     names = tuple(node.name for node in lesson.unit.weighted)
     known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else None)
+    return min(noise, learned_noise) if kept else noise
 
 
 def left_out(prepared: fx.GraphModule) -> dict[str, str]:

@@ -32,6 +32,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.course import left_out
 from fxquant.tuning.guard import tuning
+from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -69,7 +70,7 @@ def distill(
     `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are finite real
     numbers, and moved by up to an eighth of their size where they are images: real, of four or five dimensions, the batch first, and no
     element beyond 65535, as those of an attention's mask are. A quarter of the samples is held out, and judges, each with copies that
-    are moved: if the outputs have no less noise there, the model stays as it was.
+    are moved: unless the outputs gain 0.2 dB there, the model stays as it was.
     The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
@@ -81,27 +82,25 @@ def distill(
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
     """
-    with tuning(prepared):
+    with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "distill", "steps": steps, "seed": seed, "batch_size": batch_size, "model": model_digest(prepared)}
         call["samples"] = digest(samples.tensors)
         skipped = left_out(prepared)
         nodes = [node for node in weighted_nodes(prepared) if node.name not in skipped]
         pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
-        if not nodes or not pupil.power:
+        outputs = OutputNoise(prepared, pupil.judging)
+        if not nodes or not outputs.nodes:
             return TuningResult("distill", (), tuple(skipped.items()))
-        before, signal = pupil.error(), sum(pupil.power)
+        before = outputs.measure()
         course = pupil.learn(steps, checkpoint, {name: str(value) for name, value in call.items()})
         for _ in progress(course, steps, "distilling", show_progress):
             pass
-        after = pupil.settled(before)
-        names = tuple(node.name for node in nodes)
-        row = TunedLayer(_output(prepared).name, names, before * signal, after * signal, after < before, signal)
-        return TuningResult("distill", (row,), tuple(skipped.items()), losses=tuple(pupil.losses))
-
-
-def _output(prepared: fx.GraphModule) -> fx.Node:
-    return prepared.graph.output_node()
+        after, names = outputs.measure(), tuple(node.name for node in nodes)
+        pupil.settle()  # after weights have seen what they are in steps of the last gains
+        row = TunedLayer(prepared.graph.output_node().name, names, before, after, True, 1.0)
+        rows = judged(outputs, before, [row], tuned.undo, ("weights", "learned by distillation"))
+        return TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses))
 
 
 class _Weight:
@@ -118,8 +117,7 @@ class _Weight:
         weight = weight_of(operator, constant_arguments(prepared, node, operator))
         assert weight is not None
         self.node, self.quantizer = node, operator.weight_quantizer
-        self.before = (self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction)
-        rounding, coverage, correction = self.before
+        rounding, coverage, correction = self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction
         zeros = torch.zeros_like(weight, dtype=torch.float32).detach()
         self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
         self.real = zeros
@@ -175,19 +173,11 @@ class _Weight:
         rounding.settle(self.real, torch.round(self.real + self.moved).clamp(low, high))
         rounding.soft = None
 
-    def undo(self) -> None:
-        """It is what it was."""
-        rounding, coverage, correction = self.before
-        self.quantizer.rounding = rounding
-        self.quantizer.cover(coverage)
-        self.quantizer.correct(correction)
-
 
 class _Pupil:
     """A prepared model while it learns from itself in float.
 
     judging  what is held out, in chunks, each with its copies
-    power    Σ y² of each floating-point tensor that it returns, over these
     losses   the loss of each step that is done
     """
 
@@ -206,8 +196,6 @@ class _Pupil:
             first = self._run(samples.chunks[samples.learning[0] if samples.learning else 0], exact=False)[1]
             self.weights = [_Weight(prepared, node, first[node]) for node in nodes]
             self.judging = [moved for index in samples.judging for moved in self._copies(samples.chunks[index])]
-            self.held_out = [self._run(inputs, exact=False)[0] for inputs in self.judging]
-        self.power = [sum(float(y.double().square().sum()) for y in each) or 1.0 for each in zip(*self.held_out, strict=True)]
         self.items = list(self._alike())
 
     def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
@@ -238,15 +226,6 @@ class _Pupil:
                 alike.append(item)
                 found.append(alike)
         yield from found
-
-    @torch.no_grad()
-    def error(self) -> float:
-        """Return the share of noise in what it returns, on average over the tensors, over what is held out."""
-        errors = [0.0] * len(self.power)
-        for inputs, wanted in zip(self.judging, self.held_out, strict=True):
-            for place, (found, right) in enumerate(zip(self._run(inputs, exact=True)[0], wanted, strict=True)):
-                errors[place] += float((found.double() - right.double()).square().sum())
-        return sum(error / power for error, power in zip(errors, self.power, strict=True)) / len(errors)
 
     def learn(self, steps: int, checkpoint: str | None, call: dict[str, str]) -> Iterator[None]:
         """Learn, one step at a time, from where the checkpoint stands."""
@@ -356,16 +335,10 @@ class _Pupil:
                 weight.place()
         return int(document["done"])
 
-    def settled(self, before: float) -> float:
-        """Keep what was learned in the model if its error is less than before, and return the error."""
-        after = self.error()
-        if not after < before:
-            for weight in self.weights:
-                weight.undo()
-            return before
+    def settle(self) -> None:
+        """Put what was learned into the model, as integers."""
         for weight in self.weights:
             weight.settle()
-        return after
 
 
 def _largest(value: Any) -> float:

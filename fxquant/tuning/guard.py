@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.calibration.calibration import enter, require_prepared
 from fxquant.calibration.left_out import in_float, leaving_out
@@ -15,9 +17,16 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
 
+class Tuned(NamedTuple):
+    """The operators of a model that is tuned, by name, and a function that undoes what was tuned so far."""
+
+    operators: dict[str, QuantizedOperator]
+    undo: Callable[[], None]
+
+
 @contextmanager
-def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
-    """Yield the operators of the model by name, in state VALIDATE, where they are left; a part in state FLOAT stays unchanged.
+def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
+    """Yield the operators of the model, in state VALIDATE, where they are left; a part in state FLOAT stays unchanged.
 
     If anything is raised inside, every state, rounding, correction, coverage and number in the model is restored. Raises
     NotCalibrated, and changes nothing, where a scale is missing.
@@ -29,7 +38,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
     weights = {operator: operator.weight_quantizer for operator in operators.values()}
     parts = {operator: (quantizer.rounding, quantizer.correction, quantizer.coverage) for operator, quantizer in weights.items()}
     trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
-    numbers = {name: value.detach().clone() for name, value in prepared.state_dict(keep_vars=True).items()}
+    numbers = _numbers(prepared, {})
     out = {operator for operator in operators.values() if operator.left_out}.union(in_float(prepared))
     try:
         enter(prepared, (operator for operator in operators.values() if operator not in out), State.VALIDATE)
@@ -40,19 +49,32 @@ def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
         for parameter in trained:
             parameter.requires_grad_(False)  # the tuned tensors are not parameters of the model
         with leaving_out(out), autocast_off(), torch.inference_mode(False), torch.enable_grad():
-            yield operators
+            # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
+            yield Tuned(operators, partial(_restore, prepared, parts, _numbers(prepared, numbers)))
     except BaseException:
-        for operator, (rounding, correction, coverage) in parts.items():
-            operator.state = states[operator]
-            operator.weight_quantizer.rounding = rounding
-            operator.weight_quantizer.correct(correction)
-            operator.weight_quantizer.cover(coverage)
-        with torch.no_grad():
-            for name, value in prepared.state_dict(keep_vars=True).items():
-                value.copy_(numbers[name])
+        for operator, state in states.items():
+            operator.state = state
+        _restore(prepared, parts, numbers)
         raise
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
         for module, mode in modes.items():
             module.training = mode
+
+
+def _numbers(prepared: fx.GraphModule, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers by name; those that equal a known copy are that copy."""
+    state = prepared.state_dict(keep_vars=True)
+    same = {name for name, value in state.items() if name in known and torch.equal(known[name], value)}
+    return {name: known[name] if name in same else value.detach().clone() for name, value in state.items()}
+
+
+@torch.no_grad()
+def _restore(prepared: fx.GraphModule, parts: Mapping[QuantizedOperator, tuple[Any, ...]], numbers: Mapping[str, Tensor]) -> None:
+    for operator, (rounding, correction, coverage) in parts.items():
+        operator.weight_quantizer.rounding = rounding
+        operator.weight_quantizer.correct(correction)
+        operator.weight_quantizer.cover(coverage)
+    for name, value in prepared.state_dict(keep_vars=True).items():
+        value.copy_(numbers[name])

@@ -20,7 +20,7 @@ from fxquant.numerics.grids import Grid
 from fxquant.prepared.operators import quantized_operators
 from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
+from fxquant.tuning.output_noise import OutputNoise, decibels, is_lower
 
 logger = logging.getLogger("fxquant")
 
@@ -47,7 +47,7 @@ def narrower(
     if not found:
         return {}
     chosen = {}
-    with tuning(prepared) as operators, repeatable():
+    with tuning(prepared) as (operators, _), repeatable():
         outputs = OutputNoise(prepared, chunks[:CHUNKS])
         if not outputs.nodes:
             return {}
@@ -57,7 +57,7 @@ def narrower(
                 narrow = Grid(grid.type, grid.scale * factor, grid.zero_point)
                 noise[factor] = outputs.of_inputs([_replaced(chunk, index, narrow) for chunk in chunks[:CHUNKS]])
             best = min(noise, key=noise.__getitem__)
-            if noise[best] < WORTH * noise[1.0]:
+            if is_lower(noise[best], noise[1.0]):
                 chosen[name] = best
                 logger.info(
                     "the range of input %s is multiplied by %g: rounding it alone leaves the outputs %.1f dB, and %.1f dB over its range",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
+from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.units import is_real
 from fxquant.tuning.walk import Walk
 
-WORTH = 0.95  # of the noise, at most, for a choice of calibration to be kept: 0.2 dB, which a few samples tell from chance
+logger = logging.getLogger("fxquant")
+
+WORTH = 0.95  # of the noise, at most, for a choice of calibration or a tuning to be kept: 0.2 dB, which a few samples tell from chance
 
 
 class OutputNoise:
@@ -45,6 +50,45 @@ class OutputNoise:
 def _share(found: Tensor, wanted: Tensor) -> float:
     error, power = (found.double() - wanted.double()).square().sum(), wanted.double().square().sum()
     return float(error / power.clamp_min(1e-30))
+
+
+def is_lower(after: float, before: float) -> bool:
+    """Return whether the noise of outputs is clearly lower than before, by 0.2 dB or more."""
+    return after < WORTH * before
+
+
+def judged(
+    outputs: OutputNoise,
+    before: float,
+    rows: Sequence[TunedLayer],
+    undo: Callable[[], None],
+    what: tuple[str, str],
+    attempts: Sequence[Callable[[], None]] = (lambda: None,),
+) -> tuple[TunedLayer, ...]:
+    """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
+
+    `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
+    each put something else into the model, the first that is clearly better stays. If the model has no floating point outputs to judge by,
+    the first stays.
+    """
+    kept = sum(row.kept for row in rows)
+    if not kept:
+        return tuple(rows)
+    for attempt in attempts:
+        attempt()
+        after = outputs.measure()
+        if is_lower(after, before) or not outputs.nodes:
+            logger.info(
+                "%s are %s in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
+                *what, kept, len(rows), "" if attempt is attempts[0] else " by half", decibels(after), decibels(before),
+            )  # fmt: skip
+            return tuple(rows)
+    undo()
+    logger.info(
+        "%s are not %s: on held-out samples the outputs have %.1f dB, and %.1f dB with it",
+        *what, decibels(before), decibels(after),
+    )  # fmt: skip
+    return tuple(replace(row, kept=False) for row in rows)
 
 
 def decibels(noise: float) -> float:

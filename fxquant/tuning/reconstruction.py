@@ -36,11 +36,12 @@ def reconstruct(
 
     BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
     element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
-    outside of the block stay. Held-out samples judge each block, and whether it takes both the learned roundings and the learned scales.
+    outside of the block stay. Held-out samples judge each block, whether it takes both the learned roundings and the learned
+    scales, and the outputs of the model.
     `seed`, `checkpoint`, memory, errors and everything else are as in `adaround`.
     """
-    with tuning(prepared):
+    with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "reconstruct", "steps": steps, "seed": seed, "batch_size": batch_size}
         settings = Settings(steps, rounded=ROUNDED, scales=True)
-        return learn(prepared, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress)
+        return learn(prepared, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress, tuned.undo)

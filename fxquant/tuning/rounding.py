@@ -34,7 +34,8 @@ def adaround(
 
     Nagel et al. 2020, in the order that layers run: each sees operands that are integers already, and learns its float result, behind its
     fused limits and a function that alone reads it, in so many `steps` of `batch_size` samples. A quarter of the samples is held out, and
-    judges: a layer whose mean squared error there does not fall is left as it was. Layers with a rounding of the user's own are
+    judges, also of one batch: a layer whose mean squared error there does not fall, or with which the outputs of the model lose more than
+    0.2 dB, is left as it was, and so are all layers unless the outputs gain 0.2 dB. Layers with a rounding of the user's own are
     left out. What was decided is an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in `state_dict`.
 
     The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
@@ -45,7 +46,7 @@ def adaround(
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
     """
-    with tuning(prepared):
+    with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "adaround", "steps": steps, "seed": seed, "batch_size": batch_size}
-        return learn(prepared, layer_units(prepared), samples, Settings(steps), seed, call, checkpoint, show_progress)
+        return learn(prepared, layer_units(prepared), samples, Settings(steps), seed, call, checkpoint, show_progress, tuned.undo)

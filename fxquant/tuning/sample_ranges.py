@@ -21,7 +21,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.support.progress import progress
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import WORTH, OutputNoise, decibels
+from fxquant.tuning.output_noise import OutputNoise, decibels, is_lower
 
 logger = logging.getLogger("fxquant")
 
@@ -56,7 +56,7 @@ def balances_better(
         finally:
             put(quantizers, False)
     usual, balanced_noise = noise
-    better = balanced_noise < WORTH * usual
+    better = is_lower(balanced_noise, usual)
     logger.info(
         "ranges are chosen by %s: the outputs have %.1f dB, and %.1f dB with ranges by %s",
         *(("the noise of each sample", *map(decibels, (balanced_noise, usual)), "the squared error of all")

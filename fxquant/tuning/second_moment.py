@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from fxquant.tuning.gains import gain_of
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
-from fxquant.tuning.output_noise import OutputNoise, decibels
+from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -84,9 +84,10 @@ def round_weights(
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
     samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
     by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
-    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers with 8 bits, unless the
-    noise of the outputs falls. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file of `save` and in `state_dict`; the
-    first stays while weights move by less than half a step. Of a weight whose scale is learned it is an `AdaptiveRounding` and the scale
+    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and
+    all others, unless the outputs of the model gain 0.2 dB by them. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file
+    of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight whose scale is learned it is
+    an `AdaptiveRounding` and the scale
     that training starts from. Layers with a rounding of the user's own, or a weight that others read as well, are left out.
 
     The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
@@ -94,12 +95,12 @@ def round_weights(
     each that is still to be read. Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and
     ConfigurationError for a checkpoint that is of another call; if anything is raised, the model is what it was.
     """
-    with tuning(prepared):
+    with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "round_weights", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
         with repeatable():
-            return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
+            return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call), tuned.undo)
 
 
 Rounded = dict[str, Settled]  # by layer
@@ -112,9 +113,9 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
 
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
     """Weights of at most so many bits that are rounded to the nearest, rounded by these samples; what they have now."""
-    with tuning(prepared) as operators, repeatable():
-        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}))
-    quantizers = {name: operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
+    with tuning(prepared) as tuned, repeatable():
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}), tuned.undo)
+    quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
     return {name: settled(each) for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
 
@@ -145,11 +146,15 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.
 
 @torch.no_grad()
 def _round(
-    prepared: fx.GraphModule, samples: Samples, nodes: Sequence[fx.Node], show_progress: bool | None, known: Checkpoint
+    prepared: fx.GraphModule,
+    samples: Samples,
+    nodes: Sequence[fx.Node],
+    show_progress: bool | None,
+    known: Checkpoint,
+    undo: Callable[[], None],
 ) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
     operators = {node: operator for node in nodes if (operator := operator_at(prepared, node)) is not None}
-    previous = {node: operator.weight_quantizer.rounding for node, operator in operators.items()}
     open_nodes = [node for node in nodes if node.name not in known.rows and _has_few_bits(operators[node])]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]
     effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
@@ -176,16 +181,11 @@ def _round(
         if row.kept:
             put(operator, Settled(integers - layer.clipped))
             if few:
-                _level(node, operator, values, integers)
+                _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
         known.add(row, learned_of(node.name, operator.weight_quantizer) if row.kept else None)
         found.append(row)
-    kept = {row.name for row in found if row.kept}
-    judged = {operators[node]: had for node, had in previous.items() if node.name in kept and not _has_few_bits(operators[node])}
-    if judged and not _nearer(prepared, [samples.chunks[index] for index in samples.judging], judged):
-        names = {node.name for node, operator in operators.items() if operator in judged}
-        found = [replace(row, kept=False) if row.name in names else row for row in found]
-    result = TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
-    logger.info("weights rounded by samples in %d of %d layers", len(result.kept), len(nodes))
+    rows = _judged(prepared, found, OutputNoise(prepared, [samples.chunks[index] for index in samples.judging]), undo)
+    result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
     return result
 
@@ -194,25 +194,24 @@ def _has_few_bits(operator: QuantizedOperator) -> bool:
     return operator.weight_quantizer.dtype.bits <= FEW_BITS
 
 
-def _nearer(prepared: fx.GraphModule, judging: Sequence[Sequence[Any]], previous: dict[QuantizedOperator, Rounding]) -> bool:
-    """Return whether the outputs are nearer to float with the roundings that these layers have than with the `previous` ones.
+def _judged(prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: OutputNoise, undo: Callable[[], None]) -> tuple[TunedLayer, ...]:
+    """Return the rows, judged by the outputs: the layers of few bits together, and after them those of 8 bits, which gain less."""
+    operators, put_back, found = quantized_operators(prepared), undo, {row.name: row for row in rows}
+    decided = {row.name: settled(operators[row.name].weight_quantizer) for row in rows if row.kept}
+    undo()
+    for few, what in ((True, "weights of few bits"), (False, "8-bit weights")):
+        group = [row for row in rows if _has_few_bits(operators[row.name]) is few]
+        attempt = partial(settle, prepared, {row.name: decided[row.name] for row in group if row.kept})
+        before = outputs.measure() if any(row.kept for row in group) else 0.0
+        found.update({row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), [attempt])})
+        kept = {name: decided[name] for name, row in found.items() if few and row.kept and _has_few_bits(operators[name])}
+        put_back = partial(_put_back, prepared, undo, kept)
+    return tuple(found.values())
 
-    If not, put those back.
-    """
-    outputs = OutputNoise(prepared, judging)
-    after, rounded = outputs.measure(), {operator: operator.weight_quantizer.rounding for operator in previous}
-    for operator, rounding in previous.items():
-        operator.weight_quantizer.rounding = rounding
-    before = outputs.measure()
-    better = after < before or not outputs.nodes
-    if better:
-        for operator, rounding in rounded.items():
-            operator.weight_quantizer.rounding = rounding
-    logger.info(
-        "8-bit weights are %srounded by samples: on held-out samples the outputs have %.1f dB with it, and %.1f dB without",
-        "" if better else "not ", decibels(after), decibels(before),
-    )  # fmt: skip
-    return better
+
+def _put_back(prepared: fx.GraphModule, undo: Callable[[], None], kept: Rounded) -> None:
+    undo()
+    settle(prepared, kept)
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.errors import ExportError
+from fxquant.numerics.grids import float32
 from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
@@ -145,7 +146,7 @@ def test_no_scale_covers_where_a_function_saturates(function: Callable[[Tensor],
     assert float((function(points) - function(inside)).abs().max()) > step / 4
     x = -100 * normal().abs()
     prepared = compiled(around(lambda m, x: function(x)), [x], qconfig=fxq.QConfig(fxq.ActivationConfig(dtype))).prepared
-    assert fxq.qparams(prepared)["x_quantize"] <= -low / (2 ** (bits - 1) - 1)
+    assert fxq.qparams(prepared)["x_quantize"] <= float32(-low / (2 ** (bits - 1) - 1))
 
 
 def test_a_tensor_with_another_reader_is_covered_whole() -> None:
