@@ -37,8 +37,7 @@ class Advice:
     layer   its name, as fxq.layers and fxq.record have it
     rule    which rule found it
     cause   what is wrong, with the numbers that show it
-    effect  Σ(y' - y)² / Σy² at the outputs, caused by this layer alone
-    effect  Σ(y' - y)² / Σy² at the outputs of what is wrong with this layer alone
+    effect  Σ(y' - y)² / Σy² at the outputs of what is wrong with this layer alone; of quiet channels, in the elements that these change
     gain    by how many dB the outputs would be nearer to the float model's; infinite where that model itself is wrong
     source  the user's line
     """
@@ -63,6 +62,8 @@ def advise(
     tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float, cures: Cures
 ) -> tuple[Advice, ...]:
     """Return the advice, ordered by its gain at the outputs; inputs come before everything that is computed from them.
+
+    Scales that are wrong come first: the statistics of a batch norm, which the float model has as well, explain no difference to it.
 
     `effect_of` measures the noise that rounding a tensor adds to the outputs; `noise` is the noise of all tensors together.
     """
@@ -135,8 +136,8 @@ def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
 
 
 def _order(advice: Advice) -> tuple[int, float, float]:
-    first = {"no_numbers": 0, "batch_norm_statistics": 1, "input_range": 2}
-    return first.get(advice.rule, 3), -advice.gain, -advice.effect
+    first = {"no_numbers": 0, **dict.fromkeys(SCALES, 1), "batch_norm_statistics": 2, "input_range": 3}
+    return first.get(advice.rule, 4), -advice.gain, -advice.effect
 
 
 def gain_of(total: float, effect: float, left: float) -> float:

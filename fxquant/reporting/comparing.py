@@ -25,7 +25,7 @@ from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.sides import side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
 from fxquant.reporting.tensor_rules import Judged
-from fxquant.reporting.together import held_together
+from fxquant.reporting.together import held_together, quiet_channels
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.support.progress import progress
@@ -262,6 +262,7 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
         cures = Cures(pairing.left, pairing.right, prepared)
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
         advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
+        advice += tuple(quiet_channels(asked, factors, effects, cures, [each.layer for each in advice]))
     rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
     ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])

@@ -61,6 +61,21 @@ class Effects:
         """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
         return self._effect({reference: _rounding(steps, exponents) for reference, (steps, exponents) in grids.items()})
 
+    def of_channels(self, reference: str, steps: Steps, exponents: Tensor | None, axis: int, chosen: Tensor) -> float:
+        """Return the share of noise in the elements of the outputs that change if only the chosen channels of a tensor are rounded.
+
+        `axis` is the dimension of the channels, and `chosen` bool of shape (channels,).
+        """
+        rounded = _rounding(steps, exponents)
+
+        def change(value: Any, read: tuple[Any, ...]) -> Any:
+            shape = [-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())]
+            return torch.where(chosen.to(value.device).reshape(shape), rounded(value, read), value)
+
+        pairs = [(one, other, one != other) for one, other in zip(self.outputs, self._run({reference: change}), strict=True)]
+        pairs = [(one[moved], other[moved]) for one, other, moved in pairs if bool(moved.any())]
+        return noise([one for one, _ in pairs], [other for _, other in pairs])
+
     def local_errors(self) -> dict[str, Tensor]:
         """Return for each tensor v' of the other form v' - f(w'), of the operator f in float and the other form's operands w'."""
         found: dict[str, Tensor] = {}

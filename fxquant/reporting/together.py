@@ -1,14 +1,22 @@
-"""Advice about tensors that are held together on one grid, which is too coarse for some of them."""
+"""Advice about tensors, or channels of one, that are held together on one grid, which is too coarse for some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fxquant.analysis.shared_grids import CLEARLY
 from fxquant.reporting.advice import AUDIBLE, Advice, gain_of
 from fxquant.reporting.cures import Cures
+from fxquant.reporting.effects import Effects
 from fxquant.reporting.statistics import Steps, decibels, ratio
-from fxquant.reporting.tensor_rules import POOR, Judged
+from fxquant.reporting.tensor_rules import GAP, POOR, Judged
+
+FEW_STEPS = 4.0  # that a channel reaches, with less than about 15 dB
+ASKED = 8  # tensors whose channels are looked at, at most
 
 
 def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps], float], total: float, cures: Cures) -> Iterator[Advice]:
@@ -40,3 +48,45 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             f"{cures.wider(whole.name, whole.reference)}" + (f"; or leave it in float, {floats}" if floats and cures.has_wide else "")
         )
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)
+
+
+def quiet_channels(
+    tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, cures: Cures, told: Iterable[str]
+) -> Iterator[Advice]:
+    """Yield advice on tensors that an output returns, some of whose channels are so much smaller that they are lost by the common scale.
+
+    In the noise of a whole output these channels do not count, so it is measured in the elements that they change. Tensors with other
+    advice, `told` by name, are left out, and so are tensors that are computed from one with advice.
+    """
+    names, left = set(told), ASKED
+    followed = {tensor.reference for tensor in tensors if tensor.name in names}
+    for tensor in tensors:
+        seen = tensor.statistics
+        if followed & {tensor.reference, *(effects.operands(tensor.reference, (tensor.name, *tensor.facts.fused)) or ())}:
+            followed.add(tensor.reference)
+        elif left and not tensor.is_input and seen.steps is not None and seen.axis is not None and seen.channels is not None:
+            steps, channels, largest = seen.steps, seen.channels, float(seen.channels.max())
+            quiet = (channels > 0) & (channels < min(FEW_STEPS * steps.scale, largest / GAP))
+            if not bool(quiet.any()):
+                continue
+            left -= 1
+            noise = effects.of_channels(tensor.reference, steps, factors[tensor.name], seen.axis, quiet)
+            if decibels(1.0, noise) < POOR:
+                followed.add(tensor.reference)
+                yield _quiet(tensor, steps, channels, quiet, noise, cures)
+
+
+def _quiet(tensor: Judged, steps: Steps, channels: Tensor, quiet: Tensor, noise: float, cures: Cures) -> Advice:
+    reach, where = float(channels[quiet].max()), torch.nonzero(quiet).flatten().tolist()
+    cause = (
+        f"{len(where)} of its {len(channels)} channels ({', '.join(map(str, where[:4]))}{', …' * (len(where) > 4)}) reach {reach:.3g} at "
+        f"most, and others {float(channels.max()):.3g}: on one scale, {steps.scale:.4g}, what an output holds of them has "
+        f"{decibels(1.0, noise):.1f} dB"
+    )
+    floats = cures.in_float(tensor.name, tensor.reference)
+    cure = (
+        "compute these channels by a layer of their own and return them apart, or bring all channels to one range; or "
+        f"{cures.wider(tensor.name, tensor.reference)}" + (f"; or leave it in float, {floats}" if floats and cures.has_wide else "")
+    )
+    gain = gain_of(noise, noise, min((reach / max(steps.high, -steps.low) / steps.scale) ** 2, 1.0))
+    return Advice(tensor.name, "quiet_channels", cause, cure, noise, gain, tensor.facts.source)

@@ -136,7 +136,18 @@ def coarse_weight() -> nn.Module:
     return model
 
 
+def boxes() -> nn.Module:
+    """Boxes in pixels and scores below 1 from one layer, returned in one tensor."""
+    torch.manual_seed(0)
+    model = written(lambda m, x: m.head(x).reshape(-1, 2, 12), head=nn.Linear(6, 24)).eval()
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter[torch.arange(24) % 12 >= 4] *= 0.001
+    return model
+
+
 CASES = {
+    "quiet_channels": (compared(boxes, noise, equalize=False), "head", ("head",)),
     "rounds_to_zero": (compared(spectrum, spectrograms), "mels_quantize", ("dropped",)),
     "outlier_channel": (compared(outlying, digits, equalize=False), "down_0", ("down_0",)),
     "scale_too_small": (rescaled("stem_0", 1 / 8), "stem_0", ("stem_0",)),
@@ -146,7 +157,7 @@ CASES = {
 }
 
 
-NARROW = ("rounds_to_zero", "held_together", "inside")  # printed for a target without int16
+NARROW = ("rounds_to_zero", "held_together", "inside", "quiet_channels")  # printed for a target without int16
 
 
 @pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
@@ -169,6 +180,55 @@ def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: 
         if "int16" in str(mapping):
             module = quantized_operators(prepared)[layer]
             assert (module.weight_quantizer.dtype if rule == "inside" else module.output.dtype).name == "int16"
+
+
+class Normed(nn.Module):
+    """Two batch norms whose statistics are those of new ones, as in a model that was never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.up, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.up(self.first(self.stem(x)).relu())).relu()
+        result: Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+@pytest.mark.parametrize(("layer", "factor"), [("up", 1 / 10), ("stem", 1 / 10), ("up", 64), ("stem", 64)])
+def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(layer: str, factor: float) -> None:
+    torch.manual_seed(0)
+    model, batches = Normed().eval(), [torch.randn(8, 3, 12, 12) * 2 + 1 for _ in range(3)]
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e"), batches, show_progress=False)
+    scale = fxq.qparams(prepared)[layer]
+    assert isinstance(scale, float)
+    fxq.set_qparams(prepared, {layer: scale * factor})
+    advice = fxq.compare(model, fxq.convert(prepared), batches, show_progress=False).advice
+    assert (advice[0].layer, advice[0].rule) == (layer, "scale_too_small" if factor < 1 else "scale_too_large")
+    assert "batch_norm_statistics" in {each.rule for each in advice}
+
+
+@pytest.mark.parametrize(
+    "returned", [lambda y: y, lambda y: y.flip(1), lambda y: y.permute(0, 2, 3, 1).flatten(1, 2), lambda y: (y, y.relu())]
+)
+def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[Tensor], Any]) -> None:
+    """The output as a whole is good: the channels that are lost are a thousandth of it."""
+    torch.manual_seed(0)
+    model = written(lambda m, x: returned(m.head(x)), head=nn.Conv2d(3, 12, 3)).eval()
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter[4:] *= 0.001
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    for target in ("nash-e", "x86"):
+        found = fxq.quantize(model, batches, target, show_progress=False).compare(batches, show_progress=False)
+        assert found.outputs[0].sqnr > 30
+        (advice,) = found.advice
+        assert (advice.layer, advice.rule) == ("head", "quiet_channels")
+        assert "8 of its 12 channels (4, 5, 6, 7, …)" in advice.cause
+        assert "return them apart" in advice.cure
+    (mapping, _) = rules(fxq.quantize(model, batches, "nash-e", show_progress=False).compare(batches, show_progress=False).advice[0])
+    assert not fxq.quantize(model, batches, "nash-e", mapping, show_progress=False).compare(batches, show_progress=False).advice
 
 
 def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
