@@ -8,7 +8,7 @@ distinguish, and the tensors whose scale it shares. The parameters of the model 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -121,8 +121,21 @@ class Observations(Mapping[str, Observed]):
         return f"Observations({', '.join(self)})"
 
     def at(self, places: Places) -> Observed | None:
-        """Return the observations in exactly these places; None if there are none."""
-        return self._by_places.get(places)
+        """Return the observations in these places; None if there are none.
+
+        The interval that readers distinguish depends on the dtype: of int16 it is wider than of int8. As long as no observed value reached
+        an end of either interval, the observations are the same with both.
+        """
+        exact = self._by_places.get(places)
+        if exact is not None:
+            return exact
+        everywhere = [replace(place, within=EVERYTHING) for place in places]
+        for others, entry in self._by_places.items():
+            if [replace(place, within=EVERYTHING) for place in others] == everywhere:
+                ends = [place.within for place in (*places, *others)]
+                if all(low < entry.low and entry.high < high for low, high in ends):
+                    return entry
+        return None
 
     def named(self, name: str) -> Iterator[Places]:
         """Return the places among which a tensor of this name was observed."""
@@ -259,7 +272,8 @@ def _why_elsewhere(places: Places, observed: Observations) -> str:
         if before.shape != place.shape:
             return f"it was observed as {before.shape}, and is {place.shape} now"
         if before.within != place.within:
-            return f"it was observed {_within(before)}, and counts {_within(place)} now"
+            reached = "" if EVERYTHING in (before.within, place.within) else ", and values reached an end of one of these"
+            return f"it was observed {_within(before)}, and counts {_within(place)} now{reached}"
         if before.exponents != place.exponents:
             return "it was observed with equalization factors that its present readers, or tensors on its scale, do not have"
     return "it shares its scale with other tensors than those it was observed with"

@@ -116,6 +116,50 @@ def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, ta
     assert_same_state(restored(seen, qconfig, target), fresh(qconfig, target))
 
 
+SATURATING = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "elu of a pool": lambda x: F.elu(F.max_pool2d(x, 2)),
+}
+
+
+def before_a_function(function: Any, size: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = Network(lambda s, x: s.last(function(s.first(x))), first=nn.Conv2d(2, 4, 3), last=nn.Conv2d(4, 2, 1)).eval()
+    with torch.no_grad():
+        model.first.weight *= size
+    return model
+
+
+@pytest.mark.parametrize("function", SATURATING)
+@pytest.mark.parametrize(
+    ("target", "before", "after"),
+    [("nash-e", "int8", "int16"), ("nash-e", "int16", "int8"), ("bayes-e", "int8", "int4"), ("x86", "uint8", "int8")],
+)
+def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
+    function: str, target: str, before: str, after: str
+) -> None:
+    model, given = before_a_function(SATURATING[function]), [x / 4 for x in batches()]
+    observed = fxq.observations(calibrated(model, given, target, fxq.QConfig(ACT(before))))
+    qconfig = fxq.QConfig(ACT(after))
+    prepared = fxq.prepare(model, given[0], target, qconfig, observations=observed)
+    assert_same_state(prepared, calibrated(model, given, target, qconfig, balance_samples=False))  # samples would narrow an input
+    fxq.convert(prepared)
+
+
+def test_a_tensor_whose_values_reached_where_a_function_saturates_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, qconfig = before_a_function(F.silu, 40.0), fxq.QConfig(ACT("int16"))
+    observed = fxq.observations(calibrated(model, batches(), "nash-e"))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = fxq.prepare(model, batches()[0], "nash-e", qconfig, observations=observed)
+    assert "%first: it was observed from -9.5 to inf, and counts from -15.5 to inf now, and values reached an end" in caplog.text
+    assert "fxq.calibrate(prepared, batches, only_missing=True) finds them" in caplog.text
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
+    fxq.convert(prepared)
+
+
 def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
     qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
     with caplog.at_level(logging.WARNING, "fxquant"):
