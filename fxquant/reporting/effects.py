@@ -72,8 +72,8 @@ class Effects:
             shape = [-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())]
             return torch.where(chosen.to(value.device).reshape(shape), rounded(value, read), value)
 
-        pairs = [(one, other, one != other) for one, other in zip(self.outputs, self._run({reference: change}), strict=True)]
-        pairs = [(one[moved], other[moved]) for one, other, moved in pairs if bool(moved.any())]
+        both = zip(self.outputs, self._run({reference: change}), strict=True)
+        pairs = [(one[moved], other[moved]) for one, other in both if bool((moved := one != other).any())]
         return noise([one for one, _ in pairs], [other for _, other in pairs])
 
     def local_errors(self) -> dict[str, Tensor]:
