@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import Checkpoint
+from fxquant.tuning.guard import Tuned
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.output_noise import OutputNoise, is_lower, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
@@ -20,7 +21,7 @@ from fxquant.tuning.walk import Samples, Walk
 
 
 def learn(
-    prepared: fx.GraphModule,
+    tuned: Tuned,
     units: Sequence[Unit],
     samples: Samples,
     settings: Settings,
@@ -28,12 +29,12 @@ def learn(
     call: dict[str, Any],
     checkpoint: str | None,
     show_progress: bool | None,
-    undo: Callable[[], None],
 ) -> TuningResult:
     """Let units learn, one after the other; a unit keeps what it learned if its error falls, and that of the outputs does not clearly rise.
 
-    All of it is undone by `undo` if the outputs of the model have no clear gain in the end.
+    All of it is undone if the outputs of the model have no clear gain in the end.
     """
+    prepared = tuned.model
     known = Checkpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
     skipped = left_out(prepared)
     tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
@@ -56,7 +57,7 @@ def learn(
 
     for _ in progress(run(), len(tried) * settings.steps, call["method"], show_progress):
         pass
-    rows = judged(outputs, start, [known.rows[unit.name] for unit in tried], undo, ("weights", f"learned by {call['method']}"))
+    rows = judged(outputs, start, [known.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {call['method']}"))
     return TuningResult(call["method"], rows, tuple(skipped.items()), exact.largest + real.largest)
 
 

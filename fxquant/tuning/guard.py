@@ -18,8 +18,9 @@ from fxquant.quantization.state import State
 
 
 class Tuned(NamedTuple):
-    """The operators of a model that is tuned, by name, and a function that undoes what was tuned so far."""
+    """A prepared model that is tuned, its operators by name, and a function that undoes what was tuned so far."""
 
+    model: fx.GraphModule
     operators: dict[str, QuantizedOperator]
     undo: Callable[[], None]
 
@@ -50,7 +51,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
             parameter.requires_grad_(False)  # the tuned tensors are not parameters of the model
         with leaving_out(out), autocast_off(), torch.inference_mode(False), torch.enable_grad():
             # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
-            yield Tuned(operators, partial(_restore, prepared, parts, _numbers(prepared, numbers)))
+            yield Tuned(prepared, operators, partial(_restore, prepared, parts, _numbers(prepared, numbers)))
     except BaseException:
         for operator, state in states.items():
             operator.state = state

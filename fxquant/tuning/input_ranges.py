@@ -47,7 +47,7 @@ def narrower(
     if not found:
         return {}
     chosen = {}
-    with tuning(prepared) as (operators, _), repeatable():
+    with tuning(prepared) as (_, operators, _), repeatable():
         outputs = OutputNoise(prepared, chunks[:CHUNKS])
         if not outputs.nodes:
             return {}

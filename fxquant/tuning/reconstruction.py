@@ -44,4 +44,4 @@ def reconstruct(
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "reconstruct", "steps": steps, "seed": seed, "batch_size": batch_size}
         settings = Settings(steps, rounded=ROUNDED, scales=True)
-        return learn(prepared, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress, tuned.undo)
+        return learn(tuned, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress)

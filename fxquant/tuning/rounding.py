@@ -49,4 +49,4 @@ def adaround(
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "adaround", "steps": steps, "seed": seed, "batch_size": batch_size}
-        return learn(prepared, layer_units(prepared), samples, Settings(steps), seed, call, checkpoint, show_progress, tuned.undo)
+        return learn(tuned, layer_units(prepared), samples, Settings(steps), seed, call, checkpoint, show_progress)

@@ -222,6 +222,8 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
 ) -> None:
     method, steps, module, stop, (owner, counted), rest = KILLED[name]
     path, losses = str(tmp_path / "checkpoint"), []
+    monkeypatch.setattr(course, "judged", lambda outputs, before, rows, *_: tuple(rows))  # so few steps are undone for their small gain
+    monkeypatch.setattr(course, "is_lower", lambda after, before: False)
 
     def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
         result = method(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
