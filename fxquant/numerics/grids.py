@@ -147,17 +147,28 @@ def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor
     return torch.clamp(x, -limit, limit).div_(scale).round_().clamp_(low, high)
 
 
-def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
+def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[bool, bool] = (False, False)) -> tuple[Tensor, Tensor]:
     """Return (scale, zero point), float32 and int64, of an affine type for values in [low, high]: PyTorch's formula.
 
     The interval is widened to hold 0. scale = (high - low) / (dtype.high - dtype.low), one float32 subtraction and one division,
     at least 2^-48, and 2^-23 where all values are zero; zero_point = clamp(round_half_even(-low / scale), dtype.low, dtype.high).
+    Where the rounded zero point leaves an end beyond the last step, and `on_steps` wants that end on a step, the scale becomes longer.
     """
     low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
     steps = torch.tensor(float(dtype.high - dtype.low), dtype=torch.float32, device=low.device)
     span = (high - low).clamp_max(LARGEST_FLOAT32)
     scale = torch.where(span > 0, (span / steps).clamp_min(SMALLEST_SCALE), FLOAT32_EPSILON)
-    return scale, torch.round(-low / scale).clamp(dtype.low, dtype.high).to(torch.int64)
+    zero_point = torch.round(-low / scale).clamp(dtype.low, dtype.high)
+    for wanted, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
+        scale = end_on_step(scale, end, steps) if wanted else scale
+    return scale, zero_point.to(torch.int64)
+
+
+def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
+    """Return the scale, float32, with which `end` is exactly `steps` steps from 0, if it is less than one step beyond; else `scale`."""
+    steps = torch.as_tensor(steps, dtype=torch.float32, device=scale.device)
+    beyond = (steps > 0) & (end > steps * scale) & (end < (steps + 1) * scale)  # without a step on its side an end is on none
+    return torch.where(beyond, (end.float() / steps).clamp_min(SMALLEST_SCALE), scale)
 
 
 # ---- scales -------------------------------------------------------------------------------------------------------

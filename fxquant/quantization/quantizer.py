@@ -18,9 +18,10 @@ from fxquant.quantization.observers import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
-    gathering,
+    beside,
+    many_at_ends,
     observe_together,
-    standard,
+    on_step,
 )
 from fxquant.quantization.remembered import Remembered
 from fxquant.quantization.spec import FROZEN, STATISTICS
@@ -77,11 +78,11 @@ class Quantizer(TrainableScale):
         self.headroom = headroom
         self.items, self.shown = items, shown
         self.range = None if observer is None else observer.range_observer()
-        self.others = nn.ModuleDict() if observer is None else _beside(observer)
+        self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
         self.balanced = False  # whether the range is chosen by the noise of each sample, not by the squared error of all
         self.unseen = False  # whether it follows its batches since it is too small for a sum that reads it: see `unseen`
-        self._was_zero = Remembered(False)
+        self._was_zero, self._many = Remembered(False), Remembered((False, False))
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("batches_used", torch.zeros((), dtype=torch.int64, device="cpu"))
         if dtype.affine:
@@ -187,10 +188,7 @@ class Quantizer(TrainableScale):
         """Let the observers take in a float tensor. Raises CalibrationError if any value is NaN or infinite."""
         if self.observer is None or self.frozen or self.paused:
             return
-        try:
-            observe_together(self.observers, value, self.items)
-        except ValueError as error:
-            raise self._cannot_observe(error) from None
+        self._take(self.observers, value, self.items)
 
     def update_scale(self) -> None:
         """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
@@ -199,18 +197,17 @@ class Quantizer(TrainableScale):
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
 
-    @property
-    def chooser(self) -> Observer:
-        """The observer that chooses the scale: in the form for an output of the model, for balanced samples, or unchanged."""
-        assert self.observer is not None
-        return self.observer.of_output() if self.shown else self.observer.per_sample() if self.balanced else self.observer
+    def chooser(self, observer: Observer) -> Observer:
+        """Return an observer in the form that chooses a scale: for an output of the model, for balanced samples, or unchanged."""
+        return observer.of_output() if self.shown else observer.per_sample() if self.balanced else observer
 
     def _choose(self) -> None:
-        observer = self.chooser
+        assert self.observer is not None
+        observer = self.chooser(self.observer)
         if self.dtype.affine:
             self._cover(*observer.interval(self.dtype))
         else:
-            self.assign(self._found(observer))
+            self.assign(self.scale_by(observer, self.dtype))
 
     @property
     def can_balance_samples(self) -> bool:
@@ -241,10 +238,16 @@ class Quantizer(TrainableScale):
         else:
             self.assign(self._rounded(self.base_scale * factor))
 
-    def _found(self, observer: Observer) -> Tensor:
-        """Return the scale that an observer finds for a symmetric dtype."""
-        found = observer.scale_before_rounding(self.dtype) if self.power_of_two else observer.scale(self.dtype)
-        return found * self.headroom
+    def scale_by(self, observer: Observer, dtype: IntType) -> Tensor:
+        """Return the scale that an observer finds for a symmetric dtype. The range ends on a step if many values lie at its end."""
+        if self.power_of_two:
+            return observer.scale_before_rounding(dtype) * self.headroom
+        return on_step(observer.scale(dtype) * self.headroom, dtype, self.observers)
+
+    def affine_grid(self, low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point of an affine dtype for an interval, float32. An end at which many values lie is on a step."""
+        seen = [each.count for each in self.observers]
+        return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *seen))
 
     def covered(self) -> tuple[Tensor, Tensor]:
         """The range that calibration has found, of what was observed, whatever the scale has become since."""
@@ -252,13 +255,13 @@ class Quantizer(TrainableScale):
         observer = self.observer.per_sample() if self.balanced else self.observer
         if self.dtype.affine:
             return observer.interval(self.dtype)
-        threshold = self._rounded(self._found(observer)) * self.dtype.high
+        threshold = self._rounded(self.scale_by(observer, self.dtype)) * self.dtype.high
         return -threshold, threshold
 
     @torch.no_grad()
     def _cover(self, low: Tensor, high: Tensor) -> None:
         """Set the interval that the integers of an affine dtype stand for."""
-        scale, zero_point = grid_from_range(low, high, self.dtype)
+        scale, zero_point = self.affine_grid(low, high, self.dtype)
         self.ends.copy_(torch.stack((low, high)))
         self.assign(scale, zero_point)
 
@@ -284,12 +287,11 @@ class Quantizer(TrainableScale):
             self.update_scale()
         elif self._starts_anew:
             self._cover_batch(value)
-        elif self.mode == STATISTICS and not self._follows_in_numbers(value):
+        elif self.mode == STATISTICS and (
+            self.dtype.affine or not follow_in_numbers(value, self.range, self.base_scale, self.batches_used, self.dtype.high)
+        ):
             before, ends_before = self.range.largest, self.range.ends
-            try:
-                self.range.observe(value)
-            except ValueError as error:
-                raise self._cannot_observe(error) from None
+            self._take([self.range], value)
             if self.dtype.affine:
                 ends, covered = self.range.ends, self.ends
                 moved = torch.where(stays(covered, ends_before, ends), covered, covered * (ends / ends_before))
@@ -310,10 +312,7 @@ class Quantizer(TrainableScale):
         assert self.observer is not None
         batch = self.observer.range_observer()
         batch.to(self.base_scale.device)
-        try:
-            batch.observe(value)
-        except ValueError as error:
-            raise self._cannot_observe(error) from None
+        self._take([batch], value)
         if bool(self.range.largest == 0):
             self.range.reset()
         self.range.observe(value)
@@ -325,21 +324,18 @@ class Quantizer(TrainableScale):
             self.assign(scale_from_range(low, high, self.dtype) * self.headroom)
         self.batches_used.copy_(self.range.count)
 
-    def _follows_in_numbers(self, value: Tensor) -> bool:
-        """Follow a batch with Python numbers, which is faster for scalars; return whether that was possible."""
-        found = self.range
-        if found is None or self.dtype.affine:
-            return False
-        return follow_in_numbers(value, found, self.base_scale, self.batches_used, self.dtype.high)
-
-    def _cannot_observe(self, error: ValueError) -> CalibrationError:
-        return CalibrationError(
-            f"the values of %{self.name} cannot be observed",
-            at=self.source,
-            module=self.module_path,
-            because=f"{error}; a scale computed from them would be meaningless",
-            remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
-        )
+    def _take(self, observers: list[Observer], value: Tensor, items: bool = False) -> None:
+        """Let these observers take in a float tensor. Raises CalibrationError if any value is NaN or infinite."""
+        try:
+            observe_together(observers, value, items)
+        except ValueError as error:
+            raise CalibrationError(
+                f"the values of %{self.name} cannot be observed",
+                at=self.source,
+                module=self.module_path,
+                because=f"{error}; a scale computed from them would be meaningless",
+                remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
+            ) from None
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
         """Fix the scale at this value, and the zero point at this one or at its current value; they follow nothing any more."""
@@ -393,8 +389,3 @@ class Quantizer(TrainableScale):
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""
         mode = "fixed" if self.observer is None or self.frozen else self.mode
         return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
-
-
-def _beside(observer: Observer) -> nn.ModuleDict:
-    there = gathering(observer)
-    return nn.ModuleDict({kind.__name__: kind() for kind, gathers in standard().items() if gathers != there})

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fxquant.analysis.recording import still
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import autocast_off
-from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, grid_from_range, round_up_to_power_of_two
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.batch_norm import running_gain
@@ -123,11 +123,11 @@ def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None =
         return quantizer.grid
     observer = quantizer.observer if config is None else taking_over(quantizer, config)
     assert observer is not None
-    observer = observer.of_output() if quantizer.shown else observer.per_sample() if quantizer.balanced else observer
+    observer = quantizer.chooser(observer)
     if kind.affine:
-        scale, zero_point = grid_from_range(*observer.interval(kind), kind)
+        scale, zero_point = quantizer.affine_grid(*observer.interval(kind), kind)
         return Grid(kind, scale, int(zero_point))
-    scale = observer.scale(kind) * quantizer.headroom
+    scale = quantizer.scale_by(observer, kind)
     return Grid(kind, round_up_to_power_of_two(scale) if quantizer.power_of_two else scale)
 
 

@@ -229,9 +229,15 @@ def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
         "of one of two parts": lambda net, x: (lambda y: torch.cat([stop(y), net.b(y)], 1))(F.max_pool2d(net.a(x), 2)),
         "of one of two calls": lambda net, x: (lambda y: net.a(y) + net.a(stop(y)))(net.a(x)[:, :3]),
         "of a pooled tensor for a second head": lambda net, x: (lambda y: (net.b(y), stop(y).mean((2, 3)) @ net.b.bias))(net.a(x)),
+        "of the largest score": lambda net, x: (lambda y: softmax(y - stop(y.amax(1, keepdim=True))))(net.a(x)),
         "of the nearest code": lambda net, x: (lambda y: (net.b(y), y - stop(nearest(net, y))))(net.a(x)),
         "of a half that is chunked": lambda net, x: (lambda y, z: net.b(torch.cat([y, stop(y) * z], 1)))(*net.a(x).chunk(2, 1)),
     }
+
+
+def softmax(scores: Tensor) -> Tensor:
+    powers = scores.exp()
+    return powers / powers.sum(1, keepdim=True)
 
 
 def nearest(net: Net, y: Tensor) -> Tensor:

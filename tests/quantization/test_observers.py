@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, round_up_to_power_of_two
+from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, grid_from_range, round_up_to_power_of_two
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import (
     CLASSES,
@@ -32,6 +32,7 @@ from fxquant.quantization.observers import (
     PercentileObserver,
     ranges,
 )
+from fxquant.quantization.quantizer import Quantizer
 from tests.shared.written import to_train
 
 HISTOGRAMS: list[Any] = [kind for kind in SETTINGS if issubclass(kind, HistogramObserver)]
@@ -47,6 +48,77 @@ def observed(observer: Observer, *batches: torch.Tensor) -> Observer:
 def test_min_max_covers_everything_seen() -> None:
     observer = observed(MinMaxObserver(), torch.tensor([-3.0, 1.0]), torch.tensor([2.0]))
     assert observer.scale(INT8) == torch.tensor(3.0) / torch.tensor(127.5)
+
+
+@pytest.mark.parametrize("dtype", [INT4, INT8, INT16, UINT8], ids=str)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (-0.3, 1.0), (-6.0, 0.0), (0.0, 6.0)])
+def test_an_end_of_the_range_at_which_many_values_lie_is_on_a_step(low: float, high: float, dtype: IntType) -> None:
+    torch.manual_seed(0)
+    values = torch.cat((low + (high - low) * torch.rand(4000), torch.full((500,), low), torch.full((500,), high)))
+    for kind in (
+        MinMaxObserver,
+        MovingAverageMinMaxObserver,
+        HistogramObserver,
+        LpObserver,
+        MSEObserver,
+        PercentileObserver,
+        ClipStdObserver,
+    ):
+        quantizer = Quantizer(dtype, kind())
+        for batch in values[torch.randperm(5000)].split(1000):
+            quantizer.observe(batch)
+        quantizer.update_scale()
+        grid, ends = quantizer.grid, torch.tensor([low, high])
+        steps = torch.round(ends / grid.scale)
+        assert torch.equal(grid.quantize(ends), steps)  # neither is clipped, so that training has its gradient
+        if not dtype.affine:  # an affine grid is exact at the end that its zero point would have clipped
+            assert torch.equal(grid.scale, ends.abs().max() / torch.tensor(float(dtype.high)))
+
+
+def test_an_end_without_a_step_on_its_side_changes_no_scale() -> None:
+    """Many values less than half a step below 0, as after a SiLU on an affine grid: the zero point is the lowest integer."""
+    low, high = torch.tensor(-0.001), torch.tensor(6.0)
+    scale, zero_point = grid_from_range(low, high, UINT8, (True, True))
+    assert zero_point == UINT8.low
+    assert torch.equal(scale, grid_from_range(low, high, UINT8)[0])
+
+
+def test_an_end_with_few_values_keeps_the_whole_range() -> None:
+    torch.manual_seed(0)
+    for kind in (MinMaxObserver, HistogramObserver, PercentileObserver):
+        quantizer = Quantizer(INT8, kind())
+        quantizer.observe(torch.rand(5000))
+        quantizer.update_scale()
+        assert torch.equal(quantizer.scale, quantizer.chooser(quantizer.observer).scale(INT8))  # type: ignore[arg-type]
+
+
+class Exponents(nn.Module):
+    """exp(y - max y): a quarter of its values is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return torch.exp(y - y.amax(1, keepdim=True).detach())
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned", "lsq+", "pact", "frozen"])
+@pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8"), ("x86", "int8")])
+def test_values_at_the_end_of_the_range_have_their_gradient(target: str, dtype: str, training: str) -> None:
+    torch.manual_seed(0)
+    model, batches, weights = Exponents().eval(), [torch.randn(8, 4, 6, 6) for _ in range(3)], torch.randn(8, 4, 4, 4)
+    config = fxq.QConfig(fxq.ActivationConfig(dtype, training=training))
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target, config), batches, show_progress=False)
+    fxq.set_state(prepared, "train")
+    for each in (model, prepared):
+        (each(batches[0]) * weights).sum().backward()
+    wanted = model.conv.weight.grad
+    own = dict(prepared.named_parameters())["conv.weight"].grad
+    assert wanted is not None
+    assert own is not None
+    assert (own - wanted).norm() < 0.05 * wanted.norm()  # rounding alone; without the values that are 1 it was 0.7
 
 
 def test_the_first_batches_count_equally_and_later_ones_by_the_constant() -> None:

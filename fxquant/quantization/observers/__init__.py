@@ -15,7 +15,7 @@ from fxquant.quantization.observers.ranges import (
     observer_named,
     settings,
 )
-from fxquant.quantization.observers.together import Gathering, gathering, observe_together, standard
+from fxquant.quantization.observers.together import Gathering, beside, gathering, many_at_ends, observe_together, on_step
 
 __all__ = [
     "CLASSES",
@@ -34,11 +34,13 @@ __all__ = [
     "MovingAverageMinMaxObserver",
     "Observer",
     "PercentileObserver",
+    "beside",
     "finite_range",
     "gathering",
+    "many_at_ends",
     "observe_together",
     "observer_named",
+    "on_step",
     "sampled",
     "settings",
-    "standard",
 ]

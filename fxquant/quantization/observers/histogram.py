@@ -22,7 +22,7 @@ class HistogramObserver(Observer, names="histogram"):
     values, which does more harm than a slightly wider step. So every value counts twice, as it is and `ahead` times as large, and the
     range may reach that far beyond the observed one. A few values far from all others are clipped nevertheless where they would make
     the range wide, as with few bits. An end of the range at which many values lie, as after a clamp or in an image, is taken as the limit
-    of all values. `python -m benchmarks.observers` compares this observer with the others.
+    of all values, and lies on a step of the grid. `python -m benchmarks.observers` compares this observer with the others.
 
     The squared error is dominated by the samples of a batch with the largest norms. Where the largest magnitude of these outlier samples
     is 8 times that of the smallest ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in
@@ -186,19 +186,31 @@ class HistogramObserver(Observer, names="histogram"):
         return (self.loss((magnitudes - quantized).abs()) * torch.cat((counts, counts))).sum(1)
 
     def _ahead(self, counts: Tensor) -> float:
-        """`ahead`; 1 where the last of these counts is of many values: a 1024th of all, and eight times what one of those before it is.
+        """`ahead`; 1 where the last of these counts is of many values.
 
         What stays within 1, as probabilities do, is covered up to 1 and not beyond.
         """
-        there = torch.nonzero(counts)
-        if self.ahead == 1 or not len(there):
+        if self.ahead == 1:
             return 1.0
-        last = int(there[-1])
-        before = counts[max(0, last - 16) : last]
-        crowded = last > 0 and float(counts[last]) > max(16.0, float(self.counts.sum()) / 1024, 8 * float(before.mean()))
         largest = float(self.largest)
-        ahead = 1 / largest if largest <= 1 < largest * self.ahead else self.ahead
-        return 1.0 if crowded else ahead
+        ahead = 1 / largest if 0 < largest <= 1 < largest * self.ahead else self.ahead
+        return 1.0 if not bool(counts.any()) or self._crowded(counts, 1 / 1024) else ahead
+
+    def crowded(self, dtype: IntType) -> tuple[bool, bool]:
+        """Return whether many values lie at the smallest and at the largest value; of a symmetric one, at the largest magnitude.
+
+        They are many if their squared error, of half a step, exceeds what all values lose if the range is half a step longer.
+        """
+        sides = (self.negative, self._positive()) if dtype.affine else (self.counts, self.counts)
+        low, high = (self._crowded(counts, 1 / (3 * dtype.divisor)) for counts in sides)
+        return low, high
+
+    def _crowded(self, counts: Tensor, share: float) -> bool:
+        """Return whether the last bin has this share of all values or more, and eight times what one of the 16 bins before it has."""
+        there = torch.nonzero(counts)
+        last = int(there[-1]) if len(there) else 0
+        before = counts[max(0, last - 16) : last]
+        return last > 0 and float(counts[last]) > max(16.0, float(self.counts.sum()) * share, 8 * float(before.mean()))
 
     def _middles(self) -> Tensor:
         return (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fxquant.numerics.grids import IntType, end_on_step
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
 
@@ -34,6 +35,31 @@ def observe_together(observers: Sequence[Observer], value: Tensor, items: bool =
             observer.observe(value)
         else:
             cast(_Gathers, observer).take(value, low, high, each)
+
+
+def beside(observer: Observer) -> dict[str, nn.Module]:
+    """Return the observers, by class, that have to observe beside this one, so that all of `standard` do."""
+    there = gathering(observer)
+    return {kind.__name__: kind() for kind, gathers in standard().items() if gathers != there}
+
+
+def many_at_ends(observers: Sequence[Observer], dtype: IntType) -> tuple[bool, bool]:
+    """Return whether many values lie at the smallest and at the largest value, by the histogram among these observers.
+
+    Of a symmetric dtype both say whether many lie at the largest magnitude.
+    """
+    return next((each.crowded(dtype) for each in observers if isinstance(each, HistogramObserver)), (False, False))
+
+
+def on_step(scale: Tensor, dtype: IntType, observers: Sequence[Observer]) -> Tensor:
+    """Return the scale of a symmetric dtype, float32, changed so that the largest magnitude is the last step if many values lie there.
+
+    Only a magnitude less than one step beyond that changes it.
+    """
+    histogram = next((each for each in observers if isinstance(each, HistogramObserver)), None)
+    if histogram is None or not histogram.crowded(dtype)[1]:
+        return scale
+    return end_on_step(scale, histogram.largest, dtype.high)
 
 
 def gathering(observer: Observer) -> Gathering | None:
