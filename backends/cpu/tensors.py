@@ -179,6 +179,8 @@ class OneDnn:
             if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
                 raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
         input, groups = site.held(site.match.reads[0]), layer.window["groups"]
+        if input.zero and 1 < groups < layer.weight.shape[0]:  # seen with AMX: 17 outputs a group, windows of padding alone
+            raise NotApplicable("oneDNN subtracts a wrong zero point in some grouped convolutions")
         weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
         outer = weight.shape[0]
         ones = torch.ones(outer, dtype=torch.float32, device="cpu")

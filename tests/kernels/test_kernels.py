@@ -218,6 +218,14 @@ def test_sums_of_products(
     assert_same(integer, reference, x.sign() * 100, runs=1)  # every operand at an end of its range
 
 
+@pytest.mark.parametrize("target", ["nash-e", "x86"])
+def test_groups_of_many_outputs_disagree_with_no_primitive(target: str) -> None:
+    """oneDNN's compensation of a zero point is wrong in such layers on processors with AMX: it must not be asked there."""
+    for inner, outer in ((2, 66), (6, 96), (30, 78)):
+        integer, reference = both(nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1, groups=2)), target, ordinary(2, inner, 9, 7))
+        assert_same(integer, reference, images(2, inner, 9, 7), runs=1)
+
+
 @settings(max_examples=5, deadline=None)
 @given(rows=st.integers(1, 7), inner=st.integers(1, 70), outer=st.integers(1, 70), target=st.sampled_from(TARGETS), last=st.booleans())
 def test_linear_layers(rows: int, inner: int, outer: int, target: str, last: bool) -> None:
