@@ -24,7 +24,12 @@ FLOW = [
     *serve("flow", "convert convert_fx", native="`fxq.convert`", note="the prepared model stays usable; fast_mode has no effect"),
     *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
     *serve("flow", "load_observer_params", native="`fxq.observations`"),
-    *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`", note="keeps what lowers a layer's error on samples held out"),
+    *serve(
+        "flow",
+        "weight_reconstruction",
+        native="`fxq.tuning.adaround`",
+        note="keeps what lowers a layer's error on samples held out, if the outputs gain",
+    ),
 ]  # fmt: skip
 STUBS = serve("stub_modules", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
 FUNCTIONAL_MODULES = serve("stub_modules", "FloatFunctional", note="one instance may be called several times")
