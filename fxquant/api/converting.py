@@ -14,6 +14,7 @@ from fxquant.calibration import calibration
 from fxquant.frontend import attach_input_check, attach_signature
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
+from fxquant.ir.settings import SETTINGS, refuse_changes
 from fxquant.kernels.runner import Runner
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import Context, Dial, check_until, run
@@ -54,6 +55,7 @@ def convert(
     for operator in quantized_operators(prepared).values():
         if not operator.plain:
             operator.output.require()
+    refuse_changes(prepared, prepared.meta.get(SETTINGS, {}))
     check_until(until, CONVERT)
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
@@ -70,7 +72,8 @@ def convert(
             set_channel_exponents(node, exponents[node.name].tolist())
     run_with_kernels(integer)
     integer.training = False
-    integer.meta.pop(CALLS, None)
+    for only_prepared in (CALLS, SETTINGS):
+        integer.meta.pop(only_prepared, None)
     attach_signature(integer)
     attach_input_check(integer)
     dress_carried(integer)

@@ -27,6 +27,7 @@ from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.ir.model import autocast_off
+from fxquant.ir.settings import PLAIN
 from fxquant.support.forks import free_in_child
 
 _MATH = ("sqrt", "log", "log2", "log10", "log1p", "exp", "floor", "ceil", "trunc", "pow", "fabs", "gcd", "isqrt", "sin", "cos", "atan")
@@ -113,6 +114,14 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `nn.Module.__call__`."""
     usual = _replacements.before(nn.Module, "__call__")
     return active().call_module(usual, module, args, kwargs) if is_tracing() else usual(module, *args, **kwargs)
+
+
+def _attribute_of_module(module: nn.Module, name: str) -> Any:
+    """Stands in for `nn.Module.__getattribute__`, which is that of every object."""
+    value = object.__getattribute__(module, name)
+    if type(value) in PLAIN and name in module.__dict__ and is_tracing():
+        active().attribute_read(module, name, value)
+    return value
 
 
 def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +215,7 @@ def prepared_environment(model: nn.Module, numbers: OwnRandomNumbers) -> Iterato
     """
     wanted: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", _call_module),
+        (nn.Module, "__getattribute__", _attribute_of_module),
         (torch.jit.ScriptFunction, "__call__", _call_scripted),
         (_FAKE_LOG, "filter", _keeps_to_itself),
     ]

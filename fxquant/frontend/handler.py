@@ -23,7 +23,7 @@ from fxquant.frontend.spelling import Spelling, is_random, property_name, proper
 from fxquant.frontend.unknown import UNKNOWN, Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
-from fxquant.ir import functional, graph
+from fxquant.ir import functional, graph, settings
 
 logger = logging.getLogger("fxquant")
 
@@ -40,6 +40,7 @@ class Handler:
     locate     whether nodes know their source lines: true of one trace of a model, and false of those that are compared with it
     read       names of tensors that became constants
     calls      what calls of modules read and returned: `hooks.Call`
+    settings   what forward read of the attributes of modules, by the module's path and the attribute's name
     gradients  what forward says about gradients
     random     the `MovedState` that says what is random in train mode
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
@@ -63,12 +64,19 @@ class Handler:
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
         self.notes, self.read = dict[str, None](), set[str]()
         self.calls: list[tuple[Any, ...]] = []
+        self.settings: dict[str, dict[str, Any]] = {}
         self.gradients = Gradients(snapshot.names)
         self.paused = False
         self._root_code = root_code
         self.locate = locate
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def attribute_read(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note an attribute of a module that is read: a number, a string or a function becomes a part of the graph."""
+        path = self.snapshot.paths.get(id(module))
+        if path is not None and not self.paused:
+            settings.note(self.settings.setdefault(path, {}), name, value)
 
     # ---- entries ---------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from fxquant.frontend.values import TracedTensor
 from fxquant.ir import graph
 from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
+from fxquant.ir.settings import of_layer
 from fxquant.ir.stubs import stub_of
 from fxquant.numerics.gradient import GradientRule
 
@@ -178,6 +179,7 @@ class ModuleCalls:
     def _record(self, module: nn.Module, path: str, key: Any, args: Any, kwargs: Any) -> Any:
         if not default_leaf(module, path):
             return record(self._handler, "call_module", path, type(module).forward.__get__(module), args, kwargs, None, LEAF)
+        self._handler.settings[path] = of_layer(module)
         in_place = module.__dict__.get("inplace") is True
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)

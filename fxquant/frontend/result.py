@@ -27,6 +27,7 @@ from fxquant.ir.codegen import own_names
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import attach, model_meta
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
+from fxquant.ir.settings import SETTINGS
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"
@@ -112,6 +113,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     module.recompile()
     module.meta[STAGE] = "traced"
     module.meta[CALLS] = recording.calls
+    module.meta[SETTINGS] = recording.settings
     mode = own_train_mode(model)
     found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
     module.meta.update({key: names for key, names in found.items() if names})

@@ -39,6 +39,7 @@ class Recording:
     draws       the places where random numbers are drawn: the path of the module, and the line of the user's code
     read        where tensors were found that became constants, and that are attributes of the model
     calls       what calls of modules read and returned: `hooks.Call`
+    settings    what forward read of the attributes of modules, by path and name
     methods     what is called at such a path: a method, kept as Python, of a shell
     rules       what is called at such a path and changes gradients
     lines       source lines, and whether they were computed with gradients; none where forward switches nothing
@@ -53,6 +54,7 @@ class Recording:
     draws: frozenset[Place]
     read: frozenset[str]
     calls: tuple[tuple[Any, ...], ...]
+    settings: dict[str, dict[str, Any]]
     methods: dict[str, tuple[nn.Module, Any]]
     rules: dict[str, GradientRule]
     lines: dict[str, bool]
@@ -113,6 +115,7 @@ def record(
         frozenset(numbers.places),
         frozenset(handler.read),
         tuple(handler.calls),
+        handler.settings,
         handler.methods,
         handler.gradients.rules,
         handler.gradients.lines if handler.gradients.switched else {},

@@ -19,7 +19,7 @@ from fxquant.errors import MissingModule
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the library
 _FOREIGN = (
     os.path.dirname(torch.__file__),
-    *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "prepared/hooks.py")),
+    *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "ir/settings.py", "prepared/hooks.py")),
     "<eval_with_key>",
 )
 _ABSENT = object()

@@ -22,6 +22,7 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir import recomputation
 from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
+from fxquant.ir.settings import SETTINGS, refuse_changes
 from fxquant.support.forks import free_in_child, in_child
 
 
@@ -132,6 +133,9 @@ class Model(fx.GraphModule):
         if name in own_names() and not isinstance(value, torch.Tensor | torch.nn.Module):
             object.__setattr__(self, name, value)  # nn.Module would take it for the user's
         else:
+            meta = self.__dict__.get("meta", {})
+            if meta.get("stage") == "PREPARED" and SETTINGS in meta:
+                refuse_changes(self, meta[SETTINGS], name, value)
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -288,6 +292,7 @@ def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
         hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
         if hooks is None:
             return reference(self, *inputs, **named)
+        refuse_changes(self, self.meta.get(SETTINGS, {}))
 
         def call() -> Any:
             return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
