@@ -130,7 +130,7 @@ def test_what_no_graph_reads_and_what_it_reads_when_it_runs_may_change(change: A
 
 def test_a_loaded_model_refuses_the_changes_of_its_layers_sizes_and_settings(tmp_path: Any) -> None:
     model = fxq.load(fxq.save(_prepared(), tmp_path / "model.fxq"))
-    with pytest.raises(fxq.errors.ConfigurationError, match="temperature is 2.0"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"temperature is 2\.0"):
         model.temperature = 2.0
     model.conv.stride = (2, 2)
     with pytest.raises(fxq.errors.ConfigurationError, match="stride"):
