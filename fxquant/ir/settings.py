@@ -59,7 +59,7 @@ def of_layer(layer: nn.Module) -> dict[str, Any]:
 
 def refuse_changes(model: nn.Module, settings: Settings, name: str = "", value: Any = None) -> None:
     """Raise ConfigurationError if a setting has changed; with a name, if assigning the value to that attribute of the model changes one."""
-    for path, attribute, before, now in _assigned(settings, name, value) if name else _changes(model, settings):
+    for path, attribute, before, now in _assigned(model, settings, name, value) if name else _changes(model, settings):
         where = f"{path}.{attribute}".strip(".")
         raise ConfigurationError(
             f"{where.removesuffix('.' + _CLASS)} is {now}, and was {before} when the model was prepared",
@@ -69,9 +69,12 @@ def refuse_changes(model: nn.Module, settings: Settings, name: str = "", value: 
         )
 
 
-def _assigned(settings: Settings, name: str, value: Any) -> Iterator[tuple[str, str, Any, Any]]:
+def _assigned(model: nn.Module, settings: Settings, name: str, value: Any) -> Iterator[tuple[str, str, Any, Any]]:
     if isinstance(value, nn.Module):
         inside = {path.removeprefix(name).removeprefix("."): known for path, known in settings.items() if f"{path}.".startswith(f"{name}.")}
+        for path in inside:
+            if _at(value, path) is None and _at(model, f"{name}.{path}".strip(".")) is not None:
+                yield f"{name}.{path}", _CLASS, "a module", "none"
         yield from ((f"{name}.{path}".strip("."), *change) for path, *change in _changes(value, inside))
     elif name in settings.get("", {}):
         before, now = settings[""][name], form(value)
@@ -82,11 +85,8 @@ def _assigned(settings: Settings, name: str, value: Any) -> Iterator[tuple[str, 
 def _changes(model: nn.Module, settings: Settings) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield the path, the name, the recorded and the present value of every setting that has changed."""
     for path, known in settings.items():
-        module: Any = model
-        for part in path.split(".") if path else ():
-            module = None if module is None else module._modules.get(part)
-        if module is None:
-            yield path, _CLASS, known.get(_CLASS, "a module"), "no module"
+        module = _at(model, path)
+        if module is None:  # a batch norm that is folded into its layer
             continue
         state = vars(module)
         if _CLASS in known and isinstance(state.get("forward"), MethodType | FunctionType):
@@ -96,6 +96,14 @@ def _changes(model: nn.Module, settings: Settings) -> Iterator[tuple[str, str, A
                 now = _present(module, state, name, before)
                 if not _equal(before, now):
                     yield path, name, before, now
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path, or None if there is none."""
+    module: nn.Module | None = model
+    for part in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(part)
+    return module
 
 
 def _present(module: nn.Module, state: Mapping[str, Any], name: str, before: Any) -> Any:

@@ -22,12 +22,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.epoch, self.steps = 2.0, 0, [1, 2]
+        self.scale, self.epoch, self.steps, self.inner = 2.0, 0, [1, 2], nn.Tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for step in self.steps:
             x = x * step
-        return x * self.scale
+        return self.inner(x * self.scale)
 
 
 class Net(nn.Module):
@@ -69,6 +69,7 @@ def _assign(path: str, value: Any) -> Callable[[Any], None]:
         (_assign("act", nn.SiLU()), "act is torch.nn.modules.activation.SiLU"),
         (_assign("bn", nn.Identity()), "bn is torch.nn.modules.linear.Identity"),
         (_assign("fc", nn.Linear(8, 7)), "fc.out_features is 7, and was 5"),
+        (_assign("block", nn.Sequential(nn.ReLU())), "block.inner is none, and was a module"),
     ],
 )
 def test_a_change_that_the_graph_does_not_follow_raises_where_it_is_assigned_to_the_model(change: Any, what: str) -> None:
@@ -126,6 +127,12 @@ def test_what_no_graph_reads_and_what_it_reads_when_it_runs_may_change(change: A
     change(model)
     fxq.set_state(model, "float")
     torch.testing.assert_close(model(X), wanted(X))
+
+
+@pytest.mark.parametrize("batch_norm", ["folded", "live"])
+def test_a_batch_norm_that_is_folded_into_its_layer_is_no_change(batch_norm: str) -> None:
+    model = fxq.prepare(Net().eval(), X, batch_norm=batch_norm)
+    assert torch.equal(copy.deepcopy(model)(X), model(X))
 
 
 def test_a_loaded_model_refuses_the_changes_of_its_layers_sizes_and_settings(tmp_path: Any) -> None:
