@@ -65,7 +65,8 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
     zeros: list[Quantizer] = []
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
-            zeros += [quantizer for quantizer in owned_quantizers(operator) if quantizer.pending and quantizer.was_zero]
+            if not operator.inputs or any(operator.inputs.values()):  # of constants alone, zeros stay zeros
+                zeros += [quantizer for quantizer in owned_quantizers(operator) if quantizer.pending and quantizer.was_zero]
             update_scales(operator)
         operator.state = state
     _warn_of_zeros(zeros)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
 from fxquant.ir.settings import SETTINGS, refuse_changes
 from fxquant.support.forks import free_in_child, in_child
+
+logger = logging.getLogger("fxquant")
 
 
 class _Collection:
@@ -118,6 +121,7 @@ FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters th
 CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
 HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
 SAMPLES = "_fxquant_samples"  # samples that a prepared model keeps for a calibration that continues; no file has them
+OPERATORS = "quantized"  # the module of a prepared model that holds its operators
 RUNNER = "_fxquant_runner"  # what runs an integer model, if that is not its generated code
 
 
@@ -218,9 +222,20 @@ class Model(fx.GraphModule):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict, without the constants that only an earlier one holds."""
+        """Load a state_dict, without the constants that only an earlier one holds, and without scales that are those of another grid."""
         for name in self._non_persistent_buffers_set:
             state_dict.pop(prefix + name, None)
+        others = _of_other_grids(self, state_dict, prefix)
+        if others:
+            for key in [key for key in state_dict if key.startswith(others)]:
+                del state_dict[key]
+            names = ", ".join("%" + other.removeprefix(f"{prefix}{OPERATORS}.").removesuffix(".") for other in others[:8])
+            logger.warning(
+                "%d operators have other channels, or grids of another kind, in the state_dict: load it with strict=False, and calibrate;"
+                " their scales are not taken: %s",
+                len(others),
+                names + ", …" * (len(others) > 8),
+            )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> Any:
@@ -255,6 +270,21 @@ class Model(fx.GraphModule):
         # A GraphModule would be traced again from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[str, ...]:
+    """Return the prefixes of the operators of which a state_dict has tensors of other shapes, or zero points where these have none."""
+    operators = model._modules.get(OPERATORS)
+    found = []
+    for name, operator in operators._modules.items() if operators is not None else ():
+        group = f"{prefix}{OPERATORS}.{name}."
+        own = {} if operator is None else operator.state_dict(prefix=group)
+        loaded = {key: value for key, value in state_dict.items() if key.startswith(group)}
+        zero_points = [any(key.endswith(".zero_point") for key in keys) for keys in (own, loaded)]
+        differs = [key for key in own.keys() & loaded.keys() if torch.is_tensor(own[key]) and own[key].shape != loaded[key].shape]
+        if loaded and (differs or zero_points[0] != zero_points[1]):
+            found.append(group)
+    return tuple(found)
 
 
 def no_program_of_prepared(by: str) -> ExportError:

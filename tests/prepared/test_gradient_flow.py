@@ -482,3 +482,26 @@ def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -
     main, tail = copy.deepcopy(prepared).train()(BATCHES[0])
     torch.testing.assert_close(tail, F.relu(model.a(BATCHES[0])) * 10)
     assert torch.equal(prepared.eval()(BATCHES[0]), main)
+
+
+@pytest.mark.parametrize("function", [F.silu, torch.sigmoid, F.relu], ids=["silu", "sigmoid", "relu"])
+def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(function: Any) -> None:
+    class Between(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Between(), nn.Linear(8, 1))
+    x = torch.randn(64, 4)
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), x), [x])
+    fxq.set_state(prepared, "train")
+    penalties = {}
+    for each in (model, prepared):
+        (gradient,) = torch.autograd.grad(each(point := x.clone().requires_grad_()).sum(), point, create_graph=True)
+        names = ("0.weight", "0.bias", "2.weight")
+        penalty = (gradient.norm(dim=1) - 1).square().mean()
+        penalties[each] = torch.autograd.grad(penalty, [each.get_parameter(name) for name in names], allow_unused=True)
+    (first, bias, last), (wanted, _, wanted_last) = penalties[prepared], penalties[model]
+    assert bias is None  # reached by the derivative of the function alone
+    assert F.cosine_similarity(first.flatten(), wanted.flatten(), 0) > 0.98
+    assert F.cosine_similarity(last.flatten(), wanted_last.flatten(), 0) > 0.98

@@ -142,3 +142,31 @@ def test_a_loaded_model_refuses_the_changes_of_its_layers_sizes_and_settings(tmp
     model.conv.stride = (2, 2)
     with pytest.raises(fxq.errors.ConfigurationError, match="stride"):
         model(X)
+
+
+def _classifier(classes: int, target: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes))
+    learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
+    return fxq.calibrate(fxq.prepare(model.eval(), X, target=target, qconfig=learned), [X])
+
+
+@pytest.mark.parametrize(("source", "target", "classes"), [("bayes-e", "bayes-e", 7), ("bayes-e", "x86", 5), ("x86", "bayes-e", 5)])
+def test_scales_of_other_channels_and_grids_are_named_and_left_out_of_a_checkpoint(
+    source: str, target: str, classes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = {
+        key: value + 0.5 for key, value in _classifier(5, source).state_dict().items() if classes == 5 or not key.startswith("5.")
+    }
+    model, fresh = _classifier(classes, target), _classifier(classes, target).state_dict()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(checkpoint)
+    result = model.load_state_dict(checkpoint, strict=False)
+    assert "%_5" in caplog.messages[-1]
+    assert "load it with strict=False, and calibrate" in caplog.messages[-1]
+    loaded = model.state_dict()
+    assert torch.equal(loaded["0.weight"], checkpoint["0.weight"])
+    for key in loaded:
+        if key.startswith("quantized._5.") or (classes == 5 and key.startswith("quantized._2.")):
+            assert key in result.missing_keys or key.endswith("stopped")  # a flag that a state_dict may be without
+            assert torch.equal(loaded[key].nan_to_num(7), fresh[key].nan_to_num(7))

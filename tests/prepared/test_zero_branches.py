@@ -197,6 +197,24 @@ def test_calibration_names_the_tensors_that_were_zero(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
+class Overwritten(nn.Module):
+    """Zeros that are overwritten, and an input that is zero."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, :2] = x[:, :2] * 2
+        return y + memory
+
+
+def test_zeros_that_forward_makes_are_not_named_and_zeros_that_it_is_given_are(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.calibrate(fxq.prepare(Overwritten().eval(), (x, x * 0)), [(x, x * 0)])
+    (said,) = [record.getMessage() for record in caplog.records if "only zeros" in record.getMessage()]
+    assert said.count("%") == 1
+    assert "%memory_quantize" in said
+
+
 def test_calibrating_again_lets_a_scale_that_was_zero_learn() -> None:
     model = LastConv(alone=True)
     prepared = calibrated(model, "bayes-e", "learned")
