@@ -227,8 +227,11 @@ class Model(fx.GraphModule):
             state_dict.pop(prefix + name, None)
         others = _of_other_grids(self, state_dict, prefix)
         if others:
+            own = self.state_dict(prefix=prefix)
             for key in [key for key in state_dict if key.startswith(others)]:
-                del state_dict[key]
+                # Factors of channels are a part of the function that the other weights compute.
+                if ".factors." not in key or key not in own or own[key].shape != state_dict[key].shape:
+                    del state_dict[key]
             names = ", ".join("%" + other.removeprefix(f"{prefix}{OPERATORS}.").removesuffix(".") for other in others[:8])
             logger.warning(
                 "%d operators have other channels, or grids of another kind, in the state_dict: load it with strict=False, and calibrate;"
