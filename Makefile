@@ -44,6 +44,7 @@ lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/words.py
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/budget.py
 
 types: $(READY)  ## mypy: strict over what the wheel would hold, and over the tests and benchmarks
 	rm -rf build/types && mkdir -p build/types/fxquant
