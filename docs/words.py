@@ -1,4 +1,4 @@
-"""Check the words of docstrings, comments, messages and pages: python docs/words.py [room or page …].
+"""Check the words of docstrings, comments, messages and pages: python docs/words.py [package or page …].
 
 Plain technical English in the terms of docs/terms.md. Each finding is a file and line, the words, and what to write in their place.
 Of a page the prose is checked, without code and tables.
@@ -134,7 +134,7 @@ def findings(path: Path, source: str) -> Iterator[str]:
 
 
 def files(places: list[str]) -> Iterator[Path]:
-    """Yield the files of these rooms and pages, or of all that are checked."""
+    """Yield the files of these packages and pages, or of all that are checked."""
     for place in places or CHECKED:
         yield from sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
     if not places:
@@ -142,7 +142,7 @@ def files(places: list[str]) -> Iterator[Path]:
 
 
 def main(places: list[str]) -> int:
-    """Print all findings of these rooms and pages, or of those that are checked; return how many there are."""
+    """Print all findings of these packages and pages, or of those that are checked; return how many there are."""
     count = 0
     for path in files(places):
         for finding in findings(path, path.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""The public functions: the only room that uses front end, passes and backends together.
+"""The public functions: the only package that uses front end, passes and backends together.
 
 preparing     `prepare` and `check`: trace a float model, and run the passes up to PREPARED
 calibrating   `calibrate`: the calibration loop with what corrects weights, biases and ranges around it

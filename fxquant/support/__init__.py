@@ -1,1 +1,1 @@
-"""Support for every room: checks of arguments, atomic files, locks across forks, progress bars, registries and seeds."""
+"""Support for every package: checks of arguments, atomic files, locks across forks, progress bars, registries and seeds."""

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: its dumps, its pass names, its rooms, its paths and its words are those of the code."""
+"""ARCHITECTURE.md: its dumps, its pass names, its packages, its paths and its words are those of the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 import fxquant as fxq
 from fxquant.passes import PIPELINE
 from fxquant.prepared.stage import Stage
-from tests.pages.test_layers import ROOMS
+from tests.pages.test_layers import PACKAGES
 
 pytestmark = pytest.mark.quick
 
@@ -111,9 +111,11 @@ def test_the_diagram_has_the_passes_and_stages_in_their_order() -> None:
     assert below == {step.name: Stage(step.reaches - (step.name in first)).name for step in PIPELINE}
 
 
-def test_the_rooms_are_those_of_the_layer_test() -> None:
-    rooms = re.findall(r"^\| `(\w+)`", section("The rooms"), re.MULTILINE)
-    assert [room.replace("fxquant", "") for room in rooms] == list(ROOMS)
+def test_the_packages_are_those_of_the_layer_test_and_each_table_has_their_order() -> None:
+    tables = [re.findall(r"^\| `(\w+)`", part, re.MULTILINE) for part in section("The packages").split("Around them:")]
+    places = [[PACKAGES.index(package.replace("fxquant", "")) for package in table] for table in tables]
+    assert [sorted(table) for table in places] == places
+    assert sorted(place for table in places for place in table) == list(range(len(PACKAGES)))
 
 
 def test_the_paths_exist() -> None:

@@ -1,4 +1,4 @@
-"""Who may import whom: rooms have an order. `ast` holds the code to it, imports inside functions included."""
+"""Who may import whom: packages have an order. `ast` holds the code to it, imports inside functions included."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 
-# The rooms, from the bottom up: a module imports from its own room and from those before it. `fxquant.errors` and its like are rooms of
+# The packages, from the bottom up: a module imports from its own package and from those before it. `fxquant.errors` and its like are packages of
 # one file; "fxquant" is the table of contents that users import.
-ROOMS = (
+PACKAGES = (
     "errors",  # what is raised
     "version",
     "support",  # arguments, files, locks, progress
@@ -51,7 +51,7 @@ ROOMS = (
     "compat",
     "cli",
 )
-# Beyond the order: imports that a room, or a part of it, does not have.
+# Beyond the order: imports that a package, or a part of it, does not have.
 APART = {
     "passes": ("serialization", "kernels", "frontend"),  # a pass knows graphs, operators and facts
     "backends": ("passes", "calibration", "remedies", "pipeline", "serialization"),  # nor does a target know how a graph came about
@@ -63,7 +63,7 @@ APART = {
     "backends.onnx": ("backends.aten", "backends.bpu", "backends.c", "backends.cpu", "backends.horizon"),
     "cli": ("passes", "backends", "ops", "ir", "compat"),  # the command line is a user of the public functions
 }
-SINGLE = {"passes"}  # rooms whose modules import none of their own but what SHARED names: they are run by the table of contents
+SINGLE = {"passes"}  # packages whose modules import none of their own but what SHARED names: they are run by the table of contents
 SHARED = {"fxquant.passes.rewriting", "fxquant.passes.matching"}
 
 ONNX_WRITERS = {
@@ -136,28 +136,28 @@ def attributes(source: str) -> set[str]:
     return {text for text in texts if text.replace(".", "").isidentifier()}
 
 
-def room_of(name: str) -> str:
-    """Return the room of a module: what follows "fxquant." up to the next dot, "" for the package itself."""
+def package_of(name: str) -> str:
+    """Return the package of a module: what follows "fxquant." up to the next dot, "" for the package itself."""
     return name.split(".")[1] if "." in name else ""
 
 
 def refused(name: str, target: str) -> bool:
     """Return whether a module must not import another one of ours."""
-    room, other = room_of(name), room_of(target)
-    if room not in ROOMS or other not in ROOMS or ROOMS.index(other) > ROOMS.index(room):
+    package, other = package_of(name), package_of(target)
+    if package not in PACKAGES or other not in PACKAGES or PACKAGES.index(other) > PACKAGES.index(package):
         return True
     inside = name.removeprefix("fxquant.")
     if any(below(inside, part) and below(target.removeprefix("fxquant."), never) for part, others in APART.items() for never in others):
         return True
-    return room == other and room in SINGLE and name != f"fxquant.{room}" and target not in SHARED
+    return package == other and package in SINGLE and name != f"fxquant.{package}" and target not in SHARED
 
 
 def violations(modules: Mapping[str, str]) -> list[str]:
-    """Return everything that the order of the rooms and the tables do not allow."""
+    """Return everything that the order of the packages and the tables do not allow."""
     found = []
     for name, source in modules.items():
-        if room_of(name) not in ROOMS:
-            found.append(f"{name} is in no room")
+        if package_of(name) not in PACKAGES:
+            found.append(f"{name} is in no package")
             continue
         for target in sorted(set(imported(source, modules))):
             if target.startswith("."):
@@ -206,8 +206,8 @@ def test_imports_keep_their_direction() -> None:
 
 def test_every_row_is_about_a_module_that_exists() -> None:
     modules = library()
-    rooms = {room_of(name) for name in modules}
-    assert set(ROOMS) == rooms
+    packages = {package_of(name) for name in modules}
+    assert set(PACKAGES) == packages
     parts = {part for row, others in APART.items() for part in (row, *others)}
     assert [part for part in parts if f"fxquant.{part}" not in modules] == []
     assert [name for name in (*SHARED, *(name for names in CONFINED.values() for name in names)) if name not in modules] == []
@@ -241,7 +241,7 @@ def test_every_row_is_about_a_module_that_exists() -> None:
         ("fxquant.api", "import torch.ao.quantization", "fxquant.api imports torch.ao.quantization"),
         ("fxquant.ir.graph", "import torch\nx = torch.quint8", "fxquant.ir.graph uses torch.quint8"),
         ("fxquant.ir.graph", "import torch\nx = torch.ops.quantized.add(1)", "fxquant.ir.graph uses torch.ops.quantized"),
-        ("fxquant.furniture", "", "fxquant.furniture is in no room"),
+        ("fxquant.furniture", "", "fxquant.furniture is in no package"),
     ],
 )
 def test_a_planted_violation_is_found(name: str, source: str, expected: str) -> None:
@@ -254,7 +254,7 @@ COMMON = ("__init__", "__main__")
 
 
 def repeated(modules: Iterable[str]) -> list[str]:
-    """The base names that more than two modules have; packages are named by their rooms."""
+    """The base names that more than two modules have; packages are named by their packages."""
     names = list(modules)
     packages = {name.rpartition(".")[0] for name in names}
     counts = Counter(name.rsplit(".", 1)[-1] for name in names if name not in packages)

@@ -1,4 +1,4 @@
-"""What an operator or a primitive is stands on its record: no other room lists their names, or asks for one."""
+"""What an operator or a primitive is stands on its record: no other package lists their names, or asks for one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _is_name(side: ast.expr) -> bool:
 def test_no_room_lists_names_of_operators_or_primitives() -> None:
     found: list[str] = []
     for module, source in library().items():
-        if not any(module == room or module.startswith(f"{room}.") for room in APART):
+        if not any(module == package or module.startswith(f"{package}.") for package in APART):
             found += listed(module, source, vars(importlib.import_module(module)))
     assert found == []
     assert len(WORDS) <= 10
@@ -94,5 +94,5 @@ def test_a_planted_list_is_found(source: str, expected: list[str]) -> None:
 
 
 def test_rooms_that_are_apart_exist() -> None:
-    assert all(any(module.startswith(room) for module in library()) for room in APART)
+    assert all(any(module.startswith(package) for module in library()) for package in APART)
     assert (ROOT / "fxquant").is_dir()
