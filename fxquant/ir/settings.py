@@ -17,7 +17,7 @@ from fxquant.ir.carried import calling_line
 
 SETTINGS = "fxquant.settings"  # in `meta` of a traced and of a prepared model: what `of_layer` and `note` recorded, by path and name
 _CLASS = "__class__"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))
 _ATOMS = frozenset((type(None), bool, int, float, str))
 _FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType))
 PLAIN = _ATOMS | _FUNCTIONS | {tuple, list}  # the types of values that a setting may have

@@ -495,7 +495,7 @@ def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(functio
     x = torch.randn(64, 4)
     prepared = fxq.calibrate(fxq.prepare(model.eval(), x), [x])
     fxq.set_state(prepared, "train")
-    penalties = {}
+    penalties: dict[Any, Any] = {}
     for each in (model, prepared):
         (gradient,) = torch.autograd.grad(each(point := x.clone().requires_grad_()).sum(), point, create_graph=True)
         names = ("0.weight", "0.bias", "2.weight")
