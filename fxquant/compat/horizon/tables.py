@@ -183,13 +183,11 @@ HBDK4_EXPORT = serve("hbdk4", "export pre_export get_hbir_input_flattener get_hb
                      "modules are fxquant's graphs")  # fmt: skip
 HBDK4_COMPILER = [
     *serve("hbdk4", "convert save load statistics Module March", "2.0", "`fxq.convert`, `fxq.save`", "files are fxquant's own"),
-    *serve(
-        "hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`", "for nash, compile is refused with the remedy"
-    ),
-    *refuse(
-        "leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"
-    ),
-]
+    *serve("hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`",
+           "for nash, compile is refused with the remedy"),
+    *refuse("leap link Hbm", "the compiler's own language and runtime are closed",
+            "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
+]  # fmt: skip
 QTENSOR = refuse("QTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
 VERSION = [Row("__version__", ":__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
@@ -220,17 +218,15 @@ MODULES: dict[str, list[Row]] = {
     "quantization.observer_v2": OBSERVERS,
     "quantization.fake_quantize": [*FAKE, *[row for row in FLOW if "ake" in row.name]],
     "quantization.fake_cast": [row for row in FAKE if "ast" in row.name],
-    "quantization._learnable_fake_quantize": [row for row in FAKE if row.name == "_LearnableFakeQuantize"],
-    "quantization.pact_fake_quantize": [row for row in FAKE if row.name == "PACTFakeQuantize"],
+    "quantization._learnable_fake_quantize": _named(FAKE, "_LearnableFakeQuantize"),
+    "quantization.pact_fake_quantize": _named(FAKE, "PACTFakeQuantize"),
     "quantization.quantize_fx": [row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name.endswith("_fx")],
-    "quantization.quantize": [
-        row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name in ("prepare_qat", "convert", "prepare_calibration")
-    ],
-    "quantization.prepare": [row for row in PREPARING if row.name in ("prepare", "PrepareMethod")],
+    "quantization.quantize": _named([*PREPARING, *FLOW, *OLD_CALIBRATION], "prepare_qat", "convert", "prepare_calibration"),
+    "quantization.prepare": _named(PREPARING, "prepare", "PrepareMethod"),
     "quantization.fuse_modules": [row for row in (*FLOW, *OTHERS) if row.name.startswith("fuse_")],
     "quantization.stubs": STUBS,
     "quantization.auto_calibration": AUTO,
-    "quantization.weight_reconstruction": [row for row in FLOW if row.name == "weight_reconstruction"],
+    "quantization.weight_reconstruction": _named(FLOW, "weight_reconstruction"),
     "quantization.hbdk4": HBDK4_EXPORT,
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
@@ -249,7 +245,7 @@ MODULES: dict[str, list[Row]] = {
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
-    "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
+    "nn.layer_norm": _named(NN, "LayerNorm"),
     "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
     "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
     "nn.linear": _named(NN, "Identity"),
@@ -258,8 +254,8 @@ MODULES: dict[str, list[Row]] = {
     "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
     "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
     "nn.bgr_to_yuv444": _named(NN, "BgrToYuv444"),
-    "nn.grid_sample": [row for row in NN if row.name in ("GridSample", "warp")],
-    "nn.interpolate": [row for row in NN if row.name == "Interpolate"],
+    "nn.grid_sample": _named(NN, "GridSample", "warp"),
+    "nn.interpolate": _named(NN, "Interpolate"),
     "functional": FUNCTIONAL,
     "fx": WRAP,
     "fx.fx_helper": WRAP,
@@ -271,7 +267,7 @@ MODULES: dict[str, list[Row]] = {
     "utils.quant_profiler": DEBUG,
     "utils.fx_helper": WRAP,
     "utils.typeguard": CHECKED,
-    "utils.quant_switch": [row for row in FAKE if row.name == "GlobalFakeQuantSwitch"],
+    "utils.quant_switch": _named(FAKE, "GlobalFakeQuantSwitch"),
     "utils.model_helper": MODEL_HELPER,
     "utils.serialization": SERIALIZATION,
     "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
@@ -281,7 +277,7 @@ MODULES: dict[str, list[Row]] = {
     "profiler.utils.typeguard": CHECKED,
     "profiler.utils.model_helper": MODEL_HELPER,
     "profiler.bc_editor": [],
-    "profiler.bc_editor.bc_editor": [row for row in DEBUG if row.name == "QatBcEditor"],
+    "profiler.bc_editor.bc_editor": _named(DEBUG, "QatBcEditor"),
     "hbdk4": [],
     "hbdk4.compiler": HBDK4_COMPILER,
     "hbdk4.compiler.hbm": refuse(

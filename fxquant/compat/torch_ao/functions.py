@@ -24,6 +24,7 @@ def _keeps_attributes(config: Any) -> bool:
     return not settings_of(config).keys() - {"preserved_attributes"}
 
 
+ATTRIBUTES_ALONE = fxq.QConfigMapping(default=None)  # rules for a model whose attributes `qconfig` say what is quantized
 FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 ARGUMENTS = {
     **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
@@ -65,7 +66,10 @@ def prepare_fx(
     target                  what to compile for: "x86", "qnnpack", or a march that supports the mapping's dtypes; None: that of
                             torch.backends.quantized.engine
     """
-    return _prepared("prepare_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch)
+    return _prepared(
+        model, example_inputs, "prepare_fx", qconfig_mapping, prepare_custom_config, target=target, dynamic_shapes=dynamic_shapes,
+        training_branch=training_branch,
+    )  # fmt: skip
 
 
 @checked(training_branch=BRANCH)
@@ -79,9 +83,10 @@ def prepare_qat_fx(
     Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`, except that what
     forward computes only in train mode is kept if it can be traced; otherwise a warning says so.
     """
-    return _prepared_to_train(
-        "prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target, dynamic_shapes, training_branch
-    )
+    return _prepared(
+        model, example_inputs, "prepare_qat_fx", qconfig_mapping, prepare_custom_config, train=True, target=target,
+        dynamic_shapes=dynamic_shapes, training_branch=training_branch,
+    )  # fmt: skip
 
 
 @checked(_remove_qconfig=FLAG, keep_original_weights=FLAG)
@@ -121,7 +126,10 @@ def prepare(
 
     The last three arguments are those of `prepare_fx`.
     """
-    return _eager("prepare", _prepared, model, inplace, example_inputs, target, dynamic_shapes, training_branch)
+    by_attributes = functools.partial(
+        _prepared, called="prepare", target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch
+    )
+    return prepared_in_place(model, inplace, example_inputs, by_attributes, "prepare", keeps=True)  # type: ignore[no-any-return]
 
 
 @checked(inplace=FLAG, training_branch=BRANCH)
@@ -134,7 +142,10 @@ def prepare_qat(
 
     Its parameters are those of the float model, so that an optimizer may be made before or after, and before the first batch.
     """
-    return _eager("prepare_qat", _prepared_to_train, model, inplace, example_inputs, target, dynamic_shapes, training_branch)
+    by_attributes = functools.partial(
+        _prepared, called="prepare_qat", train=True, target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch
+    )
+    return prepared_in_place(model, inplace, example_inputs, by_attributes, "prepare_qat", keeps=True)  # type: ignore[no-any-return]
 
 
 @checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
@@ -183,7 +194,8 @@ def quantize_dynamic(
 
     An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
-    quantize = functools.partial(_dynamic, dynamic_mapping(model, qconfig_spec, dtype), target, dynamic_shapes)
+    rules = dynamic_mapping(model, qconfig_spec, dtype)
+    quantize = functools.partial(_dynamic, called="quantize_dynamic", qconfigs=rules, target=target, dynamic_shapes=dynamic_shapes)
     return prepared_in_place(model, inplace, example_inputs, quantize, "quantize_dynamic", keeps=False)  # type: ignore[no-any-return]
 
 
@@ -191,9 +203,10 @@ def quantize_dynamic(
 
 
 def _prepared(
-    called: str, model: nn.Module, qconfigs: Any, example_inputs: Any, custom: Any, target: str | None, dynamic_shapes: Any,
-    training_branch: bool | None,
+    model: nn.Module, example_inputs: Any, called: str, qconfigs: Any = ATTRIBUTES_ALONE, custom: Any = None, *, train: bool = False,
+    target: str | None, dynamic_shapes: Any, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
+    """Return the prepared model, in state CALIBRATE, or with `train` in state TRAIN and in train mode."""
     if example_inputs is None:
         raise ConfigurationError(
             f"{called} needs example_inputs",
@@ -214,24 +227,11 @@ def _prepared(
     prepared = fxq.prepare(graph, example_inputs, target or engine_target(), mapping_of(qconfigs, graph))
     keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
+    if train:
+        fxq.set_state(prepared, State.TRAIN)
+        prepared.train()
     return prepared
 
 
-def _prepared_to_train(called: str, model: nn.Module, *rest: Any) -> fx.GraphModule:
-    prepared = _prepared(called, model, *rest)
-    fxq.set_state(prepared, State.TRAIN)
-    return prepared.train()
-
-
-def _eager(called: str, prepare: Any, model: nn.Module, inplace: bool, example_inputs: Any, *rest: Any) -> fx.GraphModule:
-    """Return the prepared model of a model with attributes `qconfig`: now, or with its first batch if there are no example inputs."""
-    by_attributes = functools.partial(_with_attributes, prepare, called, rest)
-    return prepared_in_place(model, inplace, example_inputs, by_attributes, called, keeps=True)  # type: ignore[no-any-return]
-
-
-def _with_attributes(prepare: Any, called: str, rest: Any, model: nn.Module, example_inputs: Any) -> fx.GraphModule:
-    return prepare(called, model, fxq.QConfigMapping(default=None), example_inputs, None, *rest)  # type: ignore[no-any-return]
-
-
-def _dynamic(rules: fxq.QConfigMapping, target: str | None, dynamic_shapes: Any, model: nn.Module, example_inputs: Any) -> fx.GraphModule:
-    return converted(_prepared("quantize_dynamic", model, rules, example_inputs, None, target, dynamic_shapes, False))
+def _dynamic(model: nn.Module, example_inputs: Any, **how: Any) -> fx.GraphModule:
+    return converted(_prepared(model, example_inputs, **how))

@@ -132,8 +132,10 @@ def _prepared_as(
     inplace: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the model that is prepared by rules; `old`: as the plugin's first releases do it."""
-    settings = {"called": called, "old": old, "rules": rules, "dynamic_shapes": dynamic_shapes, "branch": branch}
-    prepare = functools.partial(_prepare, march=required(called), batch_norm=get_qat_mode().value, **settings)
+    prepare = functools.partial(
+        _prepare, called=called, old=old, rules=rules, dynamic_shapes=dynamic_shapes, branch=branch, march=required(called),
+        batch_norm=get_qat_mode().value,
+    )  # fmt: skip
     made: fx.GraphModule = prepared_in_place(model, inplace, example_inputs, prepare, called, keeps=False)
     PREPARED.add(made)
     return made

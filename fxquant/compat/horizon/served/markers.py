@@ -18,9 +18,15 @@ from fxquant.support.arguments import NUMBER, accepted
 
 logger = logging.getLogger("fxquant")
 
-BY_FUNCTION: Any = object()  # the scale is given by the function that prepares the model
 SCALE = NUMBER.or_none("it is observed")
 _given: list[float | None] = [None]  # the current scale of stubs without one of their own
+
+
+class ByFunction:
+    """Stands for the scale that the preparing function sets. Copies and files of a stub hold the class itself."""
+
+
+BY_FUNCTION: Any = ByFunction
 
 
 class QuantStub(nn.Module):
@@ -49,18 +55,6 @@ class QuantStub(nn.Module):
     @scale.setter
     def scale(self, scale: float | None) -> None:
         self._scale = accepted("QuantStub", "scale", scale, SCALE)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_scale" or value is not BY_FUNCTION}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("_scale", BY_FUNCTION)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantStub:
-        copied = type(self).__new__(type(self))
-        copied.__setstate__({**self.__getstate__(), "_modules": {}, "_parameters": {}, "_buffers": {}})
-        return copied
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input itself."""
