@@ -95,26 +95,11 @@ class FloatFunctional(nn.Module):
             self.qconfig = qconfig
 
     FUNCTIONS: ClassVar[Mapping[str, Callable[..., Tensor]]] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-        "add_scalar": torch.add,
-        "mul_scalar": torch.mul,
-        "cat": torch.cat,
-        "stack": torch.stack,
-        "sum": torch.sum,
-        "mean": torch.mean,
-        "exp": torch.exp,
-        "log": torch.log,
-        "sqrt": torch.sqrt,
-        "pow": torch.pow,
-        "sin": torch.sin,
-        "cos": torch.cos,
-        "maximum": torch.maximum,
-        "minimum": torch.minimum,
+        "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "add_scalar": torch.add, "mul_scalar": torch.mul,
+        "cat": torch.cat, "stack": torch.stack, "sum": torch.sum, "mean": torch.mean, "exp": torch.exp, "log": torch.log,
+        "sqrt": torch.sqrt, "pow": torch.pow, "sin": torch.sin, "cos": torch.cos, "maximum": torch.maximum, "minimum": torch.minimum,
         "reciprocal": torch.reciprocal,
-    }
+    }  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """Return one of these functions, or the module's attribute of that name."""
