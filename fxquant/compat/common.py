@@ -1,46 +1,133 @@
-"""Shared code of the layers over other toolkits: tables of unsupported names, with the reason and what to call instead."""
+"""Shared code of the layers over other toolkits: refusals of names and arguments, reading of attributes, tracing, running of programs."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import logging
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from torch import fx, nn
+
+import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.support.arguments import FLAG
+
+P = ParamSpec("P")
+R = TypeVar("R")
+logger = logging.getLogger("fxquant")
+
+BRANCH = FLAG.or_none("if it can be traced")
 
 
 class Refusal(NamedTuple):
-    """The reason why a name of another toolkit is not supported, and the remedy."""
+    """The reason why a name or an argument of another toolkit is not supported, and the remedy.
+
+    harmless   whether a value of the argument changes nothing, so that it is accepted; None: the default alone is
+    """
 
     because: str
     remedy: str
+    harmless: Callable[[Any], bool] | None = None
 
     def error(self, what: str) -> ConfigurationError:
         """Return the error with this reason and remedy."""
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 
-def refusing(module: str, table: Mapping[str, Refusal]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a module: ConfigurationError for a name of the table, AttributeError for any other."""
-
-    def find(name: str) -> Any:
-        if name in table:
-            raise table[name].error(f"{module} has no {name}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return find
+def refusals(because: str, remedy: str, *names: str) -> dict[str, Refusal]:
+    """Return the rows of arguments that are refused for one reason."""
+    return dict.fromkeys(names, Refusal(because, remedy))
 
 
-def refuse_given(called: str, given: Mapping[str, Any], usual: Mapping[str, Any], table: Mapping[str, Refusal]) -> None:
-    """Raise ConfigurationError for an argument without meaning here whose value is not its usual one."""
-    for name, value in given.items():
-        if value is not None and value != usual.get(name):
-            raise table[name].error(f"{called}({name}=…) cannot be done")
+def refuses(table: Mapping[str, Refusal]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: the function raises ConfigurationError for an argument of the table that is neither None nor its default.
+
+    An argument without a default is never refused.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        defaults = {name: each.default for name, each in signature.parameters.items() if name in table and each.default is not each.empty}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                if name not in defaults or value is None or value == defaults[name]:
+                    continue
+                harmless = table[name].harmless
+                if harmless is None or not harmless(value):
+                    raise table[name].error(f"{function.__name__}({name}=…) cannot be done")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def unserved(called: str, argument: str, because: str, remedy: str) -> ConfigurationError:
+    """Return the error for an argument of a function whose value cannot be served."""
+    return Refusal(because, remedy).error(f"{called}({argument}=…) cannot be done")
+
+
+def unknown(argument: str, value: Any, known: str) -> ConfigurationError:
+    """Return the error for a value that is none of the known ones of an argument."""
+    return Refusal(f"it is {known}", "pass one of these").error(f"{argument}={value!r} is unknown")
+
+
+@contextlib.contextmanager
+def reading_attributes(model: nn.Module, read: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the `qconfig` attributes on a model's modules by fxquant's within the context, as `read` converts them."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    before = {module: module.__dict__["qconfig"] for module in modules if "qconfig" in module.__dict__}
+    try:
+        for module, given in before.items():
+            module.__dict__["qconfig"] = read(given)
+        yield
+    finally:
+        for module, given in before.items():
+            module.__dict__["qconfig"] = given
+
+
+def traced(
+    called: str, model: nn.Module, example_inputs: Any, dynamic_shapes: Any, training_branch: bool | None, leaf: Any = None
+) -> fx.GraphModule:
+    """Return the graph of a model.
+
+    dynamic_shapes   as `fxquant.trace` takes it; None: any batch size, or with a warning that of the example, if forward needs that
+    training_branch  whether to keep what forward computes only in train mode; None: if it can be traced, otherwise with a warning
+    """
+
+    def trace(branch: bool) -> fx.GraphModule:
+        try:
+            return fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf, training_branch=branch)
+        except fxq.TraceError as error:
+            if dynamic_shapes is not None:
+                raise
+            try:
+                fixed = fxq.trace(model, example_inputs, {}, leaf=leaf, training_branch=branch)
+            except fxq.TraceError:
+                raise error from None
+            logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)
+            return fixed
+
+    if training_branch is False:
+        return trace(False)
+    try:
+        return trace(True)
+    except fxq.TraceError as error:
+        if training_branch:
+            raise
+        without = trace(False)
+        logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", called, error)
+        return without
 
 
 def run_program(called: str, install: Callable[[bool], None], arguments: Sequence[str]) -> int:

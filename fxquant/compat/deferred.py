@@ -19,7 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+import fxquant as fxq
+from fxquant.calibration.calibration import require_prepared, update_scales
 from fxquant.errors import ConfigurationError
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.state import State
 
 logger = logging.getLogger("fxquant")
 
@@ -177,3 +181,19 @@ class Deferred(nn.Module):
         if name in ("graph", "code", "meta") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_model"], name)
+
+
+def settle(prepared: nn.Module) -> None:
+    """Set the scales from everything observed so far; the states of operators stay."""
+    for operator in quantized_operators(prepared).values():
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+
+
+def converted(prepared: fx.GraphModule) -> fx.GraphModule:
+    """Return the integer graph of a prepared model in any state, and keep the model's state."""
+    if isinstance(prepared, Deferred):
+        raise prepared._unknown("the integer graph")
+    require_prepared(prepared)
+    settle(prepared)
+    return fxq.convert(prepared)

@@ -358,30 +358,3 @@ class Finder(MetaPathFinder, Loader):
             module.__spec__ = spec.loader_state  # the import has replaced it
         else:
             sys.modules.setdefault(f"{self.tables.package}.{module.__dict__['_path']}", module)
-
-
-def page(tables: Tables) -> str:
-    """Return the tables as a page: a row for each name, with the module it is imported from."""
-    homes: dict[str, list[str]] = {}
-    rows: dict[str, Row] = {}
-    for path, listed in tables.modules.items():
-        for name, row in listed.items():
-            rows.setdefault(name, row)
-            homes.setdefault(name, []).append(path)
-    served = [name for name, row in rows.items() if not isinstance(row.served, Refusal)]
-    lines = ["| name | since | meaning | in fxquant |", "|---|---|---|---|"]
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name in sorted(served, key=str.lower):
-        row = rows[name]
-        groups.setdefault((row.since, row.note or "kept", row.native), []).append(name)
-    for (since, note, native), names in groups.items():
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {since} | {note} | {native} |")
-    lines += ["", "| refused | because | instead |", "|---|---|---|"]
-    refused: dict[Refusal, list[str]] = {}
-    for name in sorted(rows, key=str.lower):
-        found = rows[name].served
-        if isinstance(found, Refusal):
-            refused.setdefault(found, []).append(name)
-    for refusal, names in refused.items():
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {refusal.because} | {refusal.remedy} |".replace("||", "&#124;&#124;"))
-    return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from benchmarks.horizon_programs.expected import EXPECTED
 from fxquant.compat import horizon, torch_ao
 from fxquant.compat.common import Refusal
 from fxquant.compat.horizon.tables import MODULES, TABLES
-from fxquant.compat.mirror import page
+from fxquant.compat.mirror import Row, Tables
 from fxquant.compat.torch_ao.tables import TABLES as TORCH_AO
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,33 @@ def test_an_installed_package_is_not_hidden_unasked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "horizon_plugin_pytorch", ModuleType("horizon_plugin_pytorch"))
     with pytest.raises(fxq.ConfigurationError, match="is there already"):
         horizon.install()
+
+
+def page(tables: Tables) -> str:
+    """Return the tables as a page: a row for each name, with the module it is imported from."""
+    homes: dict[str, list[str]] = {}
+    rows: dict[str, Row] = {}
+    for path, listed in tables.modules.items():
+        for name, row in listed.items():
+            rows.setdefault(name, row)
+            homes.setdefault(name, []).append(path)
+    served = [name for name, row in rows.items() if not isinstance(row.served, Refusal)]
+    lines = ["| name | since | meaning | in fxquant |", "|---|---|---|---|"]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted(served, key=str.lower):
+        row = rows[name]
+        groups.setdefault((row.since, row.note or "kept", row.native), []).append(name)
+    for (since, note, native), names in groups.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {since} | {note} | {native} |")
+    lines += ["", "| refused | because | instead |", "|---|---|---|"]
+    refused: dict[Refusal, list[str]] = {}
+    for name in sorted(rows, key=str.lower):
+        found = rows[name].served
+        if isinstance(found, Refusal):
+            refused.setdefault(found, []).append(name)
+    for refusal, names in refused.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {refusal.because} | {refusal.remedy} |".replace("||", "&#124;&#124;"))
+    return "\n".join(lines) + "\n"
 
 
 def test_the_page_has_the_tables() -> None:

@@ -11,34 +11,30 @@ HOST = "in float, on the host, one call of Python in a graph"
 
 MARCH = serve("march", "March set_march get_march", native='`target=` of `fxq.prepare`: "bayes-e", "nash-m", "x5" …')
 NASH = serve("march", "is_nash_series", "2.0")
-DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
+DTYPES = serve("qconfig", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
 
 PREPARING = [
-    *serve("preparing", "prepare_qat_fx prepare_qat", native="`fxq.prepare`, in state `CALIBRATE`",
+    *serve("flow", "prepare_qat_fx prepare_qat", native="`fxq.prepare`, in state `CALIBRATE`",
            note="without example_inputs, prepared by the first batch; in state QAT"),
-    *serve("preparing", "prepare PrepareMethod", "2.0", "`fxq.prepare`", "every method traces"),
-    *serve("preparing", "QATMode set_qat_mode get_qat_mode", native='`batch_norm="folded"`, `"live"`', note="two of them are one"),
+    *serve("flow", "prepare PrepareMethod", "2.0", "`fxq.prepare`", "every method traces"),
+    *serve("march", "QATMode set_qat_mode get_qat_mode", native='`batch_norm="folded"`, `"live"`', note="two of them are one"),
 ]  # fmt: skip
 FLOW = [
     *serve("flow", "FakeQuantState set_fake_quantize", native="`fxq.set_state(prepared, state, \"module.path\")`"),
     *serve("flow", "convert convert_fx", native="`fxq.convert`", note="the prepared model stays usable; fast_mode has no effect"),
     *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
     *serve("flow", "load_observer_params", native="`fxq.observations`"),
-    *serve(
-        "flow",
-        "weight_reconstruction",
-        native="`fxq.tuning.adaround`",
-        note="keeps what lowers a layer's error on samples held out, if the outputs gain",
-    ),
+    *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`",
+           note="keeps what lowers a layer's error on samples held out, if the outputs gain"),
 ]  # fmt: skip
-STUBS = serve("stub_modules", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
-FUNCTIONAL_MODULES = serve("stub_modules", "FloatFunctional", note="one instance may be called several times")
+STUBS = serve("markers", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
+FUNCTIONAL_MODULES = serve("markers", "FloatFunctional", note="one instance may be called several times")
 COMPILING = [
     *serve("debug", "check_model", native="`fxq.check`", note="limits of the march, and what stays in float"),
-    *serve("compiling", "compile_model export_hbir", native="`fxq.export_horizon`, `fxq.compile_horizon`, `fxq.verify`",
+    *serve("exporting", "compile_model export_hbir", native="`fxq.export_horizon`, `fxq.compile_horizon`, `fxq.verify`",
            note="runs the vendor's installed hb_mapper; inputs are float32 in memory"),
-    *serve("compiling", "perf_model", native="`fxq.estimate(compiled=)`", note="for nash, fxquant's own bounds alone"),
-    *serve("compiling", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
+    *serve("exporting", "perf_model", native="`fxq.estimate(compiled=)`", note="for nash, fxquant's own bounds alone"),
+    *serve("exporting", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
 ]  # fmt: skip
 
 NAMED_QCONFIGS = """
@@ -54,12 +50,12 @@ QCONFIG = [
     *serve("qconfig", "QConfig get_default_qconfig replace_qconfig_dtype", native="`fxq.QConfig`"),
     *serve("qconfig", "get_qconfig", "3.0", "`fxq.QConfig`"),
     *serve("qconfig", "get_default_qat_qconfig get_default_calib_qconfig get_default_qat_out_qconfig", "0.9", "`fxq.QConfig`"),
-    *[Row(name, f"named:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
+    *[Row(name, f"qconfig:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
 ]
 FAKE = [
-    *serve("observing", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
+    *serve("qconfig", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
            native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from; called, a module"),
-    *serve("observing", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
+    *serve("qconfig", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
     *serve("qconfig", """default_8bit_fake_quant default_4bit_fake_quant default_16bit_fake_quant default_calib_fake_quant
            default_8bit_fixed_act_fake_quant default_16bit_fixed_act_fake_quant default_8bit_lsq_quant default_4bit_lsq_quant
            default_16bit_lsq_quant default_4bit_pact_quant default_8bit_pact_quant default_16bit_pact_quant default_fp16_fake_cast
@@ -72,22 +68,22 @@ FAKE = [
     *refuse("GlobalFakeQuantSwitch", "states are set from outside", "call fxq.set_state(prepared, 'float', 'module.path')"),
 ]  # fmt: skip
 OBSERVERS = [
-    *serve("observing", """MinMaxObserver MovingAverageMinMaxObserver PerChannelMinMaxObserver MovingAveragePerChannelMinMaxObserver
+    *serve("qconfig", """MinMaxObserver MovingAverageMinMaxObserver PerChannelMinMaxObserver MovingAveragePerChannelMinMaxObserver
            FixedScaleObserver ClipObserver PercentileObserver KLObserver MixObserver ClipStdObserver CalibObserver""",
            native="observers of `fxq`, by class", note="names with settings"),
-    *serve("observing", "MSEObserver HistogramObserver", native="`fxq.HistogramObserver`", note="both have the least squared error"),
-    *serve("observing", "min_max fixed_scale clip percentile mse clip_std kl mix", native="observers of `fxq`, by class"),
+    *serve("qconfig", "MSEObserver HistogramObserver", native="`fxq.HistogramObserver`", note="both have the least squared error"),
+    *serve("qconfig", "min_max fixed_scale clip percentile mse clip_std kl mix", native="observers of `fxq`, by class"),
     *refuse("ObserverBase", OWN, "subclass fxq.Observer"),
 ]  # fmt: skip
 TEMPLATES = [
     *serve("templates", "ModuleNameQconfigSetter TemplateQconfigSetter", "2.0", "`fxq.QConfigMapping`"),
-    *serve("setters", """default_calibration_qconfig_setter default_qat_qconfig_setter default_qat_fixed_act_qconfig_setter
+    *serve("templates", """default_calibration_qconfig_setter default_qat_qconfig_setter default_qat_fixed_act_qconfig_setter
            calibration_8bit_weight_16bit_act_qconfig_setter qat_8bit_weight_16bit_act_qconfig_setter
            qat_8bit_weight_16bit_fixed_act_qconfig_setter sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter
            sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter
            get_sensitive_op_qconfig_setter gemm_int8_calibration_qconfig_setter gemm_int8_qat_qconfig_setter""", "2.0",
            "`fxq.QConfigMapping`", "last layers have 32-bit outputs"),
-    *serve("setters", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
+    *serve("templates", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
     *serve("templates", "GEMMInt8Template", "2.0", "`fxq.QConfig(input=…)`"),
     *serve("templates", "HighPrecisionOutputTemplate", "2.0", "`fxq.high_precision_outputs`"),
     *serve("templates", "GEMMToGridSampleGridInt16Template ConstTensorQuantTemplate DefaultTemplate", "2.0", "none is needed",
@@ -102,12 +98,8 @@ SETTERS = [
 ]  # fmt: skip
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
 AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search_observers(model, batches, target)")
-OLD_CALIBRATION = refuse(
-    "prepare_calibration prepare_calibration_fx",
-    "the plugin gave it up",
-    "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)",
-    "0.9",
-)
+OLD_CALIBRATION = refuse("prepare_calibration prepare_calibration_fx", "the plugin gave it up",
+                         "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)", "0.9")  # fmt: skip
 OTHERS = [
     *AUTO,
     *OLD_CALIBRATION,
@@ -121,9 +113,9 @@ DEBUG = [
     *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
     *serve("debug", "check_deploy_device", native="`fxq.layers`"),
     *serve("debug", "get_module_called_count", native="`fxq.checks.call_counts`"),
-    *serve("profiling", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
+    *serve("debug", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
            note="a page, and rows"),
-    *serve("analysis", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.sensitivity`"),
+    *serve("debug", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.sensitivity`"),
     *refuse("get_raw_features", "values are read batch by batch", "call fxq.record(model, batches)"),
     *refuse("profile_featuremap", "values are read batch by batch", "call fxq.record(model, batches, real=True)"),
     *refuse("profile_module_constraints", "limits are checked on the whole graph", "call check_model, or fxq.check"),
@@ -133,37 +125,29 @@ DEBUG = [
     *refuse("ModelProfiler HbirModelProfiler ConsistencyAnalyzer QatBcEditor HbmServerSession ModelProfilerv2",
             "files of the vendor's compiler are not read", "call fxq.compare(reference, model, batches), or fxq.verify", "2.0"),
 ]  # fmt: skip
-ONNX = serve(
-    "onnx",
-    "export_to_onnx export_quantized_onnx",
-    native="`fxq.export_onnx`",
-    note="*qdq* for a prepared model; *exact*, which runs, for an integer one",
-)
+ONNX = serve("exporting", "export_to_onnx export_quantized_onnx", native="`fxq.export_onnx`",
+             note="*qdq* for a prepared model; *exact*, which runs, for an integer one")  # fmt: skip
 JIT = [
-    *serve("jit", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
-    *serve("jit", "to_device", note="refused with the remedy"),
+    *serve("exporting", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
+    *serve("exporting", "to_device", note="refused with the remedy"),
 ]
-COLOURS = serve(
-    "functional",
-    """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray rgb2bgr bgr2rgb
-    centered_yuv2rgb centered_yuv2bgr""",
-    native="modules of `fxq.nn`",
-)
+COLOURS = serve("functional", """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray
+                rgb2bgr bgr2rgb centered_yuv2rgb centered_yuv2bgr""", native="modules of `fxq.nn`")  # fmt: skip
 NN_FUNCTIONAL = [
     *serve("functional", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
-    Row("nms", "boxes:nms_of_scores", "1.0", "", HOST),
-    *serve("boxes", "batched_nms", note=HOST),
-    *serve("pillars", "point_pillars_preprocess voxelization", note=HOST),
+    Row("nms", "detection:nms_of_scores", "1.0", "", HOST),
+    *serve("detection", "batched_nms", note=HOST),
+    *serve("detection", "point_pillars_preprocess voxelization", note=HOST),
     *serve("functional", "rle", note=HOST),
     *refuse("decode get_top_n filter_by_max_score", "they are steps of one module", "call horizon.nn.DetectionPostProcess"),
 ]
 FUNCTIONAL = [
     *COLOURS,
     *serve("functional", "sort stable_sort argmax", native="functions of `torch`"),
-    *serve("boxes", "nms batched_nms batched_nms_with_padding", note=HOST),
+    *serve("detection", "nms batched_nms batched_nms_with_padding", note=HOST),
     *refuse("nms_rotated", "overlaps of turned boxes are not computed here", "wrap a function that does: fxq.wrap(function)"),
 ]
-FUNCTIONAL_IMPL = [Row("_voxelization", "pillars:voxelization", "1.0", "", HOST)]
+FUNCTIONAL_IMPL = [Row("_voxelization", "detection:voxelization", "1.0", "", HOST)]
 NN = [
     *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu
            Sin Sinh Sqrt Tan Where Topk Sign Matmul Pow Norm SetItem""", native="functions of `torch`"),
@@ -174,45 +158,38 @@ NN = [
     *serve("modules", """BgrToYuv444 Correlation AnchorGenerator PointPillarsScatter LookUpTable SegmentLUT
            MultiScaleDeformableAttention""", native="modules of `fxq.nn`",
            note="an argument that cannot be served raises ConfigurationError"),
-    *serve("regions", "RoIAlign MultiScaleRoIAlign", native="`fxq.nn.RoIAlign`",
+    *serve("detection", "RoIAlign MultiScaleRoIAlign", native="`fxq.nn.RoIAlign`",
            note="an argument that cannot be served raises ConfigurationError"),
-    *serve("boxes", "DetectionPostProcess DetectionPostProcessV1", native="`fxq.nn.DetectionPostProcess`", note=HOST),
-    *serve("pillars", "BevPoolV2", "3.0", "`fxq.nn.BEVPool`", "in float: where points go is data"),
-    *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
+    *serve("detection", "DetectionPostProcess DetectionPostProcessV1", native="`fxq.nn.DetectionPostProcess`", note=HOST),
+    *serve("detection", "BevPoolV2", "3.0", "`fxq.nn.BEVPool`", "in float: where points go is data"),
+    *serve("modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
            TransformerEncoder TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
-    Row("FloatFunctional", "stub_modules:FloatFunctional"),
+    Row("FloatFunctional", "markers:FloatFunctional"),
     *refuse("RcnnPostProcess", "which of its scores is the background, and how its boxes are rounded, is not public",
             "call horizon.nn.DetectionPostProcess with background_class_idx"),
 ]  # fmt: skip
 WRAP = [
-    *serve("wrapping", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
+    *serve("markers", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
            note="wrapped functions are traced; with skip_compile=True they stay one call, in float, on the host"),
-    *serve("wrapping", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
+    *serve("markers", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
     *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),
 ]  # fmt: skip
-CHECKED = serve("wrapping", "typechecked", note="checks nothing: arguments are checked where they are used")
+CHECKED = serve("markers", "typechecked", note="checks nothing: arguments are checked where they are used")
 MODEL_HELPER = [
     *serve("debug", "get_module_called_count"),
     *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),
 ]
-HBDK4_EXPORT = serve(
-    "hbdk4",
-    "export pre_export get_hbir_input_flattener get_hbir_output_unflattener",
-    "2.0",
-    "`fxq.convert`",
-    "modules are fxquant's graphs",
-)
+HBDK4_EXPORT = serve("hbdk4", "export pre_export get_hbir_input_flattener get_hbir_output_unflattener", "2.0", "`fxq.convert`",
+                     "modules are fxquant's graphs")  # fmt: skip
 HBDK4_COMPILER = [
     *serve("hbdk4", "convert save load statistics Module March", "2.0", "`fxq.convert`, `fxq.save`", "files are fxquant's own"),
-    *serve(
-        "hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`", "for nash, compile is refused with the remedy"
-    ),
-    *refuse(
-        "leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"
-    ),
-]
+    *serve("hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`",
+           "for nash, compile is refused with the remedy"),
+    *refuse("leap link Hbm", "the compiler's own language and runtime are closed",
+            "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
+]  # fmt: skip
 QTENSOR = refuse("QTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
-VERSION = [Row("__version__", "version:__version__", "1.0", "", "the release whose names are served")]
+VERSION = [Row("__version__", ":__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
 
 QUANTIZATION = [
@@ -241,46 +218,44 @@ MODULES: dict[str, list[Row]] = {
     "quantization.observer_v2": OBSERVERS,
     "quantization.fake_quantize": [*FAKE, *[row for row in FLOW if "ake" in row.name]],
     "quantization.fake_cast": [row for row in FAKE if "ast" in row.name],
-    "quantization._learnable_fake_quantize": [row for row in FAKE if row.name == "_LearnableFakeQuantize"],
-    "quantization.pact_fake_quantize": [row for row in FAKE if row.name == "PACTFakeQuantize"],
+    "quantization._learnable_fake_quantize": _named(FAKE, "_LearnableFakeQuantize"),
+    "quantization.pact_fake_quantize": _named(FAKE, "PACTFakeQuantize"),
     "quantization.quantize_fx": [row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name.endswith("_fx")],
-    "quantization.quantize": [
-        row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name in ("prepare_qat", "convert", "prepare_calibration")
-    ],
-    "quantization.prepare": [row for row in PREPARING if row.name in ("prepare", "PrepareMethod")],
+    "quantization.quantize": _named([*PREPARING, *FLOW, *OLD_CALIBRATION], "prepare_qat", "convert", "prepare_calibration"),
+    "quantization.prepare": _named(PREPARING, "prepare", "PrepareMethod"),
     "quantization.fuse_modules": [row for row in (*FLOW, *OTHERS) if row.name.startswith("fuse_")],
     "quantization.stubs": STUBS,
     "quantization.auto_calibration": AUTO,
-    "quantization.weight_reconstruction": [row for row in FLOW if row.name == "weight_reconstruction"],
+    "quantization.weight_reconstruction": _named(FLOW, "weight_reconstruction"),
     "quantization.hbdk4": HBDK4_EXPORT,
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
     "nn.quantized": [
         *FUNCTIONAL_MODULES,
-        Row("QFunctional", "stub_modules:FloatFunctional"),
-        Row("Quantize", "stub_modules:QuantStub"),
-        Row("DeQuantize", "stub_modules:DeQuantStub"),
+        Row("QFunctional", "markers:FloatFunctional"),
+        Row("Quantize", "markers:QuantStub"),
+        Row("DeQuantize", "markers:DeQuantStub"),
     ],
     "nn.qat.stubs": STUBS,
     "nn.qat": [
         *FUNCTIONAL_MODULES,
         *STUBS,
         *_named(NN, "SetItem", "SegmentLUT"),
-        *serve("torch_modules", "GELU", native="`torch.nn`"),
+        *serve("modules", "GELU", native="`torch.nn`"),
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
-    "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
+    "nn.layer_norm": _named(NN, "LayerNorm"),
     "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
     "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
     "nn.linear": _named(NN, "Identity"),
     "nn.segment_lut": _named(NN, "SegmentLUT"),
-    "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "regions:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
+    "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "detection:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
     "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
     "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
     "nn.bgr_to_yuv444": _named(NN, "BgrToYuv444"),
-    "nn.grid_sample": [row for row in NN if row.name in ("GridSample", "warp")],
-    "nn.interpolate": [row for row in NN if row.name == "Interpolate"],
+    "nn.grid_sample": _named(NN, "GridSample", "warp"),
+    "nn.interpolate": _named(NN, "Interpolate"),
     "functional": FUNCTIONAL,
     "fx": WRAP,
     "fx.fx_helper": WRAP,
@@ -292,7 +267,7 @@ MODULES: dict[str, list[Row]] = {
     "utils.quant_profiler": DEBUG,
     "utils.fx_helper": WRAP,
     "utils.typeguard": CHECKED,
-    "utils.quant_switch": [row for row in FAKE if row.name == "GlobalFakeQuantSwitch"],
+    "utils.quant_switch": _named(FAKE, "GlobalFakeQuantSwitch"),
     "utils.model_helper": MODEL_HELPER,
     "utils.serialization": SERIALIZATION,
     "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
@@ -302,7 +277,7 @@ MODULES: dict[str, list[Row]] = {
     "profiler.utils.typeguard": CHECKED,
     "profiler.utils.model_helper": MODEL_HELPER,
     "profiler.bc_editor": [],
-    "profiler.bc_editor.bc_editor": [row for row in DEBUG if row.name == "QatBcEditor"],
+    "profiler.bc_editor.bc_editor": _named(DEBUG, "QatBcEditor"),
     "hbdk4": [],
     "hbdk4.compiler": HBDK4_COMPILER,
     "hbdk4.compiler.hbm": refuse(

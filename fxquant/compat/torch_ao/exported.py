@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.compat.common import Refusal, refuse_given
-from fxquant.compat.torch_ao.switches import converted
+from fxquant.compat.common import Refusal, refuses
+from fxquant.compat.deferred import converted
 from fxquant.compat.torch_ao.tables import TABLES
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.exported import is_unpacked
@@ -83,18 +83,18 @@ class XNNPACKQuantizer(Quantizer):
     target = "qnnpack"
 
 
+@refuses(ARGUMENTS)
 def get_default_x86_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False) -> fxq.QConfig:
     """Return uint8 activations and per-channel int8 weights. `reduce_range` has no effect: accumulators are proved to fit."""
-    refuse_given("get_default_x86_inductor_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
     return fxq.QConfig()
 
 
+@refuses(ARGUMENTS)
 def get_symmetric_quantization_config(
     is_per_channel: bool = False, is_qat: bool = False, is_dynamic: bool = False, act_qmin: int = -128, act_qmax: int = 127,
     weight_qmin: int = -127, weight_qmax: int = 127,
 ) -> fxq.QConfig:  # fmt: skip
     """Return 8-bit activations, and symmetric int8 weights. The ranges are those of the dtypes."""
-    refuse_given("get_symmetric_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
     return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel))
 
 
@@ -150,11 +150,9 @@ def prepare_qat_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
 
 
 @checked(use_reference_representation=FLAG, fold_quantize=FLAG)
+@refuses(ARGUMENTS)
 def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> fx.GraphModule:
     """Return the integer graph of a prepared program. Weights are integers, with or without `fold_quantize`."""
-    refuse_given(
-        "convert_pt2e", {"use_reference_representation": use_reference_representation}, {"use_reference_representation": False}, ARGUMENTS
-    )
     return converted(model)
 
 

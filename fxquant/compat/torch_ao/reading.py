@@ -17,16 +17,16 @@ per_channel_symmetric                                     WeightConfig(per_chann
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, refusals
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.quantization.mapping import Chosen
+from fxquant.quantization.mapping import Call, Chosen, QConfigMapping
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
 from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, QConfig, WeightConfig
 
@@ -42,35 +42,28 @@ OBSERVERS: dict[str, Callable[[Any], Any]] = {
 WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and their subclasses
 
 NOT_READ = {
-    "float16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
-    "bfloat16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
-    "float32": Refusal(
-        "weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too"
-    ),
-    "Identity": Refusal(
-        "weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too"
-    ),
-    "RecordingObserver": Refusal("it keeps every value and finds no scale", "read values with fxq.record(model, batches)"),
-    "dynamic": Refusal(
-        "what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind"
-    ),
-    "PlaceholderObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
-    "ReuseInputObserver": Refusal("operators that only move values have the scale of their operand, without a rule", "leave the rule out"),
-    "NoopObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
-    "PerChannelMinMaxObserver": Refusal("an activation has one scale for all its channels", "name MinMaxObserver"),
-    "affine weight": Refusal(
-        "the integers of weights are symmetric: 0 stands for 0", "pass qscheme=torch.per_tensor_symmetric or torch.per_channel_symmetric"
-    ),
-    "unsigned weight": Refusal("weights are signed integers", "pass dtype=torch.int8"),
-    "affine": Refusal("the affine dtype is one of 8 bits", "pass qscheme=torch.per_tensor_symmetric"),
-    "range": Refusal("dtypes have 4, 8 or 16 bits, whole", "leave quant_min and quant_max out"),
-    "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
-    "weight observer": Refusal(
-        "the scale of a weight is its largest magnitude, or learned",
-        "name MinMaxObserver or PerChannelMinMaxObserver, or pass a fxq.QConfig with WeightConfig(training='learned')",
-    ),
-    "own": Refusal("only observers of torch.ao and of fxquant are known", "derive yours from fxq.Observer, and pass a fxq.QConfig with it"),
-}
+    **refusals("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32",
+               "float16", "bfloat16"),
+    **refusals("weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too",
+               "float32", "Identity"),
+    **refusals("it keeps every value and finds no scale", "read values with fxq.record(model, batches)", "RecordingObserver"),
+    **refusals("what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
+               "dynamic"),
+    **refusals("it finds no scale", "name an observer that does, like HistogramObserver", "PlaceholderObserver", "NoopObserver"),
+    **refusals("operators that only move values have the scale of their operand, without a rule", "leave the rule out",
+               "ReuseInputObserver"),
+    **refusals("an activation has one scale for all its channels", "name MinMaxObserver", "PerChannelMinMaxObserver"),
+    **refusals("the integers of weights are symmetric: 0 stands for 0",
+               "pass qscheme=torch.per_tensor_symmetric or torch.per_channel_symmetric", "affine weight"),
+    **refusals("weights are signed integers", "pass dtype=torch.int8", "unsigned weight"),
+    **refusals("the affine dtype is one of 8 bits", "pass qscheme=torch.per_tensor_symmetric", "affine"),
+    **refusals("dtypes have 4, 8 or 16 bits, whole", "leave quant_min and quant_max out", "range"),
+    **refusals("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0", "ch_axis"),
+    **refusals("the scale of a weight is its largest magnitude, or learned", "name MinMaxObserver or PerChannelMinMaxObserver, or pass a"
+               " fxq.QConfig with WeightConfig(training='learned')", "weight observer"),
+    **refusals("only observers of torch.ao and of fxquant are known", "derive yours from fxq.Observer, and pass a fxq.QConfig with it",
+               "own"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,3 +204,175 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
         return QConfig(weight=weight(qconfig.weight), dynamic=True)
     output = activation(qconfig.activation)
     return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))
+
+
+# ---- mappings ----------------------------------------------------------------------------------------------------------
+
+
+# The operators that PyTorch's default mapping always has rules for, by plain name; a model need not have them.
+PRESET = {
+    "hardsigmoid", "sigmoid", "softmax", "tanh", "layernorm", "prelu", "convtranspose1d", "convtranspose2d", "convtranspose3d", "reshape",
+}  # fmt: skip
+ATTRIBUTES = {
+    "object_type": "object_type_qconfigs",
+    "module_name_regex": "module_name_regex_qconfigs",
+    "module_name": "module_name_qconfigs",
+    "module_name_object_type_order": "module_name_object_type_order_qconfigs",
+}
+
+
+def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
+    """Return the QConfigMapping equivalent to PyTorch's, a dict or one QConfig, for a traced model; fxquant's is returned unchanged.
+
+    Rules equal to the global one are left out, and so are those of PyTorch's default mapping for operators that the model lacks.
+    Every rule that is reported to match nothing is then the user's.
+    """
+    if isinstance(given, QConfigMapping):
+        return given
+    if given is None or isinstance(given, QConfig) or is_foreign(given):
+        return QConfigMapping(default=read(given))
+    known: dict[tuple[int, bool], Chosen] = {}
+
+    def once(qconfig: Any, alone: bool = False) -> Chosen:
+        key = (id(qconfig), alone)
+        if key not in known:
+            known[key] = read(qconfig, activation_alone=alone)
+        return known[key]
+
+    parts = _parts(given)
+    default = once(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
+    written = _written(traced)
+    types = {}
+    for kind, qconfig in parts["object_type"]:
+        plain = _plain(kind)
+        if _reuses_input(qconfig) or (plain in PRESET and kind not in written):
+            continue
+        chosen = once(qconfig, plain == "prelu")
+        if chosen != default:
+            types[kind] = chosen
+    patterns = {pattern: once(qconfig) for pattern, qconfig in parts["module_name_regex"]}
+    names = {name: once(qconfig) for name, qconfig in parts["module_name"]}
+    if "" in names:
+        default = names.pop("")
+    calls = {Call(*where): once(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
+    return QConfigMapping(default, types, patterns, names, calls)
+
+
+def _parts(given: Any) -> dict[str, list[Any]]:
+    """Return the rules of a mapping by kind, as pairs."""
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
+        if not unknown:
+            return {key: _pairs(given.get(key, ())) for key in ATTRIBUTES}
+        raise ConfigurationError(
+            f"{unknown[0]!r} is not a kind of rule",
+            because=f"a dict of QConfigs has the keys '', {', '.join(map(repr, ATTRIBUTES))}",
+            remedy="name rules by one of these",
+        )
+    if not all(hasattr(given, name) for name in ("global_qconfig", *ATTRIBUTES.values())):
+        raise ConfigurationError(
+            f"a {type(given).__name__} is not a qconfig mapping",
+            because="it is a QConfigMapping of torch.ao.quantization, a dict of QConfigs, a QConfig, or a fxq.QConfigMapping",
+            remedy="pass get_default_qconfig_mapping('x86'), or one of these",
+        )
+    return {key: _pairs(getattr(given, name)) for key, name in ATTRIBUTES.items()}
+
+
+def _pairs(rules: Any) -> list[Any]:
+    """Return each rule paired with its QConfig; in an object's dict of calls, the three parts of a call are the key."""
+    if not isinstance(rules, Mapping):
+        return list(rules)
+    return [(*key, qconfig) if isinstance(key, tuple) else (key, qconfig) for key, qconfig in rules.items()]
+
+
+def _plain(kind: Any) -> str:
+    """Return the plain name of an operator: "sigmoid" for nn.Sigmoid, torch.sigmoid and x.sigmoid_()."""
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    return name.lower().replace("_", "")
+
+
+def _written(traced: fx.GraphModule) -> set[Any]:
+    """Return the targets of a model's operators: modules' classes, functions, and names of methods."""
+    modules = dict(traced.named_modules())
+    return {type(modules[str(node.target)]) if node.op == "call_module" else node.target for node in traced.graph.nodes}
+
+
+def _reuses_input(qconfig: Any) -> bool:
+    """Return whether a QConfig reuses the scale of the operator's input, which is the default here."""
+    return is_foreign(qconfig) and getattr(qconfig.activation, "__name__", "") == "ReuseInputObserver"
+
+
+def own_qconfig(qconfig: Any) -> Any:
+    """Return fxquant's QConfig for one of PyTorch's; any other value is returned unchanged."""
+    return read(qconfig) if is_foreign(qconfig) else qconfig
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the non-empty settings of PyTorch's custom config, an object or its dict form, by name."""
+    if config is None:
+        return {}
+    held = (
+        dict(config)
+        if isinstance(config, Mapping)
+        else (
+            {f.name: getattr(config, f.name) for f in fields(config)}
+            if is_dataclass(config) and not isinstance(config, type)
+            else dict(vars(config))
+        )
+    )
+    return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
+
+
+# ---- quantize_dynamic --------------------------------------------------------------------------------------------------
+
+
+LAYERS = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)  # the layers that PyTorch makes dynamic by default
+USUAL = QConfig(weight=WeightConfig(per_channel=False), dynamic=True)  # default_dynamic_qconfig
+
+
+def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfigMapping:
+    """Return the mapping equivalent to a specification: None, a set of module classes and names, or a dict from these to QConfigs.
+
+    Layers that it does not name stay in float.
+    """
+    if dtype is not None and str(dtype).removeprefix("torch.") not in ("qint8", "int8"):
+        raise Refusal("weights become integers of 8 or 4 bits", "leave dtype out, or leave the model in float16 yourself").error(
+            f"dtype={dtype} cannot be read"
+        )
+    rules = QConfigMapping(default=None)
+    for where, qconfig in _rules(model, specification).items():
+        if not isinstance(where, str) and not (isinstance(where, type) and issubclass(where, nn.Module)):
+            raise ConfigurationError(
+                f"{where!r} is not a module or type of a model",
+                because="qconfig_spec names modules by their path or by their class",
+                remedy="pass a set like {nn.Linear, 'encoder.lstm'}, or a dict from these to QConfigs",
+            )
+        chosen = _dynamic(where, qconfig)
+        rules = rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
+    return rules
+
+
+def _rules(model: nn.Module, specification: Any) -> Mapping[Any, Any]:
+    if specification is None:
+        there = {type(module) for module in model.modules()}
+        return {kind: USUAL for kind in LAYERS if kind in there}
+    if isinstance(specification, Mapping):
+        return specification
+    if isinstance(specification, str) or not isinstance(specification, Iterable):
+        raise ConfigurationError(
+            f"qconfig_spec={specification!r} cannot be read",
+            because="it is a set of module classes and names, or a dict from these to QConfigs",
+            remedy="pass one of these, or None for linear and recurrent layers",
+        )
+    return dict.fromkeys(specification, USUAL)
+
+
+def _dynamic(where: Any, qconfig: Any) -> Chosen:
+    chosen = read(qconfig)
+    if chosen is not None and not chosen.dynamic:
+        raise ConfigurationError(
+            f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
+            because="quantize_dynamic calibrates nothing",
+            remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
+        )
+    return chosen

@@ -13,9 +13,8 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
 from fxquant.calibration.cutting import keep_statistics
 from fxquant.calibration.unseen import follow_unseen
@@ -110,22 +109,6 @@ def update_bn_stats(module: nn.Module) -> None:
     """Make batch norms use and update the statistics of batches, in train mode."""
     for operator in _operators(module):
         operator.live_batch_norm = True
-
-
-def settle(prepared: nn.Module) -> None:
-    """Set the scales from everything observed so far; the states of operators stay."""
-    for operator in quantized_operators(prepared).values():
-        if operator.state is State.CALIBRATE:
-            update_scales(operator)
-
-
-def converted(prepared: fx.GraphModule) -> fx.GraphModule:
-    """Return the integer graph of a prepared model in any state, and keep the model's state."""
-    if isinstance(prepared, Deferred):
-        raise prepared._unknown("the integer graph")
-    require_prepared(prepared)
-    settle(prepared)
-    return fxq.convert(prepared)
 
 
 def get_observer_dict(mod: nn.Module, target_dict: dict[str, nn.Module], prefix: str = "") -> None:

@@ -1,10 +1,12 @@
-"""Horizon's tools for inspecting and writing a model, as far as fxquant has the information that they show."""
+"""Horizon's tools for inspecting a model and comparing two, as far as fxquant has the information that they show."""
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +15,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.compat.common import unknown, unserved
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed, stage_of
-from fxquant.support.arguments import checked
+from fxquant.prepared.batches import first_batches
+from fxquant.support.arguments import FLAG, FOLDER, accepted, checked
 from fxquant.support.files import write_file
 
 
@@ -70,14 +74,9 @@ def _scales(model: Any) -> dict[str, float]:
 
 @checked()
 def featuremap_similarity(
-    model1: nn.Module,
-    model2: nn.Module,
-    inputs: Any,
-    similarity_func: str | Callable[[Tensor, Tensor], float] = "Cosine",
-    threshold: float | None = None,
-    devices: Any = None,
-    out_dir: str | None = None,
-) -> list[Similarity]:
+    model1: nn.Module, model2: nn.Module, inputs: Any, similarity_func: str | Callable[[Tensor, Tensor], float] = "Cosine",
+    threshold: float | None = None, devices: Any = None, out_dir: str | None = None,
+) -> list[Similarity]:  # fmt: skip
     """Compare the tensors that two forms of a model have in common, float, prepared or integer, in the order they are computed.
 
     similarity_func   "Cosine", "MSE", "L1", "KL", "SQNR" in dB, or a function of two tensors
@@ -99,8 +98,7 @@ def featuremap_similarity(
         if name in second and one.shape == second[name].shape and one.numel():
             mine, theirs = one.detach().float(), second[name].detach().float()
             rows.append(Similarity(name, measure(mine, theirs), scales.get(name), float((mine - theirs).abs().max())))
-    if out_dir is not None:
-        _write(out_dir, "similarity.txt", _table(rows, threshold, similarity_func in ("Cosine", "SQNR")))
+    _write(out_dir, "similarity.txt", _table(rows, threshold, similarity_func in ("Cosine", "SQNR")))
     return rows
 
 
@@ -114,8 +112,9 @@ def _table(rows: list[Similarity], threshold: float | None, higher_is_better: bo
     return "\n".join([f"  {'tensor':32} {'similarity':>12} {'scale':>12} {'atol':>12}", *lines, ""])
 
 
-def _write(folder: str, name: str, text: str) -> None:
-    write_file(Path(folder) / name, text)
+def _write(folder: str | None, name: str, text: str) -> None:
+    if folder is not None:
+        write_file(Path(folder) / name, text)
 
 
 @checked()
@@ -125,8 +124,7 @@ def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir:
     out_dir   a folder for qconfig_info.txt
     """
     text = fxq.explain(model)
-    if out_dir is not None:
-        _write(out_dir, "qconfig_info.txt", text)
+    _write(out_dir, "qconfig_info.txt", text)
     return text
 
 
@@ -160,13 +158,9 @@ def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_mo
 
 @checked()
 def check_model(
-    module: Any,
-    example_inputs: Any,
-    march: str | None = None,
-    input_source: Any = "ddr",
-    advice: int | None = None,
+    module: Any, example_inputs: Any, march: str | None = None, input_source: Any = "ddr", advice: int | None = None,
     check_quanti_param: bool = True,
-) -> int:
+) -> int:  # fmt: skip
     """Return 0 if a float or prepared model meets all limits of the march without float operators, otherwise the number of findings.
 
     An integer model is compiled instead, to check it with the vendor's compiler itself: 0, or 1 if it refuses. Findings and
@@ -189,3 +183,155 @@ def check_model(
         return 0
     print(findings)
     return len(findings)
+
+
+# ---- profiling ---------------------------------------------------------------------------------------------------------
+
+
+@checked(print_tabulate=FLAG)
+def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabulate: bool = True) -> Any:
+    """Return a row for each batch norm, addition and relu of a model that is not fused into the layer before it, with the reason.
+
+    A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
+    """
+    prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
+    rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
+    if print_tabulate:
+        print(rows)
+    return rows
+
+
+@checked()
+def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphModule, *, out_dir: str | None = None) -> Any:
+    """Return the difference of the weights of two prepared or integer models, a row each, worst first.
+
+    out_dir   a folder for weight_comparison.txt
+    """
+    rows = fxq.checks.compare_weights(float_model, qat_quantized_model)
+    _write(out_dir, "weight_comparison.txt", f"{rows}\n")
+    return rows
+
+
+@checked(out_dir=FOLDER.or_none("the working directory"))
+def model_profiler(
+    model1: nn.Module, model2: fx.GraphModule, example_inputs: Any, mode: Any = None, out_dir: str | None = None, kwargs_dict: Any = None
+) -> Path:
+    """Write profiler.html, the page of `fxquant.report`: the second model compared with the first. Return its path.
+
+    `mode` and `kwargs_dict` have no effect: the kinds of the models are known, and everything is on one page.
+    """
+    batch = example_inputs if isinstance(example_inputs, torch.Tensor | dict) else tuple(example_inputs)
+    return fxq.report(model2, Path(out_dir or ".") / "profiler.html", [batch], reference=model1)
+
+
+# ---- QuantAnalysis -----------------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("fxquant")
+
+TYPES = ("fake_quant", "pre_export", "export", "convert")
+
+
+def _left_out(called: str, options: Mapping[str, Any]) -> None:
+    """Log which options of a call have no effect; an option of None is not logged."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        logger.info("QuantAnalysis%s: without effect here: %s", called, ", ".join(given))
+
+
+class QuantAnalysis:
+    """Compares two stages of a model on the batch that they differ most on.
+
+    baseline_model, analysis_model   a float model and a prepared one, or a prepared one and an integer one
+    analysis_model_type              "fake_quant", "pre_export", "export" or "convert"
+    out_dir                          where files are written
+
+    device_ids, and options of the methods that this class does not name, have no effect; a line of the log names them. Raises
+    ConfigurationError for another type, and for post_process.
+    """
+
+    def __init__(
+        self, baseline_model: nn.Module, analysis_model: Any, analysis_model_type: str, device_ids: Any = None, post_process: Any = None,
+        out_dir: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        if analysis_model_type not in TYPES:
+            raise unknown("analysis_model_type", analysis_model_type, f"one of {', '.join(TYPES)}")
+        if post_process is not None:
+            raise unserved(
+                "QuantAnalysis",
+                "post_process",
+                "outputs are compared as the models return them",
+                "leave it out, or make it part of the model",
+            )
+        _left_out("", {"device_ids": device_ids})
+        self.baseline = getattr(baseline_model, "model", baseline_model) if not isinstance(baseline_model, nn.Module) else baseline_model
+        self.analysis = getattr(analysis_model, "model", analysis_model) if not isinstance(analysis_model, nn.Module) else analysis_model
+        self.out_dir = Path(accepted("QuantAnalysis", "out_dir", out_dir or "./horizon_quant_analysis", FOLDER))
+        self.case: Any = None
+        self._comparison: Any = None
+
+    def auto_find_bad_case(self, dataloader: Iterable[Any], num_steps: int | None = None, **options: Any) -> int:
+        """Select the batch on which the outputs differ most, by the mean of squares; return its index."""
+        _left_out(".auto_find_bad_case", options)
+        worst, found = -1.0, -1
+        for index, batch in enumerate(first_batches(dataloader, num_steps)):
+            difference = fxq.compare(self.baseline, self.analysis, [batch], show_progress=False)
+            largest = max((layer.mse for layer in difference.outputs if layer.name.startswith("output")), default=0.0)
+            if largest > worst:
+                worst, found, self.case = largest, index, batch
+        if found < 0:
+            raise ConfigurationError("a bad case was not found", because="the dataloader yielded no batch", remedy="pass one with a batch")
+        return found
+
+    def set_bad_case(self, data: Any) -> None:
+        """Select this batch."""
+        self.case = data
+
+    def load_bad_case(self, filename: str | Path | None = None) -> None:
+        """Select the batch that `save_bad_case` saved."""
+        self.case = torch.load(filename or self.out_dir / "all_badcase_info.pt")
+
+    def save_bad_case(self) -> Path:
+        """Save the batch in all_badcase_info.pt; return the path."""
+        archive = io.BytesIO()
+        torch.save(self._case(), archive)
+        return write_file(self.out_dir / "all_badcase_info.pt", archive.getvalue())
+
+    def _case(self) -> Any:
+        if self.case is None:
+            raise ConfigurationError(
+                "a bad case was not set yet",
+                because="what is compared is one batch",
+                remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
+            )
+        return self.case
+
+    def run(self, device_id: Any = None, **options: Any) -> None:
+        """Compare the two models on the bad case."""
+        _left_out(".run", {"device_id": device_id, **options})
+        self._comparison = fxq.compare(self.baseline, self.analysis, [self._case()], show_progress=False)
+
+    def compare_per_layer(self, **options: Any) -> Any:
+        """Return the difference of each layer as a `fxquant.Comparison`, also written to compare_per_layer_out.txt."""
+        _left_out(".compare_per_layer", options)
+        if self._comparison is None:
+            self.run()
+        write_file(self.out_dir / "compare_per_layer_out.txt", f"{self._comparison}\n")
+        return self._comparison
+
+    def sensitivity(self, **options: Any) -> list[tuple[str, str, float]]:
+        """Return rows (operator, "activation" or "weight", noise to signal), worst first, for SensitivityTemplate; also written to a file.
+
+        Raises ConfigurationError if the analysis model is not a prepared one.
+        """
+        _left_out(".sensitivity", options)
+        if is_deployed(self.analysis):
+            raise ConfigurationError(
+                "sensitivities of an integer model cannot be measured",
+                because="its scales are constants",
+                remedy="pass the prepared model it was made of",
+            )
+        found = fxq.sensitivity(self.analysis, [self._case()], widths=(8,), show_progress=False)
+        rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
+        write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")
+        return rows

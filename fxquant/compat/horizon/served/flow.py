@@ -1,9 +1,10 @@
-"""Horizon's workflow over fxquant's: states, conversion to integers, and transfer of scales."""
+"""Horizon's workflow over fxquant's: preparation, states, conversion to integers, and transfer of scales."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import logging
 import weakref
@@ -14,12 +15,17 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared, update_scales
-from fxquant.compat.common import refuse_given
-from fxquant.compat.deferred import Deferred, become
-from fxquant.compat.horizon.served.preparing import ARGUMENTS, PREPARED
+from fxquant import backends
+from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
+from fxquant.compat.checkpoints import take_checkpoints
+from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced, unserved
+from fxquant.compat.deferred import Deferred, become, converted, keep_shapes, prepared_in_place, settle
+from fxquant.compat.horizon.served.march import get_qat_mode, required
+from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
+from fxquant.compat.horizon.served.qconfig import as_qconfig
+from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import is_deployed
+from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import gathering
 from fxquant.quantization.quantizer import Quantizer
@@ -27,6 +33,139 @@ from fxquant.quantization.state import State
 from fxquant.support.addresses import start
 from fxquant.support.arguments import FLAG, checked
 from fxquant.tuning.rounding import adaround
+
+logger = logging.getLogger("fxquant")
+
+
+def _keeps_attributes(config: Any) -> bool:
+    """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
+    return not set(config) - {"preserved_attributes"}
+
+
+FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
+ARGUMENTS = {
+    **refusals("modules are traced, not replaced", "leave it out", "mapping"),
+    **refusals("operands of a concatenation have the scales that the march demands", "leave it out", "optimize_kwargs"),
+    "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", _keeps_attributes),
+    **refusals(*FUSED, "fuse_custom_config_dict"),
+    "fuser_func": Refusal(*FUSED, lambda function: function is fuse_known_modules),
+}
+
+
+class PrepareMethod(enum.Enum):
+    """The methods of Horizon's `prepare`; here all of these trace the model."""
+
+    EAGER = "eager"
+    SYMBOLIC = "symbolic"
+    JIT = "jit"
+    JIT_STRIP = "jit-strip"
+
+
+PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions created, for parts of them
+OLD_SCALE = 1.0 / 128.0
+
+
+@checked(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
+def prepare_qat_fx(
+    model: nn.Module, qconfig_dict: Any = None, prepare_custom_config_dict: Mapping[str, Any] | None = None, optimize_graph: bool = False,
+    hybrid: bool = False, hybrid_dict: Mapping[str, Any] | None = None, opset_version: int | None = None, *, example_inputs: Any = None,
+    dynamic_shapes: Any = None, training_branch: bool | None = None,
+) -> fx.GraphModule:  # fmt: skip
+    """Prepare a model for the march that is set, in state QAT and in train mode if the model is. See `fxquant.prepare`.
+
+    qconfig_dict     operators that no rule of it covers stay in float
+    optimize_graph   has no effect: every pass runs
+    hybrid           with hybrid_dict, what stays on the host; operators without integers on the march stay there anyway
+    example_inputs   the inputs for the trace; None: the model is prepared by its first batch, and has no parameters before
+    dynamic_shapes   as `fxquant.prepare` takes it
+    training_branch  whether to keep what forward computes only in train mode; None: if it can be traced, otherwise with a warning
+
+    An attribute `qconfig` on a module overrides the dict. A QuantStub without a scale has 1/128 on marches up to bayes-e.
+    """
+    for key in [key for key in prepare_custom_config_dict or () if key != "preserved_attributes"]:
+        raise Refusal("attributes are kept in any case, and other entries have no effect", "leave it out").error(
+            f"prepare_qat_fx(prepare_custom_config_dict={{{key!r}: …}}) cannot be done"
+        )
+    if hybrid_dict is not None and not hybrid:
+        raise unserved("prepare_qat_fx", "hybrid_dict", "it names operators of a hybrid model", "pass hybrid=True with it")
+    mapping = of_dict(qconfig_dict)
+    rules = on_host(mapping, hybrid_dict) if hybrid_dict else mapping
+    return _prepared_as("prepare_qat_fx", model, example_inputs, rules, dynamic_shapes, training_branch, old=True)
+
+
+@checked(inplace=FLAG, hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
+@refuses(ARGUMENTS)
+def prepare_qat(
+    model: nn.Module, mapping: Any = None, inplace: bool = False, optimize_graph: bool = False, hybrid: bool = False,
+    optimize_kwargs: Any = None, *, example_inputs: Any = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
+) -> fx.GraphModule:  # fmt: skip
+    """Prepare a model whose attributes `qconfig` and stubs say what is quantized, otherwise as `prepare_qat_fx`.
+
+    inplace   whether the caller's object becomes the prepared model, and is returned
+    """
+    rules = fxq.QConfigMapping(default=None)
+    return _prepared_as("prepare_qat", model, example_inputs, rules, dynamic_shapes, training_branch, old=True, inplace=inplace)
+
+
+@checked(training_branch=BRANCH)
+def prepare(
+    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: PrepareMethod | str = PrepareMethod.JIT_STRIP,
+    example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
+) -> fx.GraphModule:  # fmt: skip
+    """Prepare the model by a setter, or by several, of which the first with a rule for an operator decides; None: attributes `qconfig`.
+
+    The other arguments are those of `prepare_qat_fx`; `method` and `fuse_mode` have no effect: every method traces. A QuantStub without
+    a scale observes it.
+    """
+    PrepareMethod(method)
+    inputs = example_inputs
+    if example_kw_inputs:
+        given = example_inputs if isinstance(example_inputs, tuple | list) else () if example_inputs is None else (example_inputs,)
+        inputs = dict(inspect.signature(model.forward).bind(*given, **example_kw_inputs).arguments)
+    has_attributes = any("qconfig" in module.__dict__ for module in model.modules())
+    setters = fxq.QConfigMapping(default=None) if qconfig_setter is None and has_attributes else qconfig_setter
+    return _prepared_as("prepare", model, inputs, setters, dynamic_shapes, training_branch, old=False)
+
+
+def _prepared_as(
+    called: str, model: nn.Module, example_inputs: Any, rules: Any, dynamic_shapes: Any, branch: bool | None, *, old: bool,
+    inplace: bool = False,
+) -> fx.GraphModule:  # fmt: skip
+    """Return the model that is prepared by rules; `old`: as the plugin's first releases do it."""
+    prepare = functools.partial(
+        _prepare, called=called, old=old, rules=rules, dynamic_shapes=dynamic_shapes, branch=branch, march=required(called),
+        batch_norm=get_qat_mode().value,
+    )  # fmt: skip
+    made: fx.GraphModule = prepared_in_place(model, inplace, example_inputs, prepare, called, keeps=False)
+    PREPARED.add(made)
+    return made
+
+
+def _prepare(
+    model: nn.Module, example_inputs: Any, *, called: str, old: bool, rules: Any, dynamic_shapes: Any, branch: bool | None, march: str,
+    batch_norm: str,
+) -> fx.GraphModule:  # fmt: skip
+    inputs = tuple(example_inputs) if isinstance(example_inputs, list) else example_inputs
+    scale, why = None, f"{called} for {march} observes what is given no scale"
+    if old and not backends.get(march).name.startswith("nash"):
+        scale, why = OLD_SCALE, f"the default of {called} for {march}; QuantStub(scale=None) observes it"
+    with scale_of_stubs(model, scale, why), reading_attributes(model, as_qconfig):
+        if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
+            graph = fxq.trace(model, inputs)
+        else:
+            graph = traced(called, model, inputs, dynamic_shapes, branch, leaves(model))
+    mapping, wide = of_setters(rules, graph, march)
+    if wide:
+        mapping = fxq.high_precision_outputs(graph, inputs, march, mapping)
+    prepared = fxq.prepare(graph, inputs, march, mapping, batch_norm=batch_norm)
+    fxq.set_state(prepared, State.TRAIN)
+    keep_shapes(prepared, inputs)
+    take_checkpoints(prepared)
+    return prepared.train(model.training)
+
+
+# ---- states, conversion, scales ----------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger("fxquant")
 
@@ -80,6 +219,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
 
 
 @checked(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
+@refuses(ARGUMENTS)
 def convert_fx(
     graph_module: fx.GraphModule,
     inplace: bool = False,
@@ -94,28 +234,16 @@ def convert_fx(
 
     Raises ConfigurationError for operators in state _FLOAT, which would be integers here, and NotCalibrated without scales.
     """
-    refuse_given("convert_fx", {"convert_custom_config_dict": _unpreserved(convert_custom_config_dict)}, {}, ARGUMENTS)
-    if isinstance(graph_module, Deferred):
-        raise graph_module._unknown("the integer graph")
-    require_prepared(graph_module)
     operators = quantized_operators(graph_module)
     in_float = [name for name, operator in operators.items() if operator.state is State.FLOAT]
     if in_float and len(in_float) < len(operators):
         logger.warning("operators in state _FLOAT are integers in the integer graph: %s", ", ".join(in_float))
-    for operator in operators.values():
-        if operator.state is State.CALIBRATE:
-            update_scales(operator)
-    integer = fxq.convert(graph_module)
+    integer = converted(graph_module)
     if inplace:
         become(graph_module, integer)
         integer = graph_module
     _converted.add(integer)
     return integer
-
-
-def _unpreserved(config: Any) -> Any:
-    """Return the entries of a custom config besides the attributes to keep, which are kept anyway."""
-    return {key: value for key, value in (config or {}).items() if key != "preserved_attributes"} or None
 
 
 def integer_of(model: Any, called: str) -> fx.GraphModule:
@@ -141,34 +269,35 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
 
 
 @checked(inplace=FLAG)
+@refuses(ARGUMENTS)
 def convert(
     module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False
 ) -> Any:
     """Return the integer graph, as `convert_fx`, under its name in eager mode."""
-    refuse_given("convert", {"mapping": mapping}, {}, ARGUMENTS)
     return convert_fx(module, inplace, None, remove_qconfig, fast_mode)
 
 
 @checked()
 def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
-    refuse_given("fuse_fx", {"fuse_custom_config_dict": _unpreserved(fuse_custom_config_dict)}, {}, ARGUMENTS)
+    if not _keeps_attributes(fuse_custom_config_dict or ()):
+        raise ARGUMENTS["fuse_custom_config_dict"].error("fuse_fx(fuse_custom_config_dict=…) cannot be done")
     return model
 
 
 @checked(inplace=FLAG)
+@refuses(ARGUMENTS)
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
-    given = {"fuser_func": None if fuser_func is fuse_known_modules else fuser_func, "fuse_custom_config_dict": fuse_custom_config_dict}
-    refuse_given("fuse_modules", given, {}, ARGUMENTS)
     return model
 
 
 def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
     """Return the modules unchanged: operators are fused when the model is prepared."""
-    refuse_given("fuse_known_modules", {"fuser_func": additional_fuser_method_mapping or None}, {}, ARGUMENTS)
+    if additional_fuser_method_mapping:
+        raise ARGUMENTS["fuser_func"].error("fuse_known_modules(fuser_func=…) cannot be done")
     return mod_list
 
 
@@ -186,6 +315,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
             raise model._unknown(action)
     require_prepared(from_model)
     require_prepared(to_model)
+    settle(from_model)
     chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
     if not chosen:
         raise ConfigurationError(
@@ -207,9 +337,6 @@ def _matching(
     """Return the quantizers that take over a scale, each paired with its source, and the names of those without a source."""
     chosen: list[tuple[Quantizer, Quantizer]] = []
     left = []
-    for operator in sources.values():
-        if operator.state is State.CALIBRATE:
-            update_scales(operator)
     for name, operator in operators.items():
         known = owned_quantizers(sources[name]) if name in sources else []
         for mine, theirs in itertools.zip_longest(owned_quantizers(operator), known):

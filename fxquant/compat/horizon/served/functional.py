@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,49 +14,33 @@ from fxquant.errors import ConfigurationError
 STUDIO = "studio"  # the plugin's default, with Y in 16…235
 
 
-def _applied(module: nn.Module, input: Tensor) -> Tensor:
-    found: Tensor = module.to(input.device)(input.float())
-    return found
+def _to_yuv(kind: Callable[..., nn.Module], centred: bool) -> Callable[..., Tensor]:
+    """Return a function that converts images (N, 3, H, W) of 0…255 to Y, U, V; minus 128 if `centred`.
+
+    swing   "studio" (Y in 16…235) or "full"
+    """
+
+    def convert(input: Tensor, swing: str = STUDIO) -> Tensor:
+        converted: Tensor = kind(swing, centred=centred).to(input.device)(input.float())
+        return converted
+
+    return convert
 
 
-def rgb2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Convert images (N, 3, H, W) of 0…255, red first, to Y, U, V. swing: "studio" (Y in 16…235) or "full"."""
-    return _applied(fxq.nn.RgbToYuv444(swing), input)
+def _to_gray(kind: Callable[..., nn.Module], centre: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that converts images (N, 3, H, W) of 0…255 to (N, 1, H, W) of 0…255, minus `centre`."""
+
+    def convert(input: Tensor) -> Tensor:
+        converted: Tensor = kind("full").to(input.device)(input.float())
+        return converted - centre if centre else converted
+
+    return convert
 
 
-def bgr2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Convert images as `rgb2yuv`, with blue as their first channel."""
-    return _applied(fxq.nn.BgrToYuv444(swing), input)
-
-
-def rgb2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Convert images (N, 3, H, W) of 0…255, red first, to Y, U, V minus 128."""
-    return _applied(fxq.nn.RgbToYuv444(swing, centred=True), input)
-
-
-def bgr2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
-    """Convert images as `rgb2centered_yuv`, with blue as their first channel."""
-    return _applied(fxq.nn.BgrToYuv444(swing, centred=True), input)
-
-
-def rgb2gray(input: Tensor) -> Tensor:
-    """Convert images (N, 3, H, W) of 0…255, red first, to (N, 1, H, W) of 0…255."""
-    return _applied(fxq.nn.RgbToGray("full"), input)
-
-
-def bgr2gray(input: Tensor) -> Tensor:
-    """Convert images as `rgb2gray`, with blue as their first channel."""
-    return _applied(fxq.nn.BgrToGray("full"), input)
-
-
-def rgb2centered_gray(input: Tensor) -> Tensor:
-    """Convert images (N, 3, H, W) of 0…255, red first, to (N, 1, H, W) minus 128."""
-    return rgb2gray(input) - 128
-
-
-def bgr2centered_gray(input: Tensor) -> Tensor:
-    """Convert images as `rgb2centered_gray`, with blue as their first channel."""
-    return bgr2gray(input) - 128
+rgb2yuv, bgr2yuv = _to_yuv(fxq.nn.RgbToYuv444, False), _to_yuv(fxq.nn.BgrToYuv444, False)
+rgb2centered_yuv, bgr2centered_yuv = _to_yuv(fxq.nn.RgbToYuv444, True), _to_yuv(fxq.nn.BgrToYuv444, True)
+rgb2gray, bgr2gray = _to_gray(fxq.nn.RgbToGray, 0), _to_gray(fxq.nn.BgrToGray, 0)
+rgb2centered_gray, bgr2centered_gray = _to_gray(fxq.nn.RgbToGray, 128), _to_gray(fxq.nn.BgrToGray, 128)
 
 
 def rgb2bgr(input: Tensor) -> Tensor:
@@ -85,13 +69,7 @@ def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tenso
     return converted
 
 
-def centered_yuv2rgb(
-    input: Tensor,
-    swing: str = STUDIO,
-    mean: Sequence[float] | Tensor = (128.0,),
-    std: Sequence[float] | Tensor = (128.0,),
-    q_scale: Any = 1 / 128,
-) -> Tensor:
+def centered_yuv2rgb(input: Tensor, swing: str = STUDIO, mean: Any = (128.0,), std: Any = (128.0,), q_scale: Any = 1 / 128) -> Tensor:
     """Convert Y, U, V minus 128 to normalised red, green and blue: float values, which their readers quantize.
 
     Before a model it is a convolution with integers; its scale is observed as that of any other, so `q_scale` has no effect.
@@ -99,13 +77,7 @@ def centered_yuv2rgb(
     return _colours(fxq.nn.YuvToRgb, input, swing, mean, std)
 
 
-def centered_yuv2bgr(
-    input: Tensor,
-    swing: str = STUDIO,
-    mean: Sequence[float] | Tensor = (128.0,),
-    std: Sequence[float] | Tensor = (128.0,),
-    q_scale: Any = 1 / 128,
-) -> Tensor:
+def centered_yuv2bgr(input: Tensor, swing: str = STUDIO, mean: Any = (128.0,), std: Any = (128.0,), q_scale: Any = 1 / 128) -> Tensor:
     """Convert as `centered_yuv2rgb`, with blue as the first channel; `mean` and `std` are those of blue, green and red."""
     means, stds = (torch.as_tensor(value).flatten().flip(0) for value in (mean, std))
     return _colours(fxq.nn.YuvToBgr, input, swing, means, stds)

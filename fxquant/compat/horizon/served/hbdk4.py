@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import fxquant as fxq
 from fxquant import backends
 from fxquant.calibration.calibration import require_prepared
-from fxquant.compat.horizon.served.compiling import compile_model, perf_model
+from fxquant.compat.horizon.served.exporting import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed

@@ -1,12 +1,14 @@
-"""The march that models are prepared for: one global setting, as in Horizon's programs."""
+"""The global settings of Horizon's programs: the march that models are prepared for, and the behaviour of their batch norms."""
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from fxquant import backends
 from fxquant.compat.common import Refusal
 from fxquant.errors import ConfigurationError
+from fxquant.support.arguments import checked
 
 UNKNOWN = {
     "bayes-a825-03": Refusal("what it computes is not public", "set March.BAYES"),
@@ -62,3 +64,29 @@ def required(called: str) -> str:
 def is_nash_series(march: Any) -> bool:
     """Return whether a march belongs to nash."""
     return str(getattr(march, "value", march)).startswith("nash")
+
+
+class QATMode(enum.Enum):
+    """The behaviour of batch norms while training, as `batch_norm` of `fxquant.prepare`."""
+
+    FuseBN = "folded"
+    WithBN = "live"
+    WithBNReverseFold = "live"  # folding is a function of weight and statistics in every state
+
+
+_qat_mode = [QATMode.FuseBN]
+
+
+@checked()
+def set_qat_mode(mode: QATMode) -> None:
+    """Set the behaviour of batch norms while training, for models that are prepared after this call."""
+    if not isinstance(mode, QATMode):
+        raise ConfigurationError(
+            f"{mode!r} is not a QATMode", because="it is FuseBN, WithBN or WithBNReverseFold", remedy="pass one of these"
+        )
+    _qat_mode[:] = [mode]
+
+
+def get_qat_mode() -> QATMode:
+    """Return the mode that was set; FuseBN by default."""
+    return _qat_mode[0]

@@ -10,12 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.compat.common import unserved
 from fxquant.compat.horizon.served import functional
-from fxquant.errors import ConfigurationError
-
-
-def _unserved(called: str, argument: str, because: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"{called}({argument}=…) cannot be done", because=because, remedy=remedy)
 
 
 class Function(nn.Module):
@@ -40,7 +36,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Rsqrt": torch.rsqrt, "Selu": F.selu, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan, "Where": torch.where,
     "Topk": torch.topk, "Sign": torch.sign, "Matmul": torch.matmul,
 }  # fmt: skip
+OF_TORCH = """
+GELU GRU LSTM ChannelShuffle GroupNorm GRUCell Identity LSTMCell MultiheadAttention RMSNorm Softmax TransformerDecoder
+TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+"""  # modules that PyTorch has under the same names
 globals().update({name: _module(name, function) for name, function in FUNCTIONS.items()})
+globals().update({name: getattr(nn, name) for name in OF_TORCH.split()})
 
 
 class Pow(nn.Module):
@@ -59,14 +60,9 @@ class Interpolate(nn.Module):
     """`torch.nn.functional.interpolate` as a module."""
 
     def __init__(
-        self,
-        size: Any = None,
-        scale_factor: Any = None,
-        mode: str = "bilinear",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-        antialias: bool = False,
-    ) -> None:
+        self, size: Any = None, scale_factor: Any = None, mode: str = "bilinear", align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None, antialias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners, "antialias": antialias,
                         "recompute_scale_factor": recompute_scale_factor}  # fmt: skip
@@ -81,7 +77,7 @@ class GridSample(fxq.nn.Warp):
 
     def __init__(self, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None) -> None:
         if align_corners is False:
-            raise _unserved("GridSample", "align_corners", "positions are pixels, which have no corners to align", "leave it out")
+            raise unserved("GridSample", "align_corners", "positions are pixels, which have no corners to align", "leave it out")
         super().__init__(mode, padding_mode)
 
 
@@ -122,23 +118,18 @@ class Correlation(nn.Module):
     """
 
     def __init__(
-        self,
-        kernel_size: int = 1,
-        max_displacement: int = 1,
-        stride1: int = 1,
-        stride2: int = 1,
-        pad_size: int = 0,
+        self, kernel_size: int = 1, max_displacement: int = 1, stride1: int = 1, stride2: int = 1, pad_size: int = 0,
         is_multiply: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if kernel_size != 1:
-            raise _unserved("Correlation", "kernel_size", "pixels are compared one by one", "pass 1, and pool the maps before or after it")
+            raise unserved("Correlation", "kernel_size", "pixels are compared one by one", "pass 1, and pool the maps before or after it")
         if stride1 != 1:
-            raise _unserved("Correlation", "stride1", "every pixel of the first map is compared", "pass 1, and slice the result")
+            raise unserved("Correlation", "stride1", "every pixel of the first map is compared", "pass 1, and slice the result")
         if not is_multiply:
-            raise _unserved("Correlation", "is_multiply", "maps are compared by products", "pass True")
+            raise unserved("Correlation", "is_multiply", "maps are compared by products", "pass True")
         if pad_size not in (0, max_displacement):
-            raise _unserved("Correlation", "pad_size", "maps are padded by max_displacement, or not", "pass 0 or max_displacement")
+            raise unserved("Correlation", "pad_size", "maps are padded by max_displacement, or not", "pass 0 or max_displacement")
         self.cut = max_displacement - pad_size
         self.correlate = fxq.nn.Correlation(max_displacement, stride2)
 
@@ -161,7 +152,7 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         legacy_bbox: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         if legacy_bbox or options:
-            raise _unserved(
+            raise unserved(
                 "AnchorGenerator", next(iter(options), "legacy_bbox"), "boxes are real intervals, in units of the stride", "leave it out"
             )
         strides = list(feat_strides)
@@ -189,7 +180,7 @@ class PointPillarsScatter(nn.Module):
     def forward(self, voxel_features: Tensor, coords: Tensor, output_shape: Any = None) -> Tensor:
         shape = self.output_shape if output_shape is None else output_shape
         if shape is None:
-            raise _unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
+            raise unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
         return functional.point_pillars_scatter(voxel_features, coords, shape)
 
 
@@ -285,10 +276,10 @@ class MultiScaleDeformableAttention(nn.Module):
         key_padding_mask: Tensor | None = None, reference_points: Tensor | None = None, spatial_shapes: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         if isinstance(spatial_shapes, Tensor) or spatial_shapes is None:
-            raise _unserved("MultiScaleDeformableAttention", "spatial_shapes", "sizes are part of the graph", "pass a list of (H, W)")
+            raise unserved("MultiScaleDeformableAttention", "spatial_shapes", "sizes are part of the graph", "pass a list of (H, W)")
         if reference_points is None or key_padding_mask is not None:
             name = "reference_points" if reference_points is None else "key_padding_mask"
-            raise _unserved(
+            raise unserved(
                 "MultiScaleDeformableAttention", name, "positions are needed, and values are not masked", "pass points (N, Q, levels, 2)"
             )
         value, identity = query if value is None else value, query if identity is None else identity

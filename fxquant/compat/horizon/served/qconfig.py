@@ -1,37 +1,189 @@
-"""Horizon's qconfigs: each is a fxq.QConfig, created by name, or from fake quantizes and observers by their names."""
+"""Horizon's observers, fake quantizes, dtypes and qconfigs. A qconfig is a fxq.QConfig, by name or made of fake quantizes and observers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.compat.common import Refusal
-from fxquant.compat.horizon.served.observing import (
-    KINDS,
-    FakeCast,
-    FakeQuant,
-    FakeQuantize,
-    clip,
-    clip_std,
-    fixed_scale,
-    kl,
-    min_max,
-    mix,
-    mse,
-    percentile,
-)
+from fxquant.calibration.calibration import owned_quantizers, require_prepared
+from fxquant.compat.common import Refusal, unknown
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.observers import Observer
+from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.observers import Observer, gathering
+from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
 
+# ---- observers and fake quantizes --------------------------------------------------------------------------------------
+
+
 FLOAT = "float"  # the training mode of a FakeCast, which has no scale
 
-qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
+
+class NamedObserver(str):
+    """An observer by its name, with settings: `MinMaxObserver`, `MSEObserver.with_args(stride=10)`, `FixedScaleObserver(scale=0.5)`."""
+
+    settings: Mapping[str, Any] = {}
+
+    def with_args(self, **settings: Any) -> NamedObserver:
+        """Return a copy with these settings."""
+        made = NamedObserver(self)
+        made.settings = {**self.settings, **settings}
+        return made
+
+    __call__ = with_args
+
+    def reset_scale(
+        self, model: nn.Module, method: str = "mse", method_kwargs: Mapping[str, Any] | None = None, dtype: Any = None, prefix: str = ""
+    ) -> int:
+        """Recompute scales of a calibrated model from what was observed, without batches; return their number.
+
+        method         "percentile", with method_kwargs {"percentile": 0.9999} as a fraction, or "mse"
+        dtype, prefix  only tensors of this dtype, and only operators of modules below this path
+
+        Raises ConfigurationError for another method, and if no scale matches.
+        """
+        require_prepared(model)
+        if method not in ("mse", "percentile"):
+            raise unknown("method", method, "'mse' or 'percentile'")
+        share = float((method_kwargs or {}).get("percentile", 0.9999))
+        chosen = fxq.PercentileObserver(100 * share) if method == "percentile" else fxq.HistogramObserver()
+        wanted = None if dtype is None else str(dtype).removeprefix("torch.").removeprefix("q")
+        count = 0
+        for operator in quantized_operators(model).values():
+            inside = not prefix or operator.path == prefix or operator.path.startswith(prefix + ".")
+            for quantizer in owned_quantizers(operator) if inside else ():
+                if wanted in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
+                    count += _reset(quantizer, chosen)
+        if not count:
+            raise ConfigurationError(
+                "no scale was changed", because="no tensor of this dtype and prefix was observed", remedy="calibrate the model first"
+            )
+        return count
+
+
+def _reset(quantizer: Quantizer, chosen: fxq.Observer) -> bool:
+    """Set a scale as another observer with the same statistics would; return whether there is one."""
+    known = next((observer for observer in quantizer.observers if gathering(observer) == gathering(chosen) and observer.observed), None)
+    if known is None:
+        return False
+    chosen.load_state_dict(known.state_dict())
+    quantizer.assign(chosen.scale(quantizer.dtype) * quantizer.headroom)
+    return True
+
+
+min_max, fixed_scale, clip, percentile, mse = (NamedObserver(name) for name in ("min_max", "fixed_scale", "clip", "percentile", "mse"))
+clip_std, kl, mix = (NamedObserver(name) for name in ("clip_std", "kl", "mix"))
+MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = MovingAveragePerChannelMinMaxObserver = min_max
+FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
+ClipStdObserver, KLObserver, MixObserver = clip_std, kl, mix
+CalibObserver = percentile
+HistogramObserver = mse  # both minimize the squared error
+
+
+@dataclass(frozen=True)
+class FakeQuant:
+    """A description of a fake quantize: how its scale is found, and its other arguments. A call returns it as a module."""
+
+    training: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_args(self, **settings: Any) -> FakeQuant:
+        """Return a copy with these arguments."""
+        return replace(self, settings={**self.settings, **settings})
+
+    def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
+        """Return a module that observes and rounds its input."""
+        given = settings if observer is None else {"observer": observer, **settings}
+        return FakeQuantizer(activation(self.with_args(**given)))
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, FakeQuantizer)
+
+
+class FakeQuantizer(nn.Module):
+    """A fake quantize of a tensor: observes in train mode, and rounds to a grid: clip(round(x / scale)) · scale, straight through."""
+
+    def __init__(self, config: fxq.ActivationConfig) -> None:
+        super().__init__()
+        observer = None if config.fixed_scale is not None else config.new_observer()
+        self.quantizer = Quantizer(config.type, observer, scale=config.fixed_scale, zero_point=config.fixed_zero_point)
+        self.observes, self.rounds = True, True
+
+    @property
+    def scale(self) -> Tensor:
+        """Return the scale, float32."""
+        return self.quantizer.scale
+
+    @property
+    def zero_point(self) -> Tensor:
+        """Return the zero point, int64."""
+        return torch.tensor(self.quantizer.grid.zero_point, dtype=torch.int64, device="cpu")
+
+    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+        """Set a fixed scale, which later batches do not change."""
+        self.quantizer.assign(torch.as_tensor(scale, dtype=torch.float32), None if zero_point is None else int(zero_point))
+        self.quantizer.freeze()
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Enable rounding; False passes values through unchanged."""
+        self.rounds = enabled
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Enable observation in train mode, or disable it."""
+        self.observes = enabled
+
+    def disable_fake_quant(self) -> None:
+        """Pass values through unchanged."""
+        self.rounds = False
+
+    def disable_observer(self) -> None:
+        """Disable observation."""
+        self.observes = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the nearest values of the grid. Raises NotCalibrated without a scale."""
+        if self.training and self.observes:
+            self.quantizer.observe(input.detach())
+            self.quantizer.update_scale()
+        if not self.rounds:
+            return input
+        self.quantizer.require()
+        grid = self.quantizer.grid
+        low, high = grid.bounds
+        scale = grid.scale.detach()
+        with torch.no_grad():
+            rounded = grid.quantize(input) * scale
+        inside = input.clamp(float(low * scale), float(high * scale))
+        return inside + (rounded - inside.detach())
+
+
+FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
+_LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
+FakeCast = FakeQuant(FLOAT)
+KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
+
+
+# ---- qconfigs ----------------------------------------------------------------------------------------------------------
+
+
+qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"  # fxquant's dtypes
+QuantDType = str
+
+
+class qinfo:
+    """The integers of a dtype: the smallest, the largest, and the number of bits."""
+
+    def __init__(self, dtype: Any) -> None:
+        known = ACTIVATION_TYPES[dtype_of(dtype)]
+        self.min, self.max, self.bits = known.low, known.high, known.bits
+
 
 # Factories of observers by name; each takes the averaging constant and further settings, and removes the settings that it knows.
 OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
@@ -55,17 +207,9 @@ REFUSED = {
     "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
 }
 IGNORED = {
-    "stride",
-    "is_sync_quantize",
-    "factory_kwargs",
-    "compat_mask",
-    "in_place",
-    "fast_training",
-    "channel_len",
-    "saturate",
-    "use_grad_scaling",
-    "alpha",  # where PACT starts: here at the calibrated range
-}
+    "stride", "is_sync_quantize", "factory_kwargs", "compat_mask", "in_place", "fast_training", "channel_len", "saturate",
+    "use_grad_scaling", "alpha",  # where PACT starts: here at the calibrated range
+}  # fmt: skip
 
 
 def dtype_of(value: Any) -> str:
@@ -73,13 +217,9 @@ def dtype_of(value: Any) -> str:
     name = str(value).removeprefix("torch.").removeprefix("q")
     if name in ("int4", "int8", "int16", "int32"):
         return name
-    raise (
-        REFUSED["float"].error(f"the dtype {value} cannot be used")
-        if "float" in name
-        else ConfigurationError(
-            f"the dtype {value!r} is unknown", because="dtypes are qint4, qint8, qint16 and qint32", remedy="pass one of these"
-        )
-    )
+    if "float" in name:
+        raise REFUSED["float"].error(f"the dtype {value} cannot be used")
+    raise Refusal("dtypes are qint4, qint8, qint16 and qint32", "pass one of these").error(f"the dtype {value!r} is unknown")
 
 
 def is_float_dtype(value: Any) -> bool:
@@ -206,32 +346,14 @@ def as_qconfig(given: Any) -> fxq.QConfig | None:
     )
 
 
-@contextmanager
-def read_attributes(model: nn.Module) -> Iterator[None]:
-    """Replace PyTorch's `qconfig` attributes on a model's modules by fxquant's within the context."""
-    before = {module: module.__dict__["qconfig"] for module in model.modules() if "qconfig" in module.__dict__}
-    try:
-        for module, given in before.items():
-            module.__dict__["qconfig"] = as_qconfig(given)
-        yield
-    finally:
-        for module, given in before.items():
-            module.__dict__["qconfig"] = given
-
-
 _activation, _weight = activation, weight
-FakeQuant.reads = staticmethod(activation)
 
 
 @checked()
 def get_default_qconfig(
-    activation_fake_quant: str | None = "fake_quant",
-    weight_fake_quant: str | None = "fake_quant",
-    activation_observer: Any = min_max,
-    weight_observer: Any = min_max,
-    activation_qkwargs: Mapping[str, Any] | None = None,
-    weight_qkwargs: Mapping[str, Any] | None = None,
-) -> fxq.QConfig:
+    activation_fake_quant: str | None = "fake_quant", weight_fake_quant: str | None = "fake_quant", activation_observer: Any = min_max,
+    weight_observer: Any = min_max, activation_qkwargs: Mapping[str, Any] | None = None, weight_qkwargs: Mapping[str, Any] | None = None,
+) -> fxq.QConfig:  # fmt: skip
     """Return a QConfig by names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [
@@ -294,43 +416,33 @@ def replace_qconfig_dtype(qconfig: Any, dtype: Any) -> fxq.QConfig | None:
 # Calibration and training have one observer, so that a calibrated state loads into the trained model. The scale minimizes the
 # loss, and follows the range of the batches in training.
 
-default_8bit_fake_quant = fxq.ActivationConfig("int8")
-default_4bit_fake_quant = fxq.ActivationConfig("int4")
-default_16bit_fake_quant = fxq.ActivationConfig("int16")
-default_calib_fake_quant = default_8bit_fake_quant
-default_8bit_fixed_act_fake_quant = fxq.ActivationConfig("int8", training=FROZEN)
-default_16bit_fixed_act_fake_quant = fxq.ActivationConfig("int16", training=FROZEN)
-default_8bit_lsq_quant = fxq.ActivationConfig("int8", training=LEARNED)
-default_4bit_lsq_quant = fxq.ActivationConfig("int4", training=LEARNED)
-default_16bit_lsq_quant = fxq.ActivationConfig("int16", training=LEARNED)
-default_4bit_pact_quant = fxq.ActivationConfig("int4", training=PACT)
-default_8bit_pact_quant = fxq.ActivationConfig("int8", training=PACT)
-default_16bit_pact_quant = fxq.ActivationConfig("int16", training=PACT)
-default_fp16_fake_cast = FakeCast
-default_weight_8bit_fake_quant = per_channel_8bit_fake_quant = fxq.WeightConfig("int8")
-default_weight_4bit_fake_quant = fxq.WeightConfig("int4")
-default_weight_16bit_fake_quant = fxq.WeightConfig("int16")
-default_weight_8bit_lsq_quant = fxq.WeightConfig("int8", training=LEARNED)
-default_weight_4bit_lsq_quant = fxq.WeightConfig("int4", training=LEARNED)
-default_weight_16bit_lsq_quant = fxq.WeightConfig("int16", training=LEARNED)
-
-_SUM = fxq.ActivationConfig("int32")
-NAMED: dict[str, fxq.QConfig] = {
-    **{
-        f"default_{use}_8bit{act}fake_quant_qconfig": fxq.QConfig(config, default_weight_8bit_fake_quant)
-        for use in ("qat", "calib")
-        for act, config in (("_", default_8bit_fake_quant), ("_weight_16bit_act_", default_16bit_fake_quant), ("_weight_32bit_out_", _SUM))
-    },
-    "default_qat_8bit_fixed_act_fake_quant_qconfig": fxq.QConfig(default_8bit_fixed_act_fake_quant),
-    "default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig": fxq.QConfig(default_16bit_fixed_act_fake_quant),
-    "default_qat_8bit_lsq_quant_qconfig": fxq.QConfig(default_8bit_lsq_quant, default_weight_8bit_lsq_quant),
-    "default_qat_16bit_lsq_quant_qconfig": fxq.QConfig(default_16bit_lsq_quant, default_weight_8bit_lsq_quant),
-    "default_qat_8bit_pact_quant_qconfig": fxq.QConfig(default_8bit_pact_quant, default_weight_8bit_fake_quant),
-    "default_qat_16bit_pact_quant_qconfig": fxq.QConfig(default_16bit_pact_quant, default_weight_8bit_fake_quant),
-    "per_channel_qat_8bit_qconfig": fxq.QConfig(default_8bit_fake_quant),
-    # names that later releases of the plugin removed
-    "default_qat_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
-    "default_calib_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
-    "default_qat_16bit_fake_quant_qconfig": fxq.QConfig(default_16bit_fake_quant),
-    "default_calib_16bit_fake_quant_qconfig": fxq.QConfig(default_16bit_fake_quant),
+TRAININGS = {"fake": STATISTICS, "fixed_act_fake": FROZEN, "lsq": LEARNED, "pact": PACT}
+ACTIVATIONS = {
+    f"{bits}bit_{how}": fxq.ActivationConfig(f"int{bits}", training=training) for bits in (4, 8, 16) for how, training in TRAININGS.items()
 }
+WEIGHTS = {f"{bits}bit_{how}": fxq.WeightConfig(f"int{bits}", training=TRAININGS[how]) for bits in (4, 8, 16) for how in ("fake", "lsq")}
+NARROW, WIDE, SUM = ACTIVATIONS["8bit_fake"], ACTIVATIONS["16bit_fake"], fxq.ActivationConfig("int32")
+FAKE_QUANTS = {
+    **{f"default_{name}_quant": config for name, config in ACTIVATIONS.items()},
+    **{f"default_weight_{name}_quant": config for name, config in WEIGHTS.items()},
+    "default_calib_fake_quant": NARROW,
+    "per_channel_8bit_fake_quant": WEIGHTS["8bit_fake"],
+    "default_fp16_fake_cast": FakeCast,
+}
+NAMED = {
+    **{
+        f"default_{use}_{name}_fake_quant_qconfig": fxq.QConfig(config)
+        for use in ("qat", "calib")
+        for name, config in (("8bit", NARROW), ("8bit_weight_16bit_act", WIDE), ("8bit_weight_32bit_out", SUM),
+                             ("out_8bit", SUM), ("16bit", WIDE))  # the last two: names that later releases of the plugin removed
+    },
+    **{
+        f"default_qat_{bits}bit_{how}_quant_qconfig": fxq.QConfig(ACTIVATIONS[f"{bits}bit_{how}"], WEIGHTS[weight])
+        for bits in (8, 16)
+        for how, weight in (("lsq", "8bit_lsq"), ("pact", "8bit_fake"))
+    },
+    "default_qat_8bit_fixed_act_fake_quant_qconfig": fxq.QConfig(ACTIVATIONS["8bit_fixed_act_fake"]),
+    "default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig": fxq.QConfig(ACTIVATIONS["16bit_fixed_act_fake"]),
+    "per_channel_qat_8bit_qconfig": fxq.QConfig(NARROW),
+}  # fmt: skip
+globals().update(FAKE_QUANTS, **NAMED)

@@ -1,25 +1,29 @@
-"""Horizon's setters and templates. Templates change the request for an operator field by field, in the order of their list.
+"""Horizon's setters and templates, its qconfig_dict and hybrid_dict, as rules of a fxq.QConfigMapping.
 
-A request has three operands: output, weight and input. A later template of a list overrides an earlier one in the operands that it
-sets, and leaves the others as they are.
+Templates change the request for an operator field by field, in the order of their list. A request has three operands: output, weight
+and input. A later template of a list overrides an earlier one in the operands that it sets, and leaves the others as they are.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.horizon.served.qconfig import as_qconfig, dtype_of, get_qconfig, is_float_dtype
+from fxquant import backends
+from fxquant.compat.common import unknown
+from fxquant.compat.horizon.served.qconfig import NAMED, REFUSED, activation, as_qconfig, dtype_of, get_qconfig, is_float_dtype
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.mapping import Chosen
+from fxquant.ir.graph import computes_tensor, module_path, resolve
+from fxquant.ir.stubs import dequant_stub, quant_stub
+from fxquant.quantization.mapping import DEFAULT, Chosen
 
 LAYERS: tuple[Any, ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
@@ -94,19 +98,19 @@ class Asked:
         if is_float_dtype(dtype):
             in_float: dict[str, Any] = {operand: FLOAT}
             return replace(self, **in_float)
-        now = getattr(self, operand)
-        base = now if isinstance(now, fxq.ActivationConfig) else self.output
-        base = base if isinstance(base, fxq.ActivationConfig) and base.dtype != "int32" else fxq.ActivationConfig()
-        changed: dict[str, Any] = {operand: base.of(dtype_of(dtype))}
+        base = self._config(operand)
+        changed: dict[str, Any] = {operand: (base if base.dtype != "int32" else fxq.ActivationConfig()).of(dtype_of(dtype))}
         return replace(self, **changed)
 
     def with_threshold(self, operand: str, threshold: float) -> Asked:
         """Return a copy with a given threshold of an operand."""
-        now = getattr(self, operand)
-        base = now if isinstance(now, fxq.ActivationConfig) else self.output
-        base = base if isinstance(base, fxq.ActivationConfig) else fxq.ActivationConfig("int8")
-        changed: dict[str, Any] = {operand: replace(base, scale=None, threshold=float(threshold))}
+        changed: dict[str, Any] = {operand: replace(self._config(operand), scale=None, threshold=float(threshold))}
         return replace(self, **changed)
+
+    def _config(self, operand: str) -> fxq.ActivationConfig:
+        """Return the config of an operand, or the output's; that of int8 without either."""
+        configs = (config for config in (getattr(self, operand), self.output) if isinstance(config, fxq.ActivationConfig))
+        return next(configs, fxq.ActivationConfig("int8"))
 
 
 def _by_operand(value: Any, what: str) -> dict[str, Any]:
@@ -123,8 +127,20 @@ def _by_operand(value: Any, what: str) -> dict[str, Any]:
     return dict(value)
 
 
+class Template:
+    """A change of the requests for some operators."""
+
+    def apply(self, place: Place, asked: Asked) -> Asked:
+        """Return the request for an operator after this template."""
+        return asked
+
+    def names(self) -> list[str]:
+        """Return the names that it has rules for."""
+        return []
+
+
 @dataclass(frozen=True)
-class ModuleNameTemplate:
+class ModuleNameTemplate(Template):
     """Dtypes and thresholds by module name; "" covers every operator, and the longest name takes precedence.
 
     config_mapping   a dtype, of the output; a dict of dtypes by operand; or {"dtype": …, "threshold": …} with these
@@ -135,7 +151,6 @@ class ModuleNameTemplate:
     freeze: bool = False
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request for an operator after this template."""
         for name in sorted((name for name in self.config_mapping if place.below(name)), key=len):
             value = self.config_mapping[name]
             if isinstance(value, fxq.QConfig):
@@ -154,12 +169,11 @@ class ModuleNameTemplate:
         return asked
 
     def names(self) -> list[str]:
-        """Return the names that it has rules for."""
         return list(self.config_mapping)
 
 
 @dataclass(frozen=True)
-class ConvDtypeTemplate:
+class ConvDtypeTemplate(Template):
     """The dtypes of the input and the weight of convolutions and linear layers."""
 
     input_dtype: Any = "qint8"
@@ -167,7 +181,6 @@ class ConvDtypeTemplate:
     prefix: str | None = None
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request for an operator after this template."""
         if not place.is_layer or not place.below(self.prefix or ""):
             return asked
         if self.input_dtype is not None:
@@ -176,14 +189,13 @@ class ConvDtypeTemplate:
 
 
 @dataclass(frozen=True)
-class MatmulDtypeTemplate:
+class MatmulDtypeTemplate(Template):
     """The input dtype of products of two tensors. Raises ConfigurationError for two different dtypes: both operands share one."""
 
     input_dtypes: Any = "qint8"
     prefix: str | None = None
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request for an operator after this template."""
         if not place.is_product or not place.below(self.prefix or ""):
             return asked
         several = (
@@ -199,16 +211,15 @@ class MatmulDtypeTemplate:
 
 
 @dataclass(frozen=True)
-class GEMMInt8Template:
+class GEMMInt8Template(Template):
     """Int8 inputs and weights for layers with weights, and int8 inputs for products."""
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request for an operator after this template."""
         return MatmulDtypeTemplate().apply(place, ConvDtypeTemplate().apply(place, asked))
 
 
 @dataclass(frozen=True)
-class SensitivityTemplate:
+class SensitivityTemplate(Template):
     """16 bits for the most sensitive operators of a table: rows that begin with a name, the worst first.
 
     sensitive_table  rows (name, "activation" or "weight", …), or names, or what `QuantAnalysis.sensitivity` returns
@@ -226,9 +237,7 @@ class SensitivityTemplate:
         """Return the operands that become wide, by operator."""
         parts = {"activation": ("output",), "weight": ("weight",), "both": ("output", "weight")}
         if self.sensitive_type not in parts:
-            raise ConfigurationError(
-                f"sensitive_type={self.sensitive_type!r} is unknown", because=f"it is one of {', '.join(parts)}", remedy="pass one of these"
-            )
+            raise unknown("sensitive_type", self.sensitive_type, f"one of {', '.join(parts)}")
         rows = [(row, None) if isinstance(row, str) else (str(row[0]), row[1] if len(row) > 1 else None) for row in self.sensitive_table]
         count = self.topk_or_ratio if isinstance(self.topk_or_ratio, int) else round(len(rows) * self.topk_or_ratio)
         found = []
@@ -238,25 +247,19 @@ class SensitivityTemplate:
         return found
 
     def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request for an operator after this template."""
         for name, operand in self.wide():
             if name and place.below(name):
                 asked = asked.with_dtype(operand, self.high_precision_dtype)
         return asked
 
     def names(self) -> list[str]:
-        """Return the names that it has rules for."""
         return [name for name, _ in self.wide()]
 
 
-class _Automatic:
+class _Automatic(Template):
     """A template for behaviour that is automatic here."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def apply(self, place: Place, asked: Asked) -> Asked:
-        """Return the request unchanged."""
-        return asked
 
 
 class GEMMToGridSampleGridInt16Template(_Automatic):
@@ -273,10 +276,6 @@ class DefaultTemplate(_Automatic):
 
 class HighPrecisionOutputTemplate(_Automatic):
     """Layers whose sums the model returns have 32-bit outputs: `prepare` checks for it (see `fxquant.high_precision_outputs`)."""
-
-
-def _is_wide(templates: Any) -> bool:
-    return any(isinstance(template, HighPrecisionOutputTemplate) for template in templates)
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class QconfigSetter:
     @property
     def high_precision_outputs(self) -> bool:
         """Return whether the template for high-precision outputs is among its own."""
-        return _is_wide(self.templates)
+        return any(isinstance(template, HighPrecisionOutputTemplate) for template in self.templates)
 
     def of(self, place: Place) -> Any:
         """Return the request for an operator."""
@@ -311,7 +310,7 @@ class QconfigSetter:
 
     def names(self) -> list[str]:
         """Return the names that its templates have rules for."""
-        return [name for template in self.templates for name in getattr(template, "names", list)()]
+        return [name for template in self.templates for name in template.names()]
 
 
 def _nearest(qconfigs: Mapping[str, Any], place: Place) -> Any:
@@ -335,21 +334,15 @@ class ModuleNameQconfigSetter:
         return list(self.module_name_to_qconfig)
 
 
-@dataclass(frozen=True)
-class TemplateQconfigSetter:
-    """The older form of `QconfigSetter`."""
+class TemplateQconfigSetter(QconfigSetter):
+    """The older form of `QconfigSetter`, which does not report names that match nothing."""
 
-    default_qconfig: fxq.QConfig
-    templates: Any = ()
+    def __init__(self, default_qconfig: fxq.QConfig, templates: Any = ()) -> None:
+        super().__init__(default_qconfig, templates)
 
-    @property
-    def high_precision_outputs(self) -> bool:
-        """Return whether the template for high-precision outputs is among its own."""
-        return _is_wide(self.templates)
-
-    def of(self, place: Place) -> Any:
-        """Return the request for an operator."""
-        return QconfigSetter(self.default_qconfig, self.templates).of(place)
+    def names(self) -> list[str]:
+        """Return no names."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -369,3 +362,157 @@ class SensitiveQconfigSetter:
     def of(self, place: Place) -> Any:
         """Return the request for an operator."""
         return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID
+
+
+# ---- predefined setters ------------------------------------------------------------------------------------------------
+
+
+def _ready(qconfig: str, *more: Any) -> TemplateQconfigSetter:
+    return TemplateQconfigSetter(NAMED[qconfig], (HighPrecisionOutputTemplate(), *more))
+
+
+default_calibration_qconfig_setter = _ready("default_calib_8bit_fake_quant_qconfig")
+default_qat_qconfig_setter = _ready("default_qat_8bit_fake_quant_qconfig")
+default_qat_fixed_act_qconfig_setter = _ready("default_qat_8bit_fixed_act_fake_quant_qconfig")
+calibration_8bit_weight_16bit_act_qconfig_setter = _ready("default_calib_8bit_weight_16bit_act_fake_quant_qconfig")
+qat_8bit_weight_16bit_act_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_quant_qconfig")
+qat_8bit_weight_16bit_fixed_act_qconfig_setter = _ready("default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig")
+gemm_int8_calibration_qconfig_setter = _ready("default_calib_8bit_weight_16bit_act_fake_quant_qconfig", GEMMInt8Template())
+gemm_int8_qat_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_quant_qconfig", GEMMInt8Template())
+all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch.float16}),))
+
+
+def _sensitive(qconfig: str) -> Callable[..., SensitiveQconfigSetter]:
+    """Return a function of (table, topk=None, ratio=None): the setter of a qconfig for the most sensitive operators of a table."""
+
+    def setter(table: Any, topk: int | None = None, ratio: float | None = None) -> SensitiveQconfigSetter:
+        return SensitiveQconfigSetter(NAMED[qconfig], table, topk, ratio)
+
+    return setter
+
+
+sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive("default_calib_8bit_weight_16bit_act_fake_quant_qconfig")
+sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _sensitive("default_qat_8bit_weight_16bit_act_fake_quant_qconfig")
+sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _sensitive("default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig")
+
+
+def get_sensitive_op_qconfig_setter(
+    sensitive_type: str, origin_dtype: Any, qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None
+) -> SensitiveQconfigSetter:
+    """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
+    rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
+    made = as_qconfig(qconfig)
+    if made is None:
+        made = fxq.QConfig(activation(None))
+    return SensitiveQconfigSetter(made, rows, topk, ratio)
+
+
+# ---- dicts and setters as mappings -------------------------------------------------------------------------------------
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    return list(rules.items()) if isinstance(rules, Mapping) else [(kind, chosen) for kind, chosen in rules]
+
+
+def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"a {type(given).__name__} is not a {what}", because=f"it is a dict with {', '.join(map(repr, known))}", remedy="pass one"
+        )
+    for key in given:
+        if key not in known:
+            raise ConfigurationError(
+                f"{key!r} is not a key of a {what}",
+                because=f"its keys are {', '.join(map(repr, known))}",
+                remedy="name rules by one of these",
+            )
+    return given
+
+
+def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
+    """Convert {"": global, "module_type": [(type, qconfig)], "module_name": [(name, qconfig)] or {name: qconfig}}. The rest is float."""
+    if isinstance(qconfig_dict, fxq.QConfigMapping):
+        return qconfig_dict
+    if qconfig_dict is None or not isinstance(qconfig_dict, Mapping):
+        return fxq.QConfigMapping(default=as_qconfig(qconfig_dict))
+    parts = _only(qconfig_dict, ("", "module_type", "object_type", "module_name"), "qconfig_dict")
+    types = _pairs(parts.get("module_type", ())) + _pairs(parts.get("object_type", ()))
+    names = {name: as_qconfig(chosen) for name, chosen in _pairs(parts.get("module_name", ()))}
+    return fxq.QConfigMapping(as_qconfig(parts.get("")), {kind: as_qconfig(chosen) for kind, chosen in types}, names=names)
+
+
+def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping:
+    """Return the mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
+    parts = _only(hybrid_dict, ("module_type", "module_name"), "hybrid_dict")
+    return mapping.set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
+
+
+# ---- setters --------------------------------------------------------------------------------------------------------------
+
+
+def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QConfigMapping, bool]:
+    """Return the mapping that setters define for a traced model, and whether one of them requests high-precision outputs.
+
+    The first of several setters with a rule for an operator decides; a qconfig, a dict and a mapping are setters as well. The mapping has
+    a rule for each operator that differs from the default. Raises ConfigurationError for float operands on a march without float16.
+    """
+    if setters is None:
+        setters = QconfigSetter()
+    several = list(setters) if isinstance(setters, tuple | list) else [setters]
+    if len(several) == 1 and not hasattr(several[0], "of"):
+        return of_dict(several[0]), False
+    wide = any(getattr(setter, "high_precision_outputs", False) for setter in several)
+
+    def chosen(place: Place) -> Chosen:
+        for setter in several:
+            asked = setter.of(place) if hasattr(setter, "of") else _of_mapping(of_dict(setter), place)
+            if asked is not UNSAID:
+                made: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
+                if isinstance(asked, Asked) and asked.has_floats and not backends.get(march).float16:
+                    raise REFUSED["float"].error(f"a float dtype of {place.path or 'all operators'} cannot be used on {march}")
+                return made
+        return None
+
+    default = chosen(Place("", "", None))
+    places = {place: chosen(place) for place in places_of(traced)}
+    names = _by_name(traced, places, default)
+    known = {part for place in places for part in _around(place)}
+    for setter in several:
+        names.update((name, default) for name in getattr(setter, "names", tuple)() if name and name not in known)  # `prepare` reports it
+    mapping = fxq.QConfigMapping(default, names=names)
+    for setter in several:
+        if getattr(setter, "save_dir", None) is not None:
+            fxq.save_qconfig(mapping, Path(setter.save_dir) / "qconfig.json")
+    return mapping, wide
+
+
+def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:
+    """Return rules for the operators that differ from the default, by their nodes' names."""
+    names = {place.name: made for place, made in places.items() if made != default}
+    if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
+        # The accumulator of a dequantized layer includes only its batch norm; operators after it would read their operands as integers.
+        names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
+    of_node = {place.name: made for place, made in places.items()}
+    for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of its readers
+        if node.target is quant_stub and any(of_node.get(user.name, of_node[node.name]) != of_node[node.name] for user in node.users):
+            names[node.name] = of_node[node.name]
+    return names
+
+
+def places_of(traced: fx.GraphModule) -> Iterator[Place]:
+    """Yield the operators of a traced model: name, module path, and class or function of each."""
+    for node in traced.graph.nodes:
+        if computes_tensor(node) and node.target is not dequant_stub:
+            kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
+            yield Place(node.name, module_path(node), kind)
+
+
+def _around(place: Place) -> list[str]:
+    parts = place.path.split(".")
+    return [place.name, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+
+
+def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
+    """Return the rule of a mapping for an operator; UNSAID if only its default of None covers it."""
+    rule, chosen = mapping.covering(place.name, place.path, (place.kind,))[0]
+    return UNSAID if rule == DEFAULT and chosen is None else chosen

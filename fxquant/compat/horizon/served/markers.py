@@ -1,7 +1,8 @@
-"""The modules that Horizon's programs place in a float model: the ends of its integer part, and arithmetic as a module."""
+"""Modules and markers that Horizon's programs place in a float model: the ends of its integer part, arithmetic, and code kept whole."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,14 +11,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+import fxquant as fxq
 from fxquant.errors import ConfigurationError
+from fxquant.frontend import default_leaf
 from fxquant.support.arguments import NUMBER, accepted
 
 logger = logging.getLogger("fxquant")
 
-BY_FUNCTION: Any = object()  # the scale is given by the function that prepares the model
 SCALE = NUMBER.or_none("it is observed")
 _given: list[float | None] = [None]  # the current scale of stubs without one of their own
+
+
+class ByFunction:
+    """Stands for the scale that the preparing function sets. Copies and files of a stub hold the class itself."""
+
+
+BY_FUNCTION: Any = ByFunction
 
 
 class QuantStub(nn.Module):
@@ -46,18 +55,6 @@ class QuantStub(nn.Module):
     @scale.setter
     def scale(self, scale: float | None) -> None:
         self._scale = accepted("QuantStub", "scale", scale, SCALE)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_scale" or value is not BY_FUNCTION}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("_scale", BY_FUNCTION)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantStub:
-        copied = type(self).__new__(type(self))
-        copied.__setstate__({**self.__getstate__(), "_modules": {}, "_parameters": {}, "_buffers": {}})
-        return copied
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input itself."""
@@ -98,26 +95,11 @@ class FloatFunctional(nn.Module):
             self.qconfig = qconfig
 
     FUNCTIONS: ClassVar[Mapping[str, Callable[..., Tensor]]] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-        "add_scalar": torch.add,
-        "mul_scalar": torch.mul,
-        "cat": torch.cat,
-        "stack": torch.stack,
-        "sum": torch.sum,
-        "mean": torch.mean,
-        "exp": torch.exp,
-        "log": torch.log,
-        "sqrt": torch.sqrt,
-        "pow": torch.pow,
-        "sin": torch.sin,
-        "cos": torch.cos,
-        "maximum": torch.maximum,
-        "minimum": torch.minimum,
+        "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "add_scalar": torch.add, "mul_scalar": torch.mul,
+        "cat": torch.cat, "stack": torch.stack, "sum": torch.sum, "mean": torch.mean, "exp": torch.exp, "log": torch.log,
+        "sqrt": torch.sqrt, "pow": torch.pow, "sin": torch.sin, "cos": torch.cos, "maximum": torch.maximum, "minimum": torch.minimum,
         "reciprocal": torch.reciprocal,
-    }
+    }  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """Return one of these functions, or the module's attribute of that name."""
@@ -141,3 +123,59 @@ class FloatFunctional(nn.Module):
     def forward(self, *_: Any) -> Tensor:
         """Raise ConfigurationError: its methods must be called instead."""
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")
+
+
+# ---- markers of code ---------------------------------------------------------------------------------------------------
+
+
+_WHOLE: set[type] = set()  # classes of modules that `wrap(skip_compile=True)` has marked
+
+
+def wrap(skip_compile: Any = False) -> Any:
+    """Decorate a function, a method or a module's class.
+
+    skip_compile  False: the decorated object is traced as anything else, so that its operators become integers; True: it is kept whole,
+                  in float, on the host, as `fxquant.wrap` keeps a function, and `leaf=` of `fxquant.prepare` a module
+
+    Raises ConfigurationError if any other object is decorated.
+    """
+    if not isinstance(skip_compile, bool):  # @wrap, without a call
+        return wrap()(skip_compile)
+
+    def mark(what: Any) -> Any:
+        if not callable(what) and not isinstance(what, str):
+            raise ConfigurationError(
+                f"a {type(what).__name__} cannot be wrapped",
+                because="wrap decorates functions, methods and classes of modules",
+                remedy="decorate one of these",
+            )
+        if not skip_compile:
+            return what
+        if isinstance(what, type) and issubclass(what, nn.Module):
+            _WHOLE.add(what)
+            return what
+        return fxq.wrap(what)
+
+    return mark
+
+
+def leaves(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
+    """Return which modules of a model stay whole; None if none of its classes was marked."""
+    if not any(type(module) in _WHOLE for module in model.modules()):
+        return None
+    return lambda module, path: type(module) in _WHOLE or default_leaf(module, path)
+
+
+class Tracer:
+    """The plugin's tracer, of which programs use one marker."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def dynamic_block(model: nn.Module, name: str) -> Iterator[None]:
+        """Mark a part of forward whose Python depends on data. It is traced like the rest, with TraceError if that is impossible."""
+        yield
+
+
+def typechecked(function: Any) -> Any:
+    """Return the function unchanged: arguments are checked where they are used."""
+    return function

@@ -1,24 +1,30 @@
-"""Horizon's functions that compile a quantized model, over the installed compiler."""
+"""Horizon's functions that write a model: programs of the installed compiler, ONNX files, and TorchScript programs."""
 
 from __future__ import annotations
 
+import io
 import logging
+import operator
 import os
 import shutil
+import tempfile
 import webbrowser
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER
+from fxquant.compat.common import Refusal, refuses
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
-from fxquant.errors import ConfigurationError
-from fxquant.support.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ir.graph import stage_of
+from fxquant.support.arguments import FILE, FLAG, FOLDER, PATH, Kind, checked, choice
 from fxquant.support.files import write_file
 
 logger = logging.getLogger("fxquant")
@@ -71,21 +77,10 @@ def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any)
 
 @checked(hbm=HBM, opt=OPT)
 def compile_model(
-    module: Any,
-    example_inputs: Any,
-    hbm: str | os.PathLike[str],
-    march: str | None = None,
-    name: str | None = None,
-    input_source: Any = "ddr",
-    input_layout: str | None = None,
-    output_layout: str = "NCHW",
-    opt: str = "O2",
-    balance_factor: int = 2,
-    progressbar: bool = True,
-    jobs: int = 16,
-    debug: bool = True,
-    extra_args: Any = None,
-) -> int:
+    module: Any, example_inputs: Any, hbm: str | os.PathLike[str], march: str | None = None, name: str | None = None,
+    input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW", opt: str = "O2", balance_factor: int = 2,
+    progressbar: bool = True, jobs: int = 16, debug: bool = True, extra_args: Any = None,
+) -> int:  # fmt: skip
     """Compile a prepared or integer model with the vendor's hb_mapper; return 0 on success.
 
     hbm   the file to write: a .bin, for the board and for fxq.verify; if its name ends in .hbm, the BPU programs alone, with the
@@ -114,22 +109,10 @@ def compile_model(
 
 @checked(out_dir=FOLDER, opt=OPT)
 def perf_model(
-    module: Any,
-    example_inputs: Any,
-    march: str | None = None,
-    out_dir: str | os.PathLike[str] = ".",
-    name: str | None = None,
-    hbm: str | os.PathLike[str] | None = None,
-    input_source: Any = "ddr",
-    input_layout: str | None = None,
-    output_layout: str = "NCHW",
-    opt: str = "O3",
-    balance_factor: int = 2,
-    progressbar: bool = True,
-    jobs: int = 16,
-    layer_details: bool = False,
-    extra_args: Any = None,
-) -> fxq.Estimate:
+    module: Any, example_inputs: Any, march: str | None = None, out_dir: str | os.PathLike[str] = ".", name: str | None = None,
+    hbm: str | os.PathLike[str] | None = None, input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW",
+    opt: str = "O3", balance_factor: int = 2, progressbar: bool = True, jobs: int = 16, layer_details: bool = False, extra_args: Any = None,
+) -> fxq.Estimate:  # fmt: skip
     """Compile a model into a folder, and return the vendor compiler's estimates together with fxquant's own bounds.
 
     For a march that hb_mapper does not compile for, such as nash, the result has fxquant's own bounds alone, and its first line says so.
@@ -190,3 +173,100 @@ def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], 
     _, folder = _folder(module, path.with_suffix(""), march, path.stem, "O2", "export_hbir")
     told = fxq.onnx_metadata(folder / f"{path.stem}.onnx")
     return [entry["name"] for entry in told["inputs"]], [entry["name"] for entry in told["outputs"]]
+
+
+# ---- ONNX --------------------------------------------------------------------------------------------------------------
+
+
+OPTIONS = {
+    "export_params": Refusal("a file without its parameters cannot run", "leave it at True"),
+    "verbose": Refusal("the exporter prints nothing", "print(fxq.text(model)) shows the graph"),
+    "training": Refusal("the file is the deployed model", "leave it at TrainingMode.EVAL", lambda mode: str(mode).endswith("EVAL")),
+    "dynamic_axes": Refusal(
+        "the batch is the one size that varies", "name dimension 0 of inputs and outputs alone, or leave it out",
+        lambda axes: all(list(each) == [0] for each in (axes or {}).values()),
+    ),
+    "keep_initializers_as_inputs": Refusal("parameters are constants of the file", "leave it out", operator.not_),
+    "custom_opsets": Refusal("files have standard operators alone", "leave it out", operator.not_),
+    "do_constant_folding": Refusal("constants are folded when the model is prepared", "leave it at True"),
+}  # fmt: skip
+
+
+@checked(f=FILE)
+@refuses(OPTIONS)
+def export_to_onnx(
+    model: Any, args: Any, f: Any, export_params: bool = True, verbose: bool = False, training: Any = None,
+    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None, opset_version: int = 11,
+    do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None, custom_opsets: Any = None,
+) -> Path:  # fmt: skip
+    """Write a float model, or a prepared one with quantize and dequantize around float operators: for viewing, and other compilers.
+
+    It does not have the bits of the integer model, which `export_quantized_onnx` writes. Operators are ONNX's own, whatever
+    `operator_export_type` is. Return the path. Raises ConfigurationError for an unsupported option that would change the file.
+    """
+    names: Any = {"input_names": input_names, "output_names": output_names}
+    if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
+        inputs = tuple(args) if isinstance(args, list) else args
+        return fxq.export_onnx(model, f, example_inputs=inputs, opset=None if opset_version == 11 else opset_version, **names)
+    return fxq.export_onnx(integer_of(model, "export_to_onnx"), f, style="qdq", opset=opset_version, **names)
+
+
+@checked(f=FILE)
+@refuses(OPTIONS)
+def export_quantized_onnx(
+    model: Any, args: Any, f: Any, export_params: bool = True, verbose: bool = False, training: Any = None,
+    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None,
+    opset_version: int | None = None, do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None,
+    custom_opsets: Any = None,
+) -> Path:  # fmt: skip
+    """Write an integer model as standard operators on integers: it runs everywhere, with equal bits. Return the path.
+
+    opset_version   11, the plugin's, means the style's default, because that opset lacks integer operators
+    """
+    opset = None if opset_version == 11 else opset_version
+    return fxq.export_onnx(integer_of(model, "export_quantized_onnx"), f, opset=opset, input_names=input_names, output_names=output_names)
+
+
+# ---- TorchScript -------------------------------------------------------------------------------------------------------
+
+
+KEPT = "fxquant_integer.fxq"
+
+
+@checked(f=FILE)
+def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None = None) -> None:
+    """Write a trace of an integer model together with the integer graph. Raises ConfigurationError for a program of another model."""
+    integer = integer_of(m, "horizon.jit.save")
+    with tempfile.TemporaryDirectory() as folder:
+        kept = fxq.save(integer, Path(folder) / KEPT).read_bytes()
+    archive = io.BytesIO()
+    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), KEPT: kept})
+    write_file(f, archive.getvalue())
+
+
+@checked(f=PATH)
+def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None = None) -> torch.jit.ScriptModule:
+    """Load a program that `save` wrote, for `compile_model`. Raises ExportError for any other file."""
+    extra: dict[str, Any] = {KEPT: ""}
+    try:
+        program = torch.jit.load(f, map_location, extra)  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ExportError(
+            f"{f} is not a TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote"
+        ) from None
+    if extra[KEPT]:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) / KEPT
+            held = extra[KEPT]
+            write_file(kept, held if isinstance(held, bytes) else held.encode("latin-1"))
+            object.__setattr__(program, "fxquant_integer", fxq.load(kept))
+    return program  # type: ignore[no-any-return]
+
+
+def to_device(model: Any, device: Any) -> Any:
+    """Raise ConfigurationError: a program has the device that it was traced on."""
+    raise ConfigurationError(
+        "a TorchScript program cannot be moved",
+        because="its graph names the device it was traced on",
+        remedy="trace the model on that device",
+    )
