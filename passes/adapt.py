@@ -18,8 +18,8 @@ from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
 from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
 from fxquant.ir.parts import part
-from fxquant.ops import operand_nodes, operator_of, shares
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.ops import operands_of, operator_of, shares
+from fxquant.passes.rewriting import eliminate_dead, keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.remedies import REMEDIES, Rewriting
@@ -59,10 +59,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
     known = part(node)
     if known is not None and known.inner and made_by(node) != "adapt.apply":
         return 0  # an inner tensor of a composite of the model: the whole would have to be in float
-    spec = annotation(node)
-    assert spec is not None
-    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}", on_host=True))
-    context.say(f"%{node.name} stays in float: {broken[0].sentence}")
+    keep_in_float(node, f"{HOST_SINCE}{broken[0].sentence}", context, on_host=True)
     return 1
 
 
@@ -76,7 +73,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
     build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach)
     result = function(build)
     if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
-        build.undo()
+        build.discard()
         return None
     build.finish(result)
     context.say(f"%{node.name} is {len(build.parts)} operators: {name}, since {breach.sentence}")
@@ -87,10 +84,10 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
 
 def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
     """Give a node on its operand's grid the operand's dtype, where a remedy has changed that."""
-    operator, spec = operator_of(node), annotation(node)
-    if operator is None or spec is None or spec.dtype is None or not shares(node):
+    spec = annotation(node)
+    if spec is None or spec.dtype is None or not shares(node):
         return
-    operand = operand_nodes(operator, operator.arguments(node))[0]
+    operand = operands_of(node)[0]
     taken = annotation(operand)
     if operand in narrowed and taken is not None and taken.dtype is not None:
         annotate(node, replace(spec, dtype=taken.dtype))

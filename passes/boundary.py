@@ -18,7 +18,7 @@ from torch import fx
 
 from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.numerics.grids import EVERYTHING, Interval
-from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
+from fxquant.ops import matters, operands_of, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.record import Operator
 from fxquant.passes.matching import decide
@@ -43,7 +43,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     dequantized: Made = {}
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
-        activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
+        activations = set(operands_of(node)) if is_integer(node) else set()
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations

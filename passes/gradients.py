@@ -33,11 +33,12 @@ from fxquant.ir.graph import (
     set_fact,
 )
 from fxquant.numerics.gradient import GradientRule
-from fxquant.ops import operator_of
+from fxquant.ops import calls, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.movement.shape import identity
+from fxquant.passes.rewriting import substitute
 from fxquant.pipeline import Context
-from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.nodes import quantized_operator
 
 STOP = ""  # in place of the path of a rule: the gradient is stopped
 OPERANDS = "only a custom backward reads it, while training"
@@ -144,8 +145,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
     if is_detached(node):
-        node.replace_all_uses_with(operand)
-        gm.graph.erase_node(node)
+        substitute(node, operand)
         context.say(f"%{node.name} is removed: none of its readers has a gradient")
         return
     path = str(node.target)
@@ -175,9 +175,8 @@ def move(gm: fx.GraphModule, context: Context) -> int:
         operand = node.args[0]
         while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
             reader = next(iter(node.users))
-            record, source = operator_of(reader), operator_of(operand)
-            limits = record is not None and record.function is clamp and _is_constant(reader)
-            if not limits or source is None or not source.absorbs & {"clamp"}:
+            source = operator_of(operand)
+            if not calls(reader, clamp) or not _is_constant(reader) or source is None or "clamp" not in source.absorbs:
                 break
             reader.replace_input_with(node, operand)
             reader.replace_all_uses_with(node)
@@ -206,10 +205,11 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
             changes += _attach_outputs(gm, node, readers)
         elif found:
             if node.op == "call_module":
-                _discard(gm, str(node.target))
+                parent, _, name = str(node.target).rpartition(".")
+                del resolve(gm, parent)._modules[name]
             _call(node, node.args[0], found[0], readers)
             changes += 1
-        elif is_detached(node) and not _computes_without(gm, node):
+        elif is_detached(node) and quantized_operator(gm, node) is None:
             changes += _stop_behind(gm, node)
     for reader in readers.values():
         gm.graph.erase_node(reader)
@@ -246,11 +246,6 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
     return len(changes)
 
 
-def _computes_without(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node knows by itself that it is computed without gradients."""
-    return node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator)
-
-
 def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
     known = fact(node)
@@ -266,12 +261,6 @@ def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     for user in live:
         user.replace_input_with(node, made)
     return 1
-
-
-def _discard(gm: fx.GraphModule, path: str) -> None:
-    """Remove the module at a path."""
-    parent, _, name = path.rpartition(".")
-    del resolve(gm, parent)._modules[name]
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -29,7 +29,7 @@ from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
@@ -268,13 +268,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 def _forget_gradients(gm: fx.GraphModule) -> int:
     """Nothing is left that passes its operand on, and only changes gradients."""
-    found = [node for node in gm.graph.nodes if _changes_gradients(gm, node)]
-    for node in found:
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        node.replace_all_uses_with(operand)
-        gm.graph.erase_node(node)
-    return len(found)
+    nodes = [node for node in gm.graph.nodes if _changes_gradients(gm, node)]
+    for node in nodes:
+        substitute(node, node.args[0])
+    return len(nodes)
 
 
 def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -13,17 +13,18 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.ir.graph import matched_rules, module_path, pass_on, set_matched_rules
+from fxquant.ir.graph import matched_rules, module_path, set_matched_rules
 from fxquant.ir.parts import state_demand, stated_demand
 from fxquant.ir.stubs import is_stub
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.passes.matching import decide, is_named
+from fxquant.passes.rewriting import bypass
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import Chosen
 
 
 def settle(gm: fx.GraphModule, context: Context) -> int:
-    """Every QuantStub that is left has a scale of its own, or a rule of its own: a quantize like any other from here on."""
+    """Turn QuantStubs with a fixed scale or a rule into quantize nodes, and remove the others."""
     changes = 0
     for node in list(gm.graph.nodes):
         if not is_stub(node):
@@ -38,9 +39,7 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
             if operand.op == "placeholder" and not module_path(operand):
                 operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
             context.say(f"%{node.name} marks where the integer part begins")
-            pass_on(operand, node)
-            node.replace_all_uses_with(operand)
-            node.graph.erase_node(node)
+            bypass(node)
             continue
         if demanded is not None and config is not None and config.output.dtype is not None:
             if own and config.output.fixed_scale is not None:
