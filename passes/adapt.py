@@ -17,7 +17,7 @@ from torch import fx
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
 from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
-from fxquant.ir.parts import part
+from fxquant.ir.parts import is_inner_part
 from fxquant.ops import operands_of, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead, keep_in_float
 from fxquant.pipeline import Context
@@ -29,7 +29,7 @@ OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run:
 
 
 def apply(gm: fx.GraphModule, context: Context) -> int:
-    """No operator breaks a limit of the target, as far as remedies and the host can help; each says what became of it, and why."""
+    """Replace operators that break a limit of the target, or leave them to the host where no remedy helps, each with the reason."""
     if not context.adapt or not context.target.limits:
         return 0
     limits, changes, narrowed = Limits(context.target), 0, set[fx.Node]()
@@ -56,9 +56,8 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         made = _rewritten(gm, node, breach, context) if steps else None
         if made is not None:
             return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in made)
-    known = part(node)
-    if known is not None and known.inner and made_by(node) != "adapt.apply":
-        return 0  # an inner tensor of a composite of the model: the whole would have to be in float
+    if is_inner_part(node) and made_by(node) != "adapt.apply":
+        return 0  # the whole composite of the model would have to be in float
     keep_in_float(node, f"{HOST_SINCE}{broken[0].sentence}", context, on_host=True)
     return 1
 

@@ -81,27 +81,27 @@ class BatchNorm(Fusion):
 
 @torch.no_grad()
 def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
-    """The weight and bias of these layers are the folded ones; what they were made of is gone unless something else reads it."""
+    """Replace weight and bias of these layers by the folded ones, and remove parameters and batch norms that nothing else reads."""
     made = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
     for layer, parameters in made.items():
         nodes: list[fx.Node] = []
         for path, value in parameters.items():
-            _attach(gm, path, value)
+            parent, _, own = path.rpartition(".")
+            holder = resolve(gm, parent) if parent else gm
+            if hasattr(holder, own) and (own in holder._parameters) != isinstance(value, nn.Parameter):
+                delattr(holder, own)  # a bias may have been a buffer, and is a parameter now, or the reverse
+            attach(gm, path, value)
             with gm.graph.inserting_before(layer):
                 name = f"{layer.name}_folded_{'bias' if nodes else 'weight'}"
                 nodes.append(inherit(gm.graph.create_node("get_attr", path, name=name), layer, "batchnorm.fold"))
         layer.args = (layer.args[0], *nodes, *layer.args[3:])
         layer.kwargs = {name: value for name, value in layer.kwargs.items() if name != "batch_norm"}
-    _drop_unread(gm)
-
-
-def _attach(gm: fx.GraphModule, path: str, value: torch.Tensor) -> None:
-    """Register the tensor; a bias may have been a buffer, and is a parameter now, or the reverse."""
-    parent, _, name = path.rpartition(".")
-    holder = resolve(gm, parent) if parent else gm
-    if hasattr(holder, name) and (name in holder._parameters) != isinstance(value, nn.Parameter):
-        delattr(holder, name)
-    attach(gm, path, value)
+    gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
+    read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for path in gone:
+        if not any(other == path or other.startswith(path + ".") for other in read):
+            parent, _, name = path.rpartition(".")
+            delattr(resolve(gm, parent) if parent else gm, name)
 
 
 def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
@@ -134,13 +134,3 @@ def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | 
     paths = [path, beside if bias is None else str(bias.target)]
     alone = len(weight.users) == 1 and (bias is None or len(bias.users) == 1)
     return paths if alone else [f"{path}_{layer.name}" for path in paths]
-
-
-def _drop_unread(gm: fx.GraphModule) -> None:
-    """Remove parameters and batch norms that nothing reads any more from the model."""
-    gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
-    read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    for path in gone:
-        if not any(other == path or other.startswith(path + ".") for other in read):
-            parent, _, name = path.rpartition(".")
-            delattr(resolve(gm, parent) if parent else gm, name)

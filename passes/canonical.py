@@ -124,7 +124,9 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     joined, added = [], []
     for reader in list(node.users):
         recognised = _recognise(reader, modules)
-        operator, arguments = (None, {}) if recognised is None or isinstance(recognised[1], str) else recognised[:2]
+        operator, arguments = (None, {}) if recognised is None else recognised[:2]
+        if isinstance(arguments, str):
+            operator, arguments = None, {}
         if is_joined(node, value, reader, operator, arguments):
             joined.append(reader)
         elif is_broadcast(node, reader, operator):

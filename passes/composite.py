@@ -40,13 +40,17 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
             continue
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
-        if because is None or because == "":
+        if not because:
             build = Builder(
                 composite.name, node, context.target.activations, real=config.dynamic, normalizes_items=context.target.normalizes_items
             )
             result, because = _expanded(composite, build, arguments)
             for made in build.parts:
-                _leave_in_float(made) if config.dynamic else _settle(made, context)
+                wanted = demand(made)
+                if config.dynamic:
+                    _leave_in_float(made)
+                elif wanted is not None and supported_demand(wanted, context.target.activations) != wanted:
+                    state_demand(made, supported_demand(wanted, context.target.activations))
             if not config.dynamic:
                 because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
@@ -88,21 +92,12 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
     return None
 
 
-def _settle(made: fx.Node, context: Context) -> None:
-    """Resolve the dtype that is demanded of a part to one that the target supports, where the composite permits another."""
-    demanded = demand(made)
-    if demanded is not None and supported_demand(demanded, context.target.activations) != demanded:
-        state_demand(made, supported_demand(demanded, context.target.activations))
-
-
 def _leave_in_float(made: fx.Node) -> None:
     """Keep a part in float that is not a layer, in a composite that is quantized at run time; a layer gets no grid of its own."""
     state_demand(made, None)
     if not may_be_dynamic(made):
         set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
-        known = part(made)
-        assert known is not None
-        refuse(made, f"a part of {known.composite}, between layers that are quantized at run time")
+        refuse(made, f"a part of {part(made).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
@@ -111,7 +106,6 @@ def _why_float(made: fx.Node, context: Context) -> str | None:
         return None
     record, demanded, known = operator_of(made), demand(made), part(made)
     assert record is not None
-    assert known is not None
     because = record.refuses(made, record.arguments(made))
     if because is not None:
         return f"{known}: {because}"

@@ -55,7 +55,8 @@ def mark(gm: fx.GraphModule, context: Context) -> int:
     constant = _constants(gm)
     stops = [node for node in stops if node not in constant]
     for node in reversed(nodes):
-        read = [user for user in node.users if not _reads_value_alone(user, node, rules)]
+        # A custom backward may read a node for its value, and send the gradient elsewhere.
+        read = [user for user in node.users if user not in rules or len(user.args) < 2 or user.args[0] is not node or node in user.args[1:]]
         if node in stops or (node.users and node.op != "output" and node not in constant and all(map(is_detached, read))):
             detach(node)
     for node in nodes:
@@ -91,11 +92,6 @@ def _mark_parameters(node: fx.Node) -> None:
         mark_parameter(node)
         for operand in node.all_input_nodes:
             _mark_parameters(operand)
-
-
-def _reads_value_alone(user: fx.Node, node: fx.Node, rules: dict[fx.Node, GradientRule]) -> bool:
-    """Whether a custom backward reads a node for its value, and sends the gradient elsewhere."""
-    return user in rules and len(user.args) > 1 and user.args[0] is node and node not in user.args[1:]
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -176,7 +172,9 @@ def move(gm: fx.GraphModule, context: Context) -> int:
         while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
             reader = next(iter(node.users))
             source = operator_of(operand)
-            if not calls(reader, clamp) or not _is_constant(reader) or source is None or "clamp" not in source.absorbs:
+            if not calls(reader, clamp) or source is None or "clamp" not in source.absorbs:
+                break
+            if not all(limit is None or (isinstance(limit, int | float) and not math.isnan(limit)) for limit in reader.args[1:]):
                 break
             reader.replace_input_with(node, operand)
             reader.replace_all_uses_with(node)
@@ -186,10 +184,6 @@ def move(gm: fx.GraphModule, context: Context) -> int:
             operand = reader
             changes += 1
     return changes
-
-
-def _is_constant(clamp: fx.Node) -> bool:
-    return all(limit is None or (isinstance(limit, int | float) and not math.isnan(limit)) for limit in clamp.args[1:])
 
 
 # ---- in the prepared model -------------------------------------------------------------------------------------------
@@ -237,7 +231,7 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
             made.append(place)
             continue
         with gm.graph.inserting_before(output):
-            called = inherit(gm.graph.create_node("call_function", torch.detach, (place,)), place, "gradients.attach")
+            called = inherit(gm.graph.call_function(torch.detach, (place,)), place, "gradients.attach")
         set_fact(called, fact(place))
         _call(called, place, changes[position], readers)
         made.append(called)
@@ -249,10 +243,9 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
 def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
     known = fact(node)
-    if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
-        return 0
     live = [user for user in node.users if not is_detached(user)]
-    if not live or (isinstance(known, TensorFact) and not known.dtype.is_floating_point):
+    stops = known.dtype.is_floating_point if isinstance(known, TensorFact) else known is None or isinstance(known, tuple | list | dict)
+    if not live or not stops:
         return 0
     with gm.graph.inserting_after(node):
         made = gm.graph.call_function(torch.detach if isinstance(known, TensorFact) else stopped, (node,))

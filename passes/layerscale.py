@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import (
     absorb,
     detach_arguments,
@@ -70,7 +69,9 @@ class LayerScale(Fusion):
                 continue
             shape, value = shape_of(node), parameter_value(self.gm, factors)
             channels = _channels(way) - len(shape)
-            if isinstance(value, Tensor) and value.is_floating_point() and _one_for_each(value, channels, shape):
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -channels:
+                continue
+            if value.shape[channels] == shape[channels] == value.numel():
                 self.ways[node] = way, factors
                 return way[:1]
         return None
@@ -113,36 +114,25 @@ def _way_from_layer(node: fx.Node) -> list[fx.Node]:
 
 
 def _channels(way: list[fx.Node]) -> int:
-    """The dimension that the layer's channels are at the end of the way."""
+    """Return the dimension of the layer's channels at the end of the way."""
     layer, *permutations = way
-    record = operator_of(layer)
-    assert record is not None
-    assert record.channels is not None
-    rank = len(shape_of(layer))
-    place = record.channels(record.arguments(layer)) % rank
+    record, rank = operator_of(layer), len(shape_of(layer))
+    place = record.channels(record.arguments(layer)) % rank  # type: ignore[union-attr,misc]
     for permutation in permutations:
         place = [dim % rank for dim in permutation.args[1]].index(place)  # type: ignore[union-attr,operator]
     return place
 
 
-def _one_for_each(factors: Tensor, channels: int, shape: tuple[object, ...]) -> bool:
-    """Whether a tensor has a number for each index of this dimension, counted from the last, and is the same along all others."""
-    return factors.dim() >= -channels and factors.shape[channels] == shape[channels] == factors.numel()
-
-
 def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
+    """Return a parameter of a layer that is computed from this one and the factors, of its shape."""
     assert isinstance(parameter, fx.Node)
+    shape = fact(parameter)
+    calls: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
     if is_detached(layer):  # the factors may have gradients all the same
-        parameter = _computed(layer, torch.detach, parameter)
-    return _computed(layer, function, parameter, factors)
-
-
-def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: fx.Node, *others: fx.Node) -> fx.Node:
-    """A parameter of a layer that is computed from this one, of the same shape."""
-    with layer.graph.inserting_before(layer):
-        made = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
-    known = fact(parameter)
-    assert isinstance(known, TensorFact)
-    set_fact(made, known)
-    mark_parameter(made)
-    return made
+        calls.insert(0, (torch.detach, ()))
+    for called, others in calls:
+        with layer.graph.inserting_before(layer):
+            parameter = inherit(layer.graph.call_function(called, (parameter, *others)), layer, "layerscale.fold")
+        set_fact(parameter, shape)
+        mark_parameter(parameter)
+    return parameter

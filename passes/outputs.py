@@ -52,17 +52,13 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
             continue
         if not all(user in ends for user in node.users):
             continue
-        if is_quantized(node) and copies(node) and not _is_asked(node):
-            found.add(node)
-            ends.add(node)
+        if is_quantized(node) and copies(node) and not is_named(node):
+            if not decide(node).asked or result_config(node).fixed_scale is None:  # else it has the grid that a rule gives it
+                found.add(node)
+                ends.add(node)
         elif computes_tensor(node) and not is_integer(node):
             ends.add(node)
     return found
-
-
-def _is_asked(node: fx.Node) -> bool:
-    """Whether a rule names the node, or gives it a scale: it has that grid then."""
-    return is_named(node) or (decide(node).asked and result_config(node).fixed_scale is not None)
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:

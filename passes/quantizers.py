@@ -60,6 +60,10 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         _require_finite(gm, node, operator, arguments)
         plain = is_plain(node) or operator.dynamic
         own = not shares(node) and not plain
+        norm = arguments.get("batch_norm")
+        mean: Any = norm.running_mean if isinstance(norm, BatchNormTensors) else None
+        # The model calls this function of batch norm with training=False in train mode, too.
+        frozen = isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
         module = QuantizedOperator(
             node.name,
             operator,
@@ -73,7 +77,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
                 _factors(node, operator, arguments),
                 observed(node) or EVERYTHING,
             ),
-            live_batch_norm=context.batch_norm == "live" and not _is_frozen_norm(gm, arguments.get("batch_norm")),
+            live_batch_norm=context.batch_norm == "live" and not frozen,
             path=module_path(node),
             detached=_detached(node, operator),
         )
@@ -93,12 +97,6 @@ def _in_mode_of_model(gm: fx.GraphModule) -> None:
         for owner in operator.owners:
             if owner is not None and owner not in kept:
                 owner.training = gm.training
-
-
-def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:
-    """Whether the model calls this function of batch norm with training=False in train mode, too."""
-    mean: Any = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
-    return isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
 
 
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:

@@ -27,7 +27,7 @@ LISTED = 8  # names in a message: a recurrent layer has hundreds of operators
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """No operator that must share its operands' grid has another dtype than these; others read what a rule's `input` asks for."""
+    """Insert requantize nodes where an operator shares a grid with an operand of another dtype, and where a rule sets the input dtype."""
     changes = _read_as_asked(gm, context)
     for node in list(gm.graph.nodes):
         if not is_integer(node):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -18,6 +16,7 @@ from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.passes.matching import Decision, decide
 from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
 
@@ -77,10 +76,12 @@ def _why_float(
     if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
-    constants = [] if operator.sums else [value for value in _nodes(arguments, operator.operands) if is_parameter(value)]
-    if not all(_finite(parameter_value(gm, value)) for value in constants):
+    given: list[fx.Node] = []
+    fx.map_arg([] if operator.sums else [arguments.get(name) for name in operator.operands], given.append)
+    constants = [parameter_value(gm, value) for value in given if is_parameter(value)]
+    if not all(bool(torch.isfinite(value).all()) for value in constants if isinstance(value, torch.Tensor) and value.is_floating_point()):
         return "its constant holds values that are not finite"
-    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
+    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not is_integer(operand)]
     if masked:
         return f"it lies between %{masked[0].name} and a softmax, which are in float"
     for operand in operands:
@@ -101,7 +102,7 @@ def _why_beside_float(node: fx.Node, operands: list[fx.Node]) -> str | None:
     """Return why the node stays in float where its operands do: quantizing it alone would add a boundary and save nothing."""
     if not operands and shares(node):
         return "it moves the values of a parameter, which have no grid"
-    read = [operand for operand in operands if operand.op != "placeholder" and not _integer(operand)]
+    read = [operand for operand in operands if operand.op != "placeholder" and not is_integer(operand)]
     if not read or part(node) is not None:
         return None
     if isinstance(demand(node), Plain):
@@ -119,21 +120,6 @@ def _of_another_dtype(node: fx.Node) -> str | None:
     if not isinstance(known, TensorFact) or known.dtype == torch.float32 or not (known.dtype.is_complex or known.dtype.is_floating_point):
         return None
     return f"its result is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
-
-
-def _nodes(arguments: dict[str, Any], names: tuple[str, ...]) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg([arguments.get(name) for name in names], nodes.append)
-    return nodes
-
-
-def _finite(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())
-
-
-def _integer(node: fx.Node) -> bool:
-    spec = annotation(node)
-    return spec is not None and spec.dtype is not None
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:

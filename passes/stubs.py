@@ -33,7 +33,9 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
         (rules,) = matched_rules(node)
         set_matched_rules(node, tuple((rule, _of_output(chosen, context.target.default_activation)) for rule, chosen in rules))
         demanded, config = stated_demand(node), decide(node).config
-        own = _is_own(node)
+        nearest = rules[0][0]
+        # A rule is about this stub alone where it names the stub, its class or its node, or stands on it.
+        own = is_named(node) or (nearest.kind in ("name", "attribute") and nearest.key == module_path(node)) or nearest.kind == "pattern"
         if demanded is None and not (own and config is not None and not config.dynamic):
             operand = node.all_input_nodes[0]
             if operand.op == "placeholder" and not module_path(operand):
@@ -47,12 +49,6 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
             elif not ACTIVATION_TYPES[config.output.dtype].affine:
                 state_demand(node, replace(demanded, dtype=config.output.dtype))
     return changes
-
-
-def _is_own(node: fx.Node) -> bool:
-    """Whether a rule is about this stub alone: it names the stub, its class or its node, or stands on it."""
-    rule = matched_rules(node)[0][0][0]
-    return is_named(node) or (rule.kind in ("name", "attribute") and rule.key == module_path(node)) or rule.kind == "pattern"
 
 
 def _of_output(chosen: Chosen, default: str) -> Chosen:

@@ -66,7 +66,8 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
         most = b.most
     # A window starts where one of the first step does: at multiples of its size, or at the beginning if there is one window only.
     steps = [0 if out == 1 else s for out, s in zip(results, stride, strict=True)]
-    first = [_divisor(math.gcd(k, s), most) if large or k > most else 1 for k, s in zip(kernel, steps, strict=True)]
+    divisors = [[d for d in range(1, most + 1) if math.gcd(k, s) % d == 0] for k, s in zip(kernel, steps, strict=True)]
+    first = [max(some, default=1) if large or k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
     if math.prod(first) == 1:
         return _whole_in_parts(b) if list(b.shape[2:]) == kernel else _as_depthwise(b, kernel, stride, padding)
     operand = b.input
@@ -97,11 +98,6 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
         return None
     weight = b.constant(torch.full((channels, 1, *kernel), 1 / math.prod(kernel), device="cpu", dtype=torch.float32))
     return b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.clamp)
-
-
-def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of a size that is at most `most`."""
-    return max((d for d in range(1, most + 1) if size % d == 0), default=1)
 
 
 @remedy("divided after it", "avg_pool2d", "divisor_override")

@@ -120,11 +120,11 @@ class Rewriting(Builder):
         annotate(made, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
         return made
 
-    def again(self, dtype: str | None = None, **changes: Any) -> fx.Node:
-        """Append the operator itself, with all that is fused into it, but for these arguments."""
+    def again(self, **changes: Any) -> fx.Node:
+        """Append the operator itself, with all that is fused into it and with other arguments, or the `dtype` of its result, as given."""
         arguments = {**self.arguments, **changes}
         own = [arguments.pop(name) for name in self.operator.parameter_names]
-        return self(self.operator.function, *own, dtype=dtype, **arguments)
+        return self(self.operator.function, *own, **arguments)
 
     def joined(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
         """Concatenate parts that have one grid, so that this only moves integers."""
