@@ -132,7 +132,7 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
             verify_stage(gm, step.reaches, step.name)
         gm.meta["stage"] = step.reaches.name
         dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
-        if until == step.name or (isinstance(until, Stage) and until is step.reaches and step is _last(passes, until)):
+        if until == step.name or (until is step.reaches and step is [each for each in passes if each.reaches is until][-1]):
             gm.recompile()
             return True
     gm.recompile()
@@ -162,10 +162,6 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
     for step in passes:
         found += [step, *(Pass(function, step.reaches, own=True) for function in own.get(step.name, ()))]
     return tuple(found)
-
-
-def _last(passes: Sequence[Pass], stage: Stage) -> Pass:
-    return [step for step in passes if step.reaches is stage][-1]
 
 
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:

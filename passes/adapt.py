@@ -17,9 +17,9 @@ from torch import fx
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
 from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
-from fxquant.ir.parts import part
-from fxquant.ops import operand_nodes, operator_of, shares
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.ir.parts import is_inner_part
+from fxquant.ops import operands_of, operator_of, shares
+from fxquant.passes.rewriting import eliminate_dead, keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.remedies import REMEDIES, Rewriting
@@ -29,7 +29,7 @@ OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run:
 
 
 def apply(gm: fx.GraphModule, context: Context) -> int:
-    """No operator breaks a limit of the target, as far as remedies and the host can help; each says what became of it, and why."""
+    """Replace operators that break a limit of the target, or leave them to the host where no remedy helps, each with the reason."""
     if not context.adapt or not context.target.limits:
         return 0
     limits, changes, narrowed = Limits(context.target), 0, set[fx.Node]()
@@ -56,13 +56,9 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         made = _rewritten(gm, node, breach, context) if steps else None
         if made is not None:
             return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in made)
-    known = part(node)
-    if known is not None and known.inner and made_by(node) != "adapt.apply":
-        return 0  # an inner tensor of a composite of the model: the whole would have to be in float
-    spec = annotation(node)
-    assert spec is not None
-    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}", on_host=True))
-    context.say(f"%{node.name} stays in float: {broken[0].sentence}")
+    if is_inner_part(node) and made_by(node) != "adapt.apply":
+        return 0  # the whole composite of the model would have to be in float
+    keep_in_float(node, f"{HOST_SINCE}{broken[0].sentence}", context, on_host=True)
     return 1
 
 
@@ -76,7 +72,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
     build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach)
     result = function(build)
     if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
-        build.undo()
+        build.discard()
         return None
     build.finish(result)
     context.say(f"%{node.name} is {len(build.parts)} operators: {name}, since {breach.sentence}")
@@ -87,10 +83,10 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
 
 def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
     """Give a node on its operand's grid the operand's dtype, where a remedy has changed that."""
-    operator, spec = operator_of(node), annotation(node)
-    if operator is None or spec is None or spec.dtype is None or not shares(node):
+    spec = annotation(node)
+    if spec is None or spec.dtype is None or not shares(node):
         return
-    operand = operand_nodes(operator, operator.arguments(node))[0]
+    operand = operands_of(node)[0]
     taken = annotation(operand)
     if operand in narrowed and taken is not None and taken.dtype is not None:
         annotate(node, replace(spec, dtype=taken.dtype))

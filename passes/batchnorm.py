@@ -1,8 +1,5 @@
 """A batch norm becomes part of the convolution or linear layer before it.
 
-    %conv = conv2d(%x, %w)                      %conv = conv2d(%x, %w, batch_norm=%bn)
-    %y    = batch_norm(%conv, %bn)         →
-
 The weights are not touched: folding is a function of weight and batch norm, evaluated in every state, so a
 layer that is shared by two batch norms is simply folded twice. With batch_norm="folded" it is evaluated here,
 once, and the result takes the place of the parameters:
@@ -17,7 +14,7 @@ from torch import fx, nn
 
 from fxquant.ir.graph import absorb, attach, inherit, is_parameter, module_path, parameter_value, resolve, set_batch_norm_path, shape_of
 from fxquant.ir.model import free_name
-from fxquant.ops import operator_of
+from fxquant.ops import calls, operator_of
 from fxquant.ops.normalization.channels import batch_norm
 from fxquant.passes.rewriting import Fusion, eliminate_dead
 from fxquant.pipeline import Context
@@ -25,9 +22,49 @@ from fxquant.pipeline import Context
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """Fold every batch norm into the layer before it, where the layer can absorb it."""
-    layers: list[fx.Node] = []
+    fusion = BatchNorm(gm, context)
+    changes = fusion.run()
+    if context.batch_norm == "folded":
+        _evaluate(gm, fusion.layers)
+    return changes
 
-    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
+
+class BatchNorm(Fusion):
+    """A batch norm becomes part of the layer before it, whose parameters are not touched."""
+
+    before = """
+        %conv = conv2d(%x, %w)
+        %y = batch_norm(%conv, %bn)
+        return %y
+    """
+    after = """
+        %conv = conv2d(%x, %w, batch_norm=%bn)
+        return %conv
+    """
+    verb = "folded"
+
+    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
+        super().__init__(gm, context)
+        self.layers: list[fx.Node] = []
+
+    def match(self, node: fx.Node) -> list[fx.Node] | None:
+        return [node.args[0]] if calls(node, batch_norm) and isinstance(node.args[0], fx.Node) else None
+
+    def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
+        operator = operator_of(layer)
+        if operator is None or "batch_norm" not in operator.absorbs:
+            return f"%{layer.name} is not a layer with weights"
+        if len(layer.users) > 1:
+            return f"%{layer.name} has {len(layer.users)} users"
+        assert operator.channels is not None
+        if operator.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
+            return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
+        reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
+        if not all(map(is_parameter, reads)):
+            return f"the parameters of %{layer.name} are computed from more than parameters"
+        return f"%{layer.name} already has fused parts" if layer.kwargs else None
+
+    def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
         # The layer moves down to the batch norm, whose statistics may be read from nodes in between.
         node.prepend(layer)
         statistics = node.args[1]
@@ -35,36 +72,8 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         if not isinstance(statistics, fx.Node):  # a function's, whose tensors do not say where it was called
             set_batch_norm_path(layer, module_path(node))
         absorb(layer, node)
-        layers.append(layer)
+        self.layers.append(layer)
         return layer
-
-    changes = Fusion(_match, _why_not, merge, "folded").run(gm, context)
-    if context.batch_norm == "folded":
-        _evaluate(gm, layers)
-    return changes
-
-
-def _match(node: fx.Node) -> list[fx.Node] | None:
-    operator = operator_of(node)
-    if operator is None or operator.function is not batch_norm:
-        return None
-    assert isinstance(node.args[0], fx.Node)
-    return [node.args[0]]
-
-
-def _why_not(layer: fx.Node, node: fx.Node) -> str | None:
-    operator = operator_of(layer)
-    if operator is None or "batch_norm" not in operator.absorbs:
-        return f"%{layer.name} is not a layer with weights"
-    if len(layer.users) > 1:
-        return f"%{layer.name} has {len(layer.users)} users"
-    assert operator.channels is not None
-    if operator.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
-        return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
-    reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
-    if not all(map(is_parameter, reads)):
-        return f"the parameters of %{layer.name} are computed from more than parameters"
-    return f"%{layer.name} already has fused parts" if layer.kwargs else None
 
 
 # ---- once and for all -----------------------------------------------------------------------------------------------
@@ -72,27 +81,27 @@ def _why_not(layer: fx.Node, node: fx.Node) -> str | None:
 
 @torch.no_grad()
 def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
-    """The weight and bias of these layers are the folded ones; what they were made of is gone unless something else reads it."""
+    """Replace weight and bias of these layers by the folded ones, and remove parameters and batch norms that nothing else reads."""
     made = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
     for layer, parameters in made.items():
         nodes: list[fx.Node] = []
         for path, value in parameters.items():
-            _attach(gm, path, value)
+            parent, _, own = path.rpartition(".")
+            holder = resolve(gm, parent) if parent else gm
+            if hasattr(holder, own) and (own in holder._parameters) != isinstance(value, nn.Parameter):
+                delattr(holder, own)  # a bias may have been a buffer, and is a parameter now, or the reverse
+            attach(gm, path, value)
             with gm.graph.inserting_before(layer):
                 name = f"{layer.name}_folded_{'bias' if nodes else 'weight'}"
                 nodes.append(inherit(gm.graph.create_node("get_attr", path, name=name), layer, "batchnorm.fold"))
         layer.args = (layer.args[0], *nodes, *layer.args[3:])
         layer.kwargs = {name: value for name, value in layer.kwargs.items() if name != "batch_norm"}
-    _drop_unread(gm)
-
-
-def _attach(gm: fx.GraphModule, path: str, value: torch.Tensor) -> None:
-    """Register the tensor; a bias may have been a buffer, and is a parameter now, or the reverse."""
-    parent, _, name = path.rpartition(".")
-    holder = resolve(gm, parent) if parent else gm
-    if hasattr(holder, name) and (name in holder._parameters) != isinstance(value, nn.Parameter):
-        delattr(holder, name)
-    attach(gm, path, value)
+    gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
+    read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for path in gone:
+        if not any(other == path or other.startswith(path + ".") for other in read):
+            parent, _, name = path.rpartition(".")
+            delattr(resolve(gm, parent) if parent else gm, name)
 
 
 def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
@@ -125,13 +134,3 @@ def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | 
     paths = [path, beside if bias is None else str(bias.target)]
     alone = len(weight.users) == 1 and (bias is None or len(bias.users) == 1)
     return paths if alone else [f"{path}_{layer.name}" for path in paths]
-
-
-def _drop_unread(gm: fx.GraphModule) -> None:
-    """Remove parameters and batch norms that nothing reads any more from the model."""
-    gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
-    read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    for path in gone:
-        if not any(other == path or other.startswith(path + ".") for other in read):
-            parent, _, name = path.rpartition(".")
-            delattr(resolve(gm, parent) if parent else gm, name)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.numerics.grids import EVERYTHING, Interval
-from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
+from fxquant.ops import matters, operands_of, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.record import Operator
 from fxquant.passes.matching import decide
@@ -43,7 +42,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     dequantized: Made = {}
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
-        activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
+        activations = set(operands_of(node)) if is_integer(node) else set()
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
@@ -56,16 +55,12 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
                 return _boundary(gm, operand, QUANTIZE, quantized, node, context, preferred)
             return operand
 
-        _map_inputs(node, cross)
+        args, kwargs = fx.map_arg(node.args, cross), fx.map_arg(node.kwargs, cross)
+        if args != node.args:
+            node.args = args
+        if kwargs != node.kwargs:
+            node.kwargs = kwargs
     return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
-
-
-def _map_inputs(node: fx.Node, function: Any) -> None:
-    args, kwargs = fx.map_arg(node.args, function), fx.map_arg(node.kwargs, function)
-    if args != node.args:
-        node.args = args
-    if kwargs != node.kwargs:
-        node.kwargs = kwargs
 
 
 def _boundary(
@@ -89,7 +84,7 @@ def _boundary(
     if known is not None:
         return known
     other = [fact(value).dtype] if operator is DEQUANTIZE and fact(value).dtype != torch.float32 else []
-    with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
+    with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value):
         name = f"{value.name}_{operator.name}" + (f"_{reader.name}" if there else "")
         created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
@@ -110,8 +105,3 @@ def _preferred(reader: fx.Node, value: fx.Node, preferred: Mapping[fx.Node, str]
     assert spec is not None
     asked = decide(reader).asked or (spec.config.input is not None and decide(reader).layer != DEFAULT)
     return None if asked else preferred_by(reader, value, preferred)
-
-
-def _last_placeholder(gm: fx.GraphModule) -> fx.Node:
-    placeholders: list[fx.Node] = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    return placeholders[-1]

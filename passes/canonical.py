@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import operator as python
 import re
 from typing import Any
 
@@ -32,7 +31,7 @@ from fxquant.ir.graph import (
 )
 from fxquant.ir.parts import state_demand
 from fxquant.ir.stubs import dequant_stub, mark_stub, outside, quant_stub
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operands_of, operator_of
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
@@ -44,7 +43,7 @@ from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import is_cast, is_power
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import bypass, eliminate_dead, substitute
 from fxquant.pipeline import Context
 
 PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
@@ -58,7 +57,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
-    changes = _hand_through(gm, modules)
+    changes = _remove_identities(gm, modules)
     excluded = outside(gm)
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
@@ -108,14 +107,30 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
+def _remove_identities(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
+    """Remove calls of nn.Identity on containers; their readers read the container directly."""
+    nodes = gm.graph.find_nodes(op="call_module")
+    calls = [node for node in nodes if type(modules[str(node.target)]) is nn.Identity and isinstance(fact(node), tuple | list | dict)]
+    for node in calls:
+        substitute(node, node.args[0] if node.args else node.kwargs["input"])
+    return len(calls)
+
+
 def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
     """Replace a tensor that every run recreates with equal values by a constant, where an activation is added to it, and the like."""
     value = made_anew(node)
     if value is None or _computes_parameter(node):  # made like a parameter, it is one
         return 0
-    written = {reader: _operator_written(reader, modules) for reader in list(node.users)}
-    joined = [reader for reader, (operator, arguments) in written.items() if is_joined(node, value, reader, operator, arguments)]
-    added = [reader for reader, (operator, _) in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
+    joined, added = [], []
+    for reader in list(node.users):
+        recognised = _recognise(reader, modules)
+        operator, arguments = (None, {}) if recognised is None else recognised[:2]
+        if isinstance(arguments, str):
+            operator, arguments = None, {}
+        if is_joined(node, value, reader, operator, arguments):
+            joined.append(reader)
+        elif is_broadcast(node, reader, operator):
+            added.append(reader)
     if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"
@@ -153,12 +168,6 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
     return repeated
 
 
-def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator | None, dict[str, Any]]:
-    """Return the operator that a node calls, and its canonical arguments; None if the table has none, or not with these arguments."""
-    recognised = _recognise(node, modules)
-    return (None, {}) if recognised is None or isinstance(recognised[1], str) else (recognised[0], recognised[1])
-
-
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     """Return why the operator's function cannot replace the call that the user wrote, which gives other numbers; None if it can."""
     known = fact(node)
@@ -191,22 +200,15 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
     """Rewrite a QuantStub as a quantize, whose scale the rules determine later, and remove a DeQuantStub."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
-    if node.target is quant_stub and _is_float32(operand):
+    known = fact(operand)
+    if node.target is quant_stub and isinstance(known, TensorFact) and known.dtype == torch.float32:
         node.target, node.args = QUANTIZE.function, (operand,)
         mark_stub(node)
         if scale:
             state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
     context.say(f"%{node.name} marks where the integer part begins or ends")
-    pass_on(operand, node)
-    node.replace_all_uses_with(operand)
-    node.graph.erase_node(node)
-
-
-def _is_float32(operand: fx.Node) -> bool:
-    """Whether a node is a float32 tensor."""
-    known = fact(operand)
-    return isinstance(known, TensorFact) and known.dtype == torch.float32
+    bypass(node)
 
 
 def _of_sizes(node: fx.Node) -> bool:
@@ -236,39 +238,13 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     operator = operator_of(node)
     assert operator is not None
     arguments = operator.arguments(node)
-    operands = operand_nodes(operator, arguments)
-    if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
-        return
-    if gradient_changes(node):
+    operands = operands_of(node)
+    if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact) or gradient_changes(node):
         return
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         pass_on(operands[0], node)
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} unchanged, and is removed")
-
-
-def _hand_through(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
-    """An nn.Identity that is called on a tuple, a list or a dictionary is gone: who reads it, or a tensor in it, reads what is in there."""
-    changes = 0
-    for node in gm.graph.find_nodes(op="call_module"):
-        if type(modules[str(node.target)]) is not nn.Identity or not isinstance(fact(node), tuple | list | dict):
-            continue
-        _replace(node, node.args[0] if node.args else node.kwargs["input"])
-        changes += 1
-    return changes
-
-
-def _replace(node: fx.Node, value: Any) -> None:
-    """Replace a node by a nest of nodes; each reader that picks an element of it reads that element."""
-    if isinstance(value, fx.Node):
-        node.replace_all_uses_with(value)
-    for reader in list(node.users):
-        if reader.target is python.getitem:
-            _replace(reader, value[reader.args[1]])
-            continue
-        reader.args = fx.map_arg(reader.args, lambda operand: value if operand is node else operand)
-        reader.kwargs = fx.map_arg(reader.kwargs, lambda operand: value if operand is node else operand)
-    node.graph.erase_node(node)
 
 
 def _shift(node: fx.Node, context: Context) -> None:
@@ -286,8 +262,11 @@ def _shift(node: fx.Node, context: Context) -> None:
 
 def _is_unused(node: fx.Node) -> bool:
     """Whether only another call form read it, such as sizes of a reshape that now has a fixed shape, or a weight's transpose."""
-    known, called = fact(node), node.op in ("call_method", "call_function")
-    number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
+    known, called, operands = fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
+    number = not isinstance(known, TensorFact)
+    if known is None:  # as Python's quotient of sizes, which is not an integer
+        pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
+        number = pure and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
     return (
         operator_of(node) is not None
         or (isinstance(known, TensorFact) and 0 in known.shape and called)
@@ -297,13 +276,6 @@ def _is_unused(node: fx.Node) -> bool:
         or is_arange(node)
         or (number and called)
     )
-
-
-def _is_real_number(node: fx.Node) -> bool:
-    """Whether Python computes a node from numbers alone, as the quotient of a size; it has no fact, since it is not an integer."""
-    pure = getattr(node.target, "__module__", None) in PURE
-    operands = node.all_input_nodes
-    return pure and bool(operands) and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
 
 
 def _with_batch(
@@ -342,9 +314,12 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     try:
         adapted = adapt(*args, **kwargs)
     except TypeError:
-        return operator, f"{operator.name} has no integer form with {_named(args, kwargs)}", (node.target,)
-    except (IndexError, ZeroDivisionError):
-        if not _is_scalar(args):
+        given = f"{len(args)} arguments by position" if len(args) != 1 else "one argument by position"
+        given += f" and {', '.join(kwargs)} by name" if kwargs else ""
+        return operator, f"{operator.name} has no integer form with {given}", (node.target,)
+    except (IndexError, ZeroDivisionError):  # PyTorch takes dimension 0 and -1 of a tensor without dimensions
+        known = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
+        if not isinstance(known, TensorFact) or known.shape:
             raise
         return operator, "its operand has no dimensions", (node.target,)
     if isinstance(adapted, Instead):
@@ -353,23 +328,12 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
 
 
 def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any] | str:
-    """The arguments of a module's call, and those `taken` from the module itself; what is read off the result is left out."""
+    """Return the arguments of a module's call, and those `taken` from the module itself; what is read off the result is left out."""
     given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
     twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
     if twice and not operator.read_off:
         return "its arguments have an integer form only if they are passed by name"
     return _bind(operator, args[: twice[0]] if twice else args, {**taken, **given})
-
-
-def _is_scalar(args: tuple[Any, ...]) -> bool:
-    """Whether the operand is a tensor without dimensions, of which PyTorch takes dimension 0 and -1 all the same."""
-    known = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
-    return isinstance(known, TensorFact) and not known.shape
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = f"{len(args)} arguments by position" if len(args) != 1 else "one argument by position"
-    return f"{given} and {', '.join(kwargs)} by name" if kwargs else given
 
 
 def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:

@@ -8,21 +8,19 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from fxquant.ir.graph import is_parameter, matched_rules, refusal, refuse, set_matched_rules
-from fxquant.ir.parts import part, set_part, state_demand, stated_demand
-from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, supported_demand
+from fxquant.ir.parts import part, set_inner, state_demand, stated_demand
+from fxquant.ops import Fixed, Operator, Own, Same, demand, operands_of, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation
 from fxquant.ops.layers.dynamic import may_be_dynamic
 from fxquant.ops.movement.shape import MANY_SIZES, ManySizes
 from fxquant.passes.matching import decide
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 
 
@@ -42,13 +40,17 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
             continue
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
-        if because is None or because == "":
+        if not because:
             build = Builder(
                 composite.name, node, context.target.activations, real=config.dynamic, normalizes_items=context.target.normalizes_items
             )
             result, because = _expanded(composite, build, arguments)
             for made in build.parts:
-                _leave_in_float(made) if config.dynamic else _settle(made, context)
+                wanted = demand(made)
+                if config.dynamic:
+                    _leave_in_float(made)
+                elif wanted is not None and supported_demand(wanted, context.target.activations) != wanted:
+                    state_demand(made, supported_demand(wanted, context.target.activations))
             if not config.dynamic:
                 because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
@@ -82,18 +84,12 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
     config = decide(node).config
     if config is not None and config.output.dtype == "int32":
         return f"{composite.name} has no 32-bit output: it forms no sum of products"
-    for operand in operand_nodes(composite, arguments):
-        source, chosen = operator_of(operand), decide(operand).config if operator_of(operand) is not None else None
-        if source is not None and source.sums and chosen is not None and chosen.output.dtype == "int32":
+    for operand in operands_of(node):
+        source = operator_of(operand)
+        chosen = decide(operand).config if source is not None and source.sums else None
+        if chosen is not None and chosen.output.dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not read by another integer operator"
     return None
-
-
-def _settle(made: fx.Node, context: Context) -> None:
-    """Resolve the dtype that is demanded of a part to one that the target supports, where the composite permits another."""
-    demanded = demand(made)
-    if demanded is not None and supported_demand(demanded, context.target.activations) != demanded:
-        state_demand(made, supported_demand(demanded, context.target.activations))
 
 
 def _leave_in_float(made: fx.Node) -> None:
@@ -101,9 +97,7 @@ def _leave_in_float(made: fx.Node) -> None:
     state_demand(made, None)
     if not may_be_dynamic(made):
         set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
-        known = part(made)
-        assert known is not None
-        refuse(made, f"a part of {known.composite}, between layers that are quantized at run time")
+        refuse(made, f"a part of {part(made).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
@@ -112,7 +106,6 @@ def _why_float(made: fx.Node, context: Context) -> str | None:
         return None
     record, demanded, known = operator_of(made), demand(made), part(made)
     assert record is not None
-    assert known is not None
     because = record.refuses(made, record.arguments(made))
     if because is not None:
         return f"{known}: {because}"
@@ -125,52 +118,25 @@ def _why_float(made: fx.Node, context: Context) -> str | None:
 def _replace(node: fx.Node, result: Any) -> None:
     """Replace the node by the result; a result that is one part takes the node's position and name."""
     if isinstance(result, fx.Node) and part(result) is not None:
-        known = part(result)
-        assert known is not None
         _pass_on(node, result)
         node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
         node.meta.update(result.meta)
-        set_part(node, replace(known, inner=False))
+        set_inner(node, False)
         result.replace_all_uses_with(node)
         result.graph.erase_node(result)
         return
-    for one in _flat(result):
-        known = part(one)
-        if known is not None:
-            set_part(one, replace(known, inner=False))
-    _substitute(node, result)
+    fx.map_arg(result, lambda each: None if part(each) is None else set_inner(each, False))
+    substitute(node, result)
 
 
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
     """Pass the demand on the composite on to its last part, or, where that only moves values, to the part that computes them."""
     wanted, source = stated_demand(node), result
     while wanted is not None and stated_demand(source) is None and isinstance(demand(source), Same):
-        record = operator_of(source)
-        assert record is not None
-        operands = operand_nodes(record, record.arguments(source))
+        operands = operands_of(source)
         state_demand(node, None)
         if len(operands) != 1 or part(operands[0]) is None:
             return
         source = operands[0]
     if wanted is not None and source is not result and stated_demand(source) is None:
         state_demand(source, wanted)
-
-
-def _flat(result: Any) -> list[fx.Node]:
-    """Return the nodes of a nest."""
-    if isinstance(result, list | tuple):
-        return [one for item in result for one in _flat(item)]
-    return [result] if isinstance(result, fx.Node) else []
-
-
-def _substitute(node: fx.Node, result: Any) -> None:
-    """Replace the node by the result, also where a reader picks an element of its nest, and erase it."""
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    for reader in list(node.users):
-        if reader.op == "call_function" and reader.target is operator.getitem and isinstance(reader.args[1], int):
-            _substitute(reader, result[reader.args[1]])
-        else:
-            reader.args = fx.map_arg(reader.args, lambda operand: result if operand is node else operand)
-            reader.kwargs = fx.map_arg(reader.kwargs, lambda operand: result if operand is node else operand)
-    node.graph.erase_node(node)

@@ -33,11 +33,12 @@ from fxquant.ir.graph import (
     set_fact,
 )
 from fxquant.numerics.gradient import GradientRule
-from fxquant.ops import operator_of
+from fxquant.ops import calls, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.movement.shape import identity
+from fxquant.passes.rewriting import substitute
 from fxquant.pipeline import Context
-from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.nodes import quantized_operator
 
 STOP = ""  # in place of the path of a rule: the gradient is stopped
 OPERANDS = "only a custom backward reads it, while training"
@@ -54,7 +55,8 @@ def mark(gm: fx.GraphModule, context: Context) -> int:
     constant = _constants(gm)
     stops = [node for node in stops if node not in constant]
     for node in reversed(nodes):
-        read = [user for user in node.users if not _reads_value_alone(user, node, rules)]
+        # A custom backward may read a node for its value, and send the gradient elsewhere.
+        read = [user for user in node.users if user not in rules or len(user.args) < 2 or user.args[0] is not node or node in user.args[1:]]
         if node in stops or (node.users and node.op != "output" and node not in constant and all(map(is_detached, read))):
             detach(node)
     for node in nodes:
@@ -90,11 +92,6 @@ def _mark_parameters(node: fx.Node) -> None:
         mark_parameter(node)
         for operand in node.all_input_nodes:
             _mark_parameters(operand)
-
-
-def _reads_value_alone(user: fx.Node, node: fx.Node, rules: dict[fx.Node, GradientRule]) -> bool:
-    """Whether a custom backward reads a node for its value, and sends the gradient elsewhere."""
-    return user in rules and len(user.args) > 1 and user.args[0] is node and node not in user.args[1:]
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -144,8 +141,7 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
     if is_detached(node):
-        node.replace_all_uses_with(operand)
-        gm.graph.erase_node(node)
+        substitute(node, operand)
         context.say(f"%{node.name} is removed: none of its readers has a gradient")
         return
     path = str(node.target)
@@ -175,9 +171,10 @@ def move(gm: fx.GraphModule, context: Context) -> int:
         operand = node.args[0]
         while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
             reader = next(iter(node.users))
-            record, source = operator_of(reader), operator_of(operand)
-            limits = record is not None and record.function is clamp and _is_constant(reader)
-            if not limits or source is None or not source.absorbs & {"clamp"}:
+            source = operator_of(operand)
+            if not calls(reader, clamp) or source is None or "clamp" not in source.absorbs:
+                break
+            if not all(limit is None or (isinstance(limit, int | float) and not math.isnan(limit)) for limit in reader.args[1:]):
                 break
             reader.replace_input_with(node, operand)
             reader.replace_all_uses_with(node)
@@ -187,10 +184,6 @@ def move(gm: fx.GraphModule, context: Context) -> int:
             operand = reader
             changes += 1
     return changes
-
-
-def _is_constant(clamp: fx.Node) -> bool:
-    return all(limit is None or (isinstance(limit, int | float) and not math.isnan(limit)) for limit in clamp.args[1:])
 
 
 # ---- in the prepared model -------------------------------------------------------------------------------------------
@@ -206,10 +199,11 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
             changes += _attach_outputs(gm, node, readers)
         elif found:
             if node.op == "call_module":
-                _discard(gm, str(node.target))
+                parent, _, name = str(node.target).rpartition(".")
+                del resolve(gm, parent)._modules[name]
             _call(node, node.args[0], found[0], readers)
             changes += 1
-        elif is_detached(node) and not _computes_without(gm, node):
+        elif is_detached(node) and quantized_operator(gm, node) is None:
             changes += _stop_behind(gm, node)
     for reader in readers.values():
         gm.graph.erase_node(reader)
@@ -237,7 +231,7 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
             made.append(place)
             continue
         with gm.graph.inserting_before(output):
-            called = inherit(gm.graph.create_node("call_function", torch.detach, (place,)), place, "gradients.attach")
+            called = inherit(gm.graph.call_function(torch.detach, (place,)), place, "gradients.attach")
         set_fact(called, fact(place))
         _call(called, place, changes[position], readers)
         made.append(called)
@@ -246,18 +240,12 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
     return len(changes)
 
 
-def _computes_without(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node knows by itself that it is computed without gradients."""
-    return node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator)
-
-
 def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
     known = fact(node)
-    if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
-        return 0
     live = [user for user in node.users if not is_detached(user)]
-    if not live or (isinstance(known, TensorFact) and not known.dtype.is_floating_point):
+    stops = known.dtype.is_floating_point if isinstance(known, TensorFact) else known is None or isinstance(known, tuple | list | dict)
+    if not live or not stops:
         return 0
     with gm.graph.inserting_after(node):
         made = gm.graph.call_function(torch.detach if isinstance(known, TensorFact) else stopped, (node,))
@@ -266,12 +254,6 @@ def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     for user in live:
         user.replace_input_with(node, made)
     return 1
-
-
-def _discard(gm: fx.GraphModule, path: str) -> None:
-    """Remove the module at a path."""
-    parent, _, name = path.rpartition(".")
-    del resolve(gm, parent)._modules[name]
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -29,7 +29,7 @@ from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
@@ -96,11 +96,9 @@ class GraphLowering(Lowering):
     def _centre(self, node: fx.Node) -> fx.Node:
         """Return the centred integers of a node; the node itself where its zero point is 0."""
         zero = zero_point(node)
-        if not zero:
-            return node
-        if node not in self.centred:
+        if zero and node not in self.centred:
             self.centred[node] = self._call(elementwise.centre, node, zero)
-        return self.centred[node]
+        return self.centred.get(node, node)
 
     def _call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
         made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
@@ -267,30 +265,18 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _forget_gradients(gm: fx.GraphModule) -> int:
-    """Nothing is left that passes its operand on, and only changes gradients."""
-    found = [node for node in gm.graph.nodes if _changes_gradients(gm, node)]
-    for node in found:
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        node.replace_all_uses_with(operand)
-        gm.graph.erase_node(node)
-    return len(found)
-
-
-def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node of the prepared graph passes its operand on, and only changes gradients."""
-    if is_parameter(node):
-        return False
-    if node.op == "call_module":
-        return isinstance(resolve(gm, str(node.target)), GradientRule)
-    return node.op == "call_function" and node.target in (torch.detach, stopped)
+    """Remove the nodes that pass their operand on, and only change gradients."""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_parameter(node)]
+    rules = {node for node in calls if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), GradientRule)}
+    stops = [node for node in calls if node in rules or (node.op == "call_function" and node.target in (torch.detach, stopped))]
+    for node in stops:
+        substitute(node, node.args[0])
+    return len(stops)
 
 
 def _repeats(node: fx.Node) -> bool:
     """Whether other operators may read the same constants: it reads a parameter that others read, or is a step of a recurrence."""
-    if step_of(node) is not None:
-        return True
-    return any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
+    return step_of(node) is not None or any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
 
 
 def _concrete(
@@ -298,10 +284,9 @@ def _concrete(
 ) -> dict[str, Any]:
     """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
-    def operand(name: str, value: fx.Node) -> Quantized | Tensor:
+    def operand(_: str, value: fx.Node) -> Any:
         if is_parameter(value):
-            constant: Tensor = parameter_value(gm, value)
-            return constant
+            return parameter_value(gm, value)
         return results[value] if value in results else plainly(environment[value], fact(value).shape)
 
     def other(value: fx.Node) -> Any:

@@ -11,15 +11,14 @@ float operator. The island computes no sums of products. Operators that a rule o
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import networkx as nx
 from torch import fx
 
-from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, reads_shape_only
+from fxquant.ir.graph import computes_tensor, is_parameter, reads_shape_only
 from fxquant.ir.parts import part
-from fxquant.ops import operand_nodes, operator_of, shares
+from fxquant.ops import operands_of, operator_of, shares
 from fxquant.passes.matching import decide
+from fxquant.passes.rewriting import keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 
@@ -28,21 +27,16 @@ def sink(gm: fx.GraphModule, context: Context) -> int:
     """Keep islands in float whose values would cross from float to integer and back without a gain."""
     connected = nx.Graph()
     for node in gm.graph.nodes:
-        operator = operator_of(node)
-        if operator is None or not is_integer(node):
-            continue
-        connected.add_node(node)
-        connected.add_edges_from((node, operand) for operand in operand_nodes(operator, operator.arguments(node)) if is_integer(operand))
+        if operator_of(node) is not None and is_integer(node):
+            connected.add_node(node)
+            connected.add_edges_from((node, operand) for operand in operands_of(node) if is_integer(operand))
     changes = 0
     for island in nx.connected_components(connected):
         because = _why(island)
         if because is None:
             continue
         for node in island:
-            spec = annotation(node)
-            assert spec is not None
-            annotate(node, replace(spec, dtype=None, because=because))
-            context.say(f"%{node.name} stays in float: {because}")
+            keep_in_float(node, because, context)
         changes += len(island)
     return changes
 
@@ -55,17 +49,11 @@ def _why(island: set[fx.Node]) -> str | None:
     if not readers or not all(_computes_in_float(user) for user in readers):
         return None
     moves = all(shares(node) and part(node) is None for node in island)
-    read = {operand for node in island for operand in _read(node) if operand not in island}
+    read = {operand for node in island for operand in operands_of(node) if operand not in island}
     if not all(_computes_in_float(operand) or (moves and operand.op == "placeholder") for operand in read):
         return None
     names = " and ".join(sorted(f"%{user.name}" for user in readers)[:2])
     return f"it lies between operators in float, and is read only by {names}"
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    operator = operator_of(node)
-    assert operator is not None
-    return operand_nodes(operator, operator.arguments(node))
 
 
 def _sums(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Where a kernel stands for several primitives, the node of the result says so; the primitives stay, and are its meaning.
+"""Record on each result node which kernel may compute it, together with which primitives; the graph is not changed.
 
     %y_convolution = convolution(%x, …)
     %y = requantize_real(%y_convolution, …)     →     %y is computed by the kernel "sum of products", with %y_convolution
@@ -15,7 +15,7 @@ from fxquant.pipeline import Context
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
-    """Every node that a kernel computes says which, and with what other nodes."""
+    """Write the kernel and the other nodes that it computes on every node that a kernel matches."""
     changes = 0
     for node in gm.graph.nodes:
         if node.op != "call_function":

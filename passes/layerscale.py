@@ -1,8 +1,5 @@
 """A factor for each channel, as that of a transformer's branch, becomes part of the layer before it.
 
-    %l = linear(%x, %w, %b)                     %l = linear(%x, multiplied_weight(%w, %g), multiplied_bias(%b, %g))
-    %y = mul(%l, %g)                       →
-
 A permutation may stand between the two: the channels are those of the layer. The parameters are not touched: the products are computed
 from them in every state, and all of them are trained. The result is rounded once instead of twice, and an addition behind it can be done
 in the accumulator.
@@ -15,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import (
     absorb,
     detach_arguments,
@@ -29,7 +25,7 @@ from fxquant.ir.graph import (
     shape_of,
 )
 from fxquant.ir.parts import part, stated_demand, ties
-from fxquant.ops import Trait, operator_of
+from fxquant.ops import Trait, calls, operator_of
 from fxquant.ops.core.parameters import multiplied_bias, multiplied_weight
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.movement.shape import permute
@@ -39,17 +35,61 @@ from fxquant.pipeline import Context
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """Fold every factor for each channel into the layer before it, where the layer's weight can absorb it."""
-    ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product
+    return LayerScale(gm, context).run()
 
-    def match(node: fx.Node) -> list[fx.Node] | None:
-        way, factors = _parts(gm, node)
-        if factors is None:
+
+class LayerScale(Fusion):
+    """A factor for each channel is multiplied into the weight and the bias of the layer before it."""
+
+    before = """
+        %l = linear(%x, %w, %b)
+        %y = mul(%l, %g)
+        return %y
+    """
+    after = """
+        %weight = multiplied_weight(%w, %g)
+        %bias = multiplied_bias(%b, %g)
+        %l = linear(%x, %weight, %bias)
+        return %l
+    """
+    verb = "folded"
+
+    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
+        super().__init__(gm, context)
+        self.ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product: the layer, permutations after it, and the factors
+
+    def match(self, node: fx.Node) -> list[fx.Node] | None:
+        if not calls(node, mul) or part(node) is not None:
             return None
-        ways[node] = way, factors
-        return way[:1]
+        for operand, factors in (node.args[:2], node.args[1::-1]):
+            if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
+                continue
+            way = _way_from_layer(operand)
+            if not way or shape_of(operand) != shape_of(node):
+                continue
+            shape, value = shape_of(node), parameter_value(self.gm, factors)
+            channels = _channels(way) - len(shape)
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -channels:
+                continue
+            if value.shape[channels] == shape[channels] == value.numel():
+                self.ways[node] = way, factors
+                return way[:1]
+        return None
 
-    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
-        way, factors = ways[node]
+    def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
+        way, _ = self.ways[node]
+        several = next((node for node in way if len(node.users) > 1), None)
+        if several is not None:
+            return f"%{several.name} has {len(several.users)} users"
+        if layer.kwargs:
+            return f"%{layer.name} already has fused parts"
+        if stated_demand(layer) is not None or ties(layer):
+            return f"its composite defines the grid of %{layer.name}"
+        reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
+        return None if all(map(is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
+
+    def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
+        way, factors = self.ways[node]
         # The layer moves down to the product, whose factors may be computed in between.
         for moved in way:
             node.prepend(moved)
@@ -64,26 +104,6 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
                 detach_arguments(passed, *([0] if passed is layer else []))
         return way[-1]
 
-    return Fusion(match, lambda layer, node: _why_not(ways[node][0]), merge, "folded").run(gm, context)
-
-
-def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """The layer, with the permutations behind it, and the factors of its channels, of which a node is the product; None if it is none."""
-    operator = operator_of(node)
-    if operator is None or operator.function is not mul or part(node) is not None:
-        return [], None
-    for operand, factors in (node.args[:2], node.args[1::-1]):
-        if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
-            continue
-        way = _way_from_layer(operand)
-        if not way or shape_of(operand) != shape_of(node):
-            continue
-        shape, value = shape_of(node), parameter_value(gm, factors)
-        channels = _channels(way) - len(shape)
-        if isinstance(value, Tensor) and value.is_floating_point() and _one_for_each(value, channels, shape):
-            return way, factors
-    return [], None
-
 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
     """Return a layer and the permutations that lead from it to the node; empty where they do not start at a layer."""
@@ -94,49 +114,25 @@ def _way_from_layer(node: fx.Node) -> list[fx.Node]:
 
 
 def _channels(way: list[fx.Node]) -> int:
-    """The dimension that the layer's channels are at the end of the way."""
+    """Return the dimension of the layer's channels at the end of the way."""
     layer, *permutations = way
-    record = operator_of(layer)
-    assert record is not None
-    assert record.channels is not None
-    rank = len(shape_of(layer))
-    place = record.channels(record.arguments(layer)) % rank
+    record, rank = operator_of(layer), len(shape_of(layer))
+    place = record.channels(record.arguments(layer)) % rank  # type: ignore[union-attr,misc]
     for permutation in permutations:
         place = [dim % rank for dim in permutation.args[1]].index(place)  # type: ignore[union-attr,operator]
     return place
 
 
-def _one_for_each(factors: Tensor, channels: int, shape: tuple[object, ...]) -> bool:
-    """Whether a tensor has a number for each index of this dimension, counted from the last, and is the same along all others."""
-    return factors.dim() >= -channels and factors.shape[channels] == shape[channels] == factors.numel()
-
-
-def _why_not(way: list[fx.Node]) -> str | None:
-    layer = way[0]
-    several = next((node for node in way if len(node.users) > 1), None)
-    if several is not None:
-        return f"%{several.name} has {len(several.users)} users"
-    if layer.kwargs:
-        return f"%{layer.name} already has fused parts"
-    if stated_demand(layer) is not None or ties(layer):
-        return f"its composite defines the grid of %{layer.name}"
-    reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
-    return None if all(map(is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
-
-
 def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
+    """Return a parameter of a layer that is computed from this one and the factors, of its shape."""
     assert isinstance(parameter, fx.Node)
+    shape = fact(parameter)
+    calls: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
     if is_detached(layer):  # the factors may have gradients all the same
-        parameter = _computed(layer, torch.detach, parameter)
-    return _computed(layer, function, parameter, factors)
-
-
-def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: fx.Node, *others: fx.Node) -> fx.Node:
-    """A parameter of a layer that is computed from this one, of the same shape."""
-    with layer.graph.inserting_before(layer):
-        made = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
-    known = fact(parameter)
-    assert isinstance(known, TensorFact)
-    set_fact(made, known)
-    mark_parameter(made)
-    return made
+        calls.insert(0, (torch.detach, ()))
+    for called, others in calls:
+        with layer.graph.inserting_before(layer):
+            parameter = inherit(layer.graph.call_function(called, (parameter, *others)), layer, "layerscale.fold")
+        set_fact(parameter, shape)
+        mark_parameter(parameter)
+    return parameter

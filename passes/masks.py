@@ -18,7 +18,7 @@ from torch import fx
 
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
-from fxquant.ops import Operator, Trait, operator_of
+from fxquant.ops import Operator, Trait, calls, operator_of
 from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
 from fxquant.ops.attention.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
 from fxquant.ops.attention.softmax import softmax
@@ -38,10 +38,7 @@ def recognise(gm: fx.GraphModule, context: Context) -> int:
     plain = given(gm)
     changes = 0
     for node in list(gm.graph.nodes):
-        record = operator_of(node)
-        if record is None or record.function is not softmax or refusal(node) is not None:
-            continue
-        if decide(node).config is None or not isinstance(fact(node), TensorFact):
+        if not calls(node, softmax) or refusal(node) is not None or decide(node).config is None or not isinstance(fact(node), TensorFact):
             continue
         found = Search(node, plain, context.target.activations).run()
         if found is not None:
@@ -95,7 +92,7 @@ class Search:
         return kind, self.otherwise if len(self.keeps) == 1 else None
 
     def _moved(self, clean: fx.Node, keep: fx.Node) -> None:
-        """The softmax, and behind it what stood in front of it; the node of the softmax stays the first of them."""
+        """Move the reshapes before the softmax to after it; the softmax keeps its node."""
         node = self.softmax
         readers = list(node.users)
         set_fact(node, fact(clean))
@@ -131,10 +128,16 @@ class Search:
         return self._move if Trait.REARRANGES in record.traits else None
 
     def _same(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        found = self._without(arguments["input"])
-        if found is not None:
+        clean = self._without(arguments["input"])
+        if clean is not None:
             self.seen.append(node)
-        return found
+        return clean
+
+    def _unmasked(self, node: fx.Node, scores: fx.Node) -> fx.Node:
+        """Return the scores that this node masks, without further masks."""
+        self.seen.append(node)
+        clean = self._without(scores)
+        return scores if clean is None else clean
 
     def _sum(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         """Scores and a mask, or scores with masks and something else."""
@@ -159,12 +162,10 @@ class Search:
         kept_by = None if is_parameter(mask) else hiding.kept(mask, dim)
         if kept_by is not None:
             self.keeps.append(kept_by)
-            self.seen.append(node)
             self.empty.add(hiding.empty)
             self.otherwise = hiding.otherwise
             self.levels.append(hiding.adds)
-            within = self._without(scores)
-            return scores if within is None else within
+            return self._unmasked(node, scores)
         if not may_hide(mask):
             return self._with(node, scores)
         terms = [] if negative else terms_of(mask)
@@ -179,9 +180,7 @@ class Search:
             return self._with(node, scores)
         self.keeps.append(self.build.host(kept, mask, dim))
         self.levels.append(level_of(mask) if is_parameter(mask) else None)
-        self.seen.append(node)
-        within = self._without(scores)
-        clean = scores if within is None else within
+        clean = self._unmasked(node, scores)
         return self._call(node, add, clean, self.build.host(added, mask, dim), 1) if adds else clean
 
     def _shifts(self, node: fx.Node, scores: fx.Node, other: fx.Node) -> bool:
@@ -206,10 +205,8 @@ class Search:
             return None
         self.keeps.append(keep)
         self.levels.append(None)
-        self.seen.append(node)
         self.empty.add("zeros" if -math.inf in (input, other) else "equal")
-        within = self._without(scores)
-        return scores if within is None else within
+        return self._unmasked(node, scores)
 
     def _multiple(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         number, operand = arguments["other"], arguments["input"]

@@ -13,14 +13,14 @@ Integers that leave the model only as float tensors need no grid either.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from torch import Tensor, fx
 
-from fxquant.ir.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only
+from fxquant.ir.graph import computes_tensor, is_parameter, parameter_value, reads_shape_only
 from fxquant.ir.parts import ties
-from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
+from fxquant.ops import Fixed, Operator, carried, copies, demand, operands_of, operator_of, read_nodes, shares
 from fxquant.passes.matching import decide, is_named, result_config
+from fxquant.passes.rewriting import keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
 
@@ -34,15 +34,11 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator = operator_of(node)
         assert operator is not None
-        before = [operand for operand in operand_nodes(operator, operator.arguments(node)) if operand in separated]
+        before = [operand for operand in operands_of(node) if operand in separated]
         because = f"it only passes on the values of %{before[0].name}, which is in float" if before else _why(gm, node, operator)
-        if because is None:
-            continue
-        spec = annotation(node)
-        assert spec is not None
-        annotate(node, replace(spec, dtype=None, because=because))
-        context.say(f"%{node.name} stays in float: {because}")
-        separated.add(node)
+        if because is not None:
+            keep_in_float(node, because, context)
+            separated.add(node)
     return len(separated)
 
 
@@ -56,28 +52,23 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
             continue
         if not all(user in ends for user in node.users):
             continue
-        if is_quantized(node) and copies(node) and not _is_asked(node):
-            found.add(node)
-            ends.add(node)
+        if is_quantized(node) and copies(node) and not is_named(node):
+            if not decide(node).asked or result_config(node).fixed_scale is None:  # else it has the grid that a rule gives it
+                found.add(node)
+                ends.add(node)
         elif computes_tensor(node) and not is_integer(node):
             ends.add(node)
     return found
-
-
-def _is_asked(node: fx.Node) -> bool:
-    """Whether a rule names the node, or gives it a scale: it has that grid then."""
-    return is_named(node) or (decide(node).asked and result_config(node).fixed_scale is not None)
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
     """Why a node that leads to outputs alone stays in float; None where one grid suits all that it copies."""
     if shares(node):
         return None
-    arguments = operator.arguments(node)
     if not operator.operands:
         return "it converts integers to float, and only outputs of the model read the result"
     ranges = len(set(_ranges(gm, node)))
-    if ranges and not operand_nodes(operator, arguments) and not read_nodes(operator, arguments):
+    if ranges and not operands_of(node) and not read_nodes(operator, operator.arguments(node)):
         return "it copies constants, and only outputs of the model read them"
     return "only outputs of the model read its parts, each on a different grid" if ranges > 1 else None
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
-from fxquant.ops import operator_of
+from fxquant.ops import calls, operator_of
 from fxquant.ops.indexing.assignment import setitem
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat, stack
@@ -35,20 +35,15 @@ def pick(gm: fx.GraphModule, context: Context) -> int:
     """Replace every slice of a concatenation by a slice of one of its parts, or by the part, where possible."""
     changes = 0
     for node in list(gm.graph.nodes):
-        if operator_of(node) is None or node.target is not getitem or is_named(node):
-            continue
-        replaced = _replaced(node)
+        replaced = _replaced(node) if calls(node, getitem) and not is_named(node) else None
         if replaced is None:
             continue
         context.say(f"%{node.name} reads %{replaced.name}: it is one of the tensors that %{node.args[0].name} combines")
         node.replace_all_uses_with(replaced)
         changes += 1
-    eliminate_dead(gm.graph.nodes, _looked_through)  # what is read no more, and what was made for nothing
+    looked_through = {getitem, cat, stack, permute, reshape, setitem, write}
+    eliminate_dead(gm.graph.nodes, lambda node: node.target in looked_through and operator_of(node) is not None)
     return changes
-
-
-def _looked_through(node: fx.Node) -> bool:
-    return operator_of(node) is not None and node.target in (getitem, cat, stack, permute, reshape, setitem, write)
 
 
 def _replaced(node: fx.Node) -> fx.Node | None:
@@ -185,22 +180,18 @@ def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
     """Return the product of sizes: that of the numbers, and the sizes that depend on the batch."""
-    return math.prod(size for size in sizes if isinstance(size, int)), tuple(
-        sorted(str(size) for size in sizes if not isinstance(size, int))
-    )
+    batched = sorted(str(size) for size in sizes if not isinstance(size, int))
+    return math.prod(size for size in sizes if isinstance(size, int)), tuple(batched)
 
 
 def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
-    shape = list(shape_of(value))
-    shape[dim] = size
-    return tuple(shape)
+    shape = shape_of(value)
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
     """A node in front of the reader that stands in place of another one, for a part of its value."""
     with reader.graph.inserting_before(reader):
-        made: fx.Node = inherit(
-            reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part"), like, "parts.pick"
-        )
+        made = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
     set_fact(made, replace(fact(like), shape=tuple(shape)))
-    return made
+    return inherit(made, like, "parts.pick")

@@ -52,11 +52,13 @@ def join(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _source(gm: fx.GraphModule, choice: fx.Node, places: Mapping[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The nearest tensor that a choice is a function of, element by element, and what lies between, in order; None where there is none."""
+    """Return the nearest tensor that determines a choice element by element, and the nodes between, in order; None if there is none."""
     open_, inner = {choice}, list[fx.Node]()
     while True:
         last = max(open_, key=places.__getitem__)
-        if last is not choice and len(open_) == 1 and not (_has_poles(last) and _fits(last, choice)):
+        record = operator_of(last)
+        has_poles = record is not None and steep(record.name, record.arguments(last))  # a choice may be there to hide a pole
+        if last is not choice and len(open_) == 1 and not (has_poles and _fits(last, choice)):
             break
         if not _fits(last, choice) or len(inner) == MOST:
             return None
@@ -77,12 +79,6 @@ def _source(gm: fx.GraphModule, choice: fx.Node, places: Mapping[fx.Node, int]) 
     for node in inner:
         sizes[node] = 1 + sum(sizes.get(argument, 1) for argument in node.args if isinstance(argument, fx.Node))
     return (source, inner[:-1]) if same and len(inner) > 1 and sizes[choice] <= MOST else None
-
-
-def _has_poles(node: fx.Node) -> bool:
-    """Whether it is a function that may have no values, which a choice may be there to hide."""
-    record = operator_of(node)
-    return record is not None and steep(record.name, record.arguments(node))
 
 
 def _fits(node: fx.Node, choice: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxquant.ir.graph import refusal
 from fxquant.ir.parts import state_demand, stated_demand
-from fxquant.ops import WIDE, Own, Trait, demand, operator_of, shares, traits_of
+from fxquant.ops import WIDE, Own, Trait, calls, demand, operator_of, shares, traits_of
 from fxquant.ops.core.boundary import quantize
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -43,29 +43,24 @@ def widen(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _function(node: fx.Node) -> Any:
-    record = operator_of(node)
-    return None if record is None else record.function
-
-
 def _arguments(node: fx.Node) -> dict[str, Any]:
     record = operator_of(node)
     return {} if record is None else record.arguments(node)
 
 
 def _is_square(node: fx.Node) -> bool:
-    function, arguments = _function(node), _arguments(node)
-    if function is mul:
+    arguments = _arguments(node)
+    if calls(node, mul):
         return arguments["input"] is arguments["other"]
-    return function is torch.square or (function is torch.pow and arguments["exponent"] == 2)
+    return calls(node, torch.square) or (calls(node, torch.pow) and arguments["exponent"] == 2)
 
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
     """Return differences of tensors and their mean that are only squared, multiplied or divided, and means that only they read."""
     found: list[fx.Node] = []
     for node in gm.graph.nodes:
-        average = _arguments(node)["other"] if _function(node) is sub else None
-        if not isinstance(average, fx.Node) or _function(average) is not mean or average.args[0] is not node.args[0]:
+        average = _arguments(node)["other"] if calls(node, sub) else None
+        if not isinstance(average, fx.Node) or not calls(average, mean) or average.args[0] is not node.args[0]:
             continue
         if all(map(_multiplies_or_squares, node.users)):
             found += [average, node] if len(average.users) == 1 else [node]
@@ -73,7 +68,7 @@ def _centred(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _multiplies_or_squares(reader: fx.Node) -> bool:
-    return _function(reader) is mul or _function(reader) is true_divide or Trait.STATISTIC in traits_of(reader) or _is_square(reader)
+    return calls(reader, mul) or calls(reader, true_divide) or Trait.STATISTIC in traits_of(reader) or _is_square(reader)
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
@@ -86,7 +81,7 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
     for node in reversed(gm.graph.nodes):
         readers = list(node.users)
         if not traits_of(node).isdisjoint({Trait.SUMMATION, Trait.STATISTIC}) or _follows(node):
-            after[node] = bool(readers) and all(after.get(reader, False) or _scales(reader, node) for reader in readers)
+            after[node] = bool(readers) and all(after.get(reader, False) or _scales(reader) for reader in readers)
         elif _is_square(node):
             after[node] = bool(readers) and all(Trait.SUMMATION in traits_of(reader) for reader in readers)
     of_squares: set[fx.Node] = set()
@@ -106,10 +101,10 @@ def _follows(node: fx.Node) -> bool:
     return not traits.isdisjoint({Trait.ELEMENTWISE, Trait.RESHAPES})
 
 
-def _scales(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether a node is a factor or a divisor of something else."""
+def _scales(reader: fx.Node) -> bool:
+    """Return whether a node multiplies or divides two different values."""
     arguments = _arguments(reader)
-    scales = _function(reader) is mul or Trait.DIVIDES in traits_of(reader)
+    scales = calls(reader, mul) or Trait.DIVIDES in traits_of(reader)
     return scales and arguments["input"] is not arguments["other"] and arguments["other"] is not None
 
 
@@ -123,7 +118,7 @@ def _scores(gm: fx.GraphModule) -> list[fx.Node]:
             leading.add(node)
     of_products: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node in leading and (_function(node) is matmul or any(operand in of_products for operand in node.all_input_nodes)):
+        if node in leading and (calls(node, matmul) or any(operand in of_products for operand in node.all_input_nodes)):
             of_products.add(node)
     return [node for node in gm.graph.nodes if node in of_products]
 
@@ -135,7 +130,7 @@ def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
         record = operator_of(node)
         if record is not None and node.users and all(_divides(reader, node) or leading.get(reader, False) for reader in node.users):
             leading[node] = record.expand is None and not record.sums and "weight" not in record.arguments(node)
-    return [node for node in leading if demand(node) == Own() and _function(node) is not quantize]
+    return [node for node in leading if demand(node) == Own() and not calls(node, quantize)]
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.facts import BatchDim
 from fxquant.ir.graph import (
     Annotation,
     annotation,
     attach,
     detached_arguments,
-    fact,
     is_detached,
     is_parameter,
     module_path,
@@ -61,20 +60,24 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         _require_finite(gm, node, operator, arguments)
         plain = is_plain(node) or operator.dynamic
         own = not shares(node) and not plain
+        norm = arguments.get("batch_norm")
+        mean: Any = norm.running_mean if isinstance(norm, BatchNormTensors) else None
+        # The model calls this function of batch norm with training=False in train mode, too.
+        frozen = isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
         module = QuantizedOperator(
             node.name,
             operator,
             context.target.arithmetic,
             Quantizers(
                 _inputs(operator, arguments, quantizers),
-                None if plain else quantizers[_group(spec)],
+                None if plain else quantizers[spec.group],  # type: ignore[index]
                 own,
                 _intermediate(node, arguments, spec, context) if "residual" in arguments else None,
                 _weight_quantizer(gm, operator, arguments, spec.config.weight, context),
                 _factors(node, operator, arguments),
                 observed(node) or EVERYTHING,
             ),
-            live_batch_norm=context.batch_norm == "live" and not _is_frozen_norm(gm, arguments.get("batch_norm")),
+            live_batch_norm=context.batch_norm == "live" and not frozen,
             path=module_path(node),
             detached=_detached(node, operator),
         )
@@ -96,27 +99,11 @@ def _in_mode_of_model(gm: fx.GraphModule) -> None:
                 owner.training = gm.training
 
 
-def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:
-    """Whether the model calls this function of batch norm with training=False in train mode, too."""
-    mean: Any = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
-    return isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
-
-
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
     """Whether an operator is computed without gradients, or else the names of arguments that have none."""
-    if is_detached(node) or _reads_detached(node):
+    if is_detached(node) or (node.all_input_nodes and all(map(is_detached, node.all_input_nodes))):
         return True
     return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
-
-
-def _reads_detached(node: fx.Node) -> bool:
-    """Whether all that a node reads is computed without gradients."""
-    return bool(node.all_input_nodes) and all(map(is_detached, node.all_input_nodes))
-
-
-def _group(spec: Annotation) -> int:
-    assert spec.group is not None
-    return spec.group
 
 
 def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> None:
@@ -149,16 +136,6 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)
     return {group: _quantizer(node, config, context, members[group]) for group, (node, config) in chosen.items()}
-
-
-def _holds_items(node: fx.Node) -> bool:
-    """Whether dimension 0 is the batch."""
-    known = fact(node)
-    return isinstance(known, TensorFact) and bool(known.shape) and known.shape[0] == BatchDim()
-
-
-def _is_shown(node: fx.Node) -> bool:
-    return any(user.op == "output" or operator_of(user) is DEQUANTIZE for user in node.users)
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
@@ -214,8 +191,8 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, member
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         headroom=demanded.headroom if isinstance(demanded, Own) and config.dtype == demanded.dtype else 1.0,
-        items=all(map(_holds_items, members)),
-        shown=any(map(_is_shown, members)),
+        items=all(shape_of(member)[:1] == (BatchDim(),) for member in members),
+        shown=any(user.op == "output" or operator_of(user) is DEQUANTIZE for member in members for user in member.users),
         name=node.name,
         source=source(node),
         module=module_path(node),
@@ -228,9 +205,7 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
     def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
         if is_parameter(operand) or operand in read_nodes(operator, arguments):
             return None
-        spec = annotation(operand)
-        assert spec is not None
-        return quantizers[_group(spec)]
+        return quantizers[annotation(operand).group]  # type: ignore[union-attr,index]
 
     mapped = map_operands(operator, arguments, quantizer)
     names = (*operator.operands, "residual")

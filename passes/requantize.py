@@ -15,7 +15,7 @@ from torch import fx
 from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, set_fact
 from fxquant.ir.parts import Part, part, set_part
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops import operand_nodes, operator_of, shares, sharing_operands
+from fxquant.ops import operands_of, shares, sharing_operands
 from fxquant.ops.core.boundary import QUANTIZE, REQUANTIZE
 from fxquant.passes.matching import decide, result_config
 from fxquant.pipeline import Context
@@ -27,7 +27,7 @@ LISTED = 8  # names in a message: a recurrent layer has hundreds of operators
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """No operator that must share its operands' grid has another dtype than these; others read what a rule's `input` asks for."""
+    """Insert requantize nodes where an operator shares a grid with an operand of another dtype, and where a rule sets the input dtype."""
     changes = _read_as_asked(gm, context)
     for node in list(gm.graph.nodes):
         if not is_integer(node):
@@ -50,12 +50,12 @@ def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
     made: dict[tuple[fx.Node, ActivationConfig], fx.Node] = {}
     unused: dict[Rule, list[str]] = {}
     for node in list(gm.graph.nodes):
-        spec, operator = annotation(node), operator_of(node)
+        spec = annotation(node)
         asked = None if spec is None or spec.config is None else spec.config.input
-        if asked is None or spec is None or operator is None or not is_integer(node) or node.target is QUANTIZE.function:
+        if asked is None or spec is None or not is_integer(node) or node.target is QUANTIZE.function:
             continue
         rule = decide(node).layer
-        read = [operand for operand in operand_nodes(operator, operator.arguments(node)) if not _is_on(operand, asked)]
+        read = [operand for operand in operands_of(node) if not _is_on(operand, asked)]
         if rule == DEFAULT or not read:  # the default's input is the model's, and no operator's in particular
             continue
         if shares(node) or part(node) is not None:

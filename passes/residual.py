@@ -1,8 +1,5 @@
 """An addition becomes part of the layer that feeds it, and is done in its accumulator.
 
-%conv = conv2d(%x, %w)
-%y    = add(%conv, %r)                 →    %conv = conv2d(%x, %w, residual=%r)
-
 A module of the user's between the two that draws noise in train mode, as a stochastic depth does, becomes the layer's.
 """
 
@@ -13,7 +10,7 @@ from torch import fx
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import absorb, fact, is_parameter, noise, set_noise
 from fxquant.ir.parts import stated_demand, ties
-from fxquant.ops import operator_of
+from fxquant.ops import calls, operator_of
 from fxquant.ops.core.floating import in_front_of_softmax, masks
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.elementwise.dropout import dropout
@@ -23,59 +20,73 @@ from fxquant.pipeline import Context
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
     """Fuse every addition into a layer that is its operand, where the layer can absorb it."""
-    masked = masks(gm, in_front_of_softmax(gm))
-    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+    return Residual(gm, context).run()
 
-    def match(node: fx.Node) -> list[fx.Node] | None:
+
+class Residual(Fusion):
+    """An addition becomes the residual of the later of its operands."""
+
+    before = """
+        %conv = conv2d(%x, %w)
+        %y = add(%conv, %r)
+        return %y
+    """
+    after = """
+        %conv = conv2d(%x, %w, residual=%r)
+        return %conv
+    """
+
+    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
+        super().__init__(gm, context)
+        self.masked = masks(gm, in_front_of_softmax(gm))
+        self.position = {node: index for index, node in enumerate(gm.graph.nodes)}
+
+    def match(self, node: fx.Node) -> list[fx.Node] | None:
         operator = operator_of(node)
         if operator is None or operator.function is not add or operator.refuses(node, operator.arguments(node)) is not None:
             return None
-        if node in masked:
-            context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")
+        if node in self.masked:
+            self.context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")
             return None
         # The later layer absorbs: the other operand is then computed already.
-        return sorted((_before_noise(a) for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
+        return sorted((_before_noise(a) for a in node.args[:2] if isinstance(a, fx.Node)), key=self.position.__getitem__, reverse=True)
 
-    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
+    def reject(self, layer: fx.Node, node: fx.Node) -> str | None:
+        operator = operator_of(layer)
+        if operator is None or "residual" not in operator.absorbs:
+            return f"%{layer.name} is not a layer with weights"
+        if stated_demand(layer) is not None or ties(layer):
+            return f"its composite defines the grid of %{layer.name}"
+        if len(layer.users) > 1 or node.args[0] is node.args[1]:
+            return f"%{layer.name} has other users"
+        if set(layer.kwargs) - {"batch_norm"}:
+            return f"%{layer.name} already ends in {', '.join(set(layer.kwargs) - {'batch_norm'})}"
+        if operator_of(node).arguments(node)["alpha"] != 1:  # type: ignore[union-attr]
+            return "its second operand is multiplied by alpha"
+        if not all(isinstance(a, fx.Node) and not is_parameter(a) and isinstance(fact(a), TensorFact) for a in node.args[:2]):
+            return "its other operand is not an activation"
+        if any(fact(a) != fact(node) for a in node.args[:2] if isinstance(a, fx.Node)):
+            return "its operands differ in shape"
+        return None
+
+    def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
         for operand in node.all_input_nodes:
             if operand is not layer and _before_noise(operand) is layer:
                 set_noise(layer, str(noise(operand)))
                 absorb(layer, operand)
                 operand.replace_all_uses_with(layer)
-                gm.graph.erase_node(operand)
+                self.gm.graph.erase_node(operand)
         residual = node.args[1] if node.args[0] is layer else node.args[0]
         node.prepend(layer)
-        position[layer] = position[node]
+        self.position[layer] = self.position[node]
         layer.kwargs = {**layer.kwargs, "residual": residual}
         absorb(layer, node)
         return layer
 
-    return Fusion(match, _why_not, merge).run(gm, context)
-
 
 def _before_noise(operand: fx.Node) -> fx.Node:
     """Return the node for whose result a module of the user's draws noise, if that module alone reads it; any other operand itself."""
-    operator = operator_of(operand)
-    if operator is None or operator.function is not dropout or noise(operand) is None or len(operand.users) > 1:
+    if not calls(operand, dropout) or noise(operand) is None or len(operand.users) > 1:
         return operand
     source = operand.args[0]
     return source if isinstance(source, fx.Node) and noise(source) is None else operand
-
-
-def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
-    operator = operator_of(layer)
-    if operator is None or "residual" not in operator.absorbs:
-        return f"%{layer.name} is not a layer with weights"
-    if stated_demand(layer) is not None or ties(layer):
-        return f"its composite defines the grid of %{layer.name}"
-    if len(layer.users) > 1 or addition.args[0] is addition.args[1]:
-        return f"%{layer.name} has other users"
-    if set(layer.kwargs) - {"batch_norm"}:
-        return f"%{layer.name} already ends in {', '.join(set(layer.kwargs) - {'batch_norm'})}"
-    if operator_of(addition).arguments(addition)["alpha"] != 1:  # type: ignore[union-attr]
-        return "its second operand is multiplied by alpha"
-    if not all(isinstance(a, fx.Node) and not is_parameter(a) and isinstance(fact(a), TensorFact) for a in addition.args[:2]):
-        return "its other operand is not an activation"
-    if any(fact(a) != fact(addition) for a in addition.args[:2] if isinstance(a, fx.Node)):
-        return "its operands differ in shape"
-    return None

@@ -16,7 +16,7 @@ from fxquant.ops.core.spellings import is_meant
 from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
 from fxquant.passes.matching import attributes, covering
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, Rule, is_dynamic
+from fxquant.quantization.mapping import DEFAULT, Call, Chosen, Rule, is_dynamic
 
 
 def _check_target(gm: fx.GraphModule, context: Context) -> None:
@@ -47,11 +47,16 @@ def match(gm: fx.GraphModule, context: Context) -> int:
     counts: Counter[tuple[str, Any]] = Counter()
     for node in gm.graph.nodes:
         if computes_tensor(node):
-            written = spelling(node) or _written(gm, node)
+            # A node that no operator of the table recognises is matched by its module's type, or its function.
+            written = spelling(node) or (type(resolve(gm, str(node.target))) if node.op == "call_module" else node.target,)
             alike = [kind for kind in context.qconfig.types if any(is_meant(kind, one) for one in written)]
             rules = covering(node, (*written, *alike), _calls(node, written, counts), context.qconfig, context.attached)
-            chosen = tuple([(rule, resolve_config(chosen)) for rule, chosen in rules])
-            set_matched_rules(node, chosen if may_be_dynamic(node) else _static(node, chosen))
+            chosen = [(rule, resolve_config(chosen)) for rule, chosen in rules]
+            if not may_be_dynamic(node):
+                if is_dynamic(chosen[0][1]):
+                    refuse(node, NOT_DYNAMIC)
+                chosen = [(rule, None if is_dynamic(config) else config) for rule, config in chosen]
+            set_matched_rules(node, tuple(chosen))
             changes += 1
     matched = {rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
@@ -71,15 +76,3 @@ def _calls(node: fx.Node, written: tuple[Any, ...], counts: Counter[tuple[str, A
         found.append(Call(home, kind, counts[home, kind]))
         counts[home, kind] += 1
     return found
-
-
-def _static(node: fx.Node, rules: MatchedRules) -> MatchedRules:
-    """The rules of a node that dynamic quantization is not about: it stays in float where they ask for that."""
-    if is_dynamic(rules[0][1]):
-        refuse(node, NOT_DYNAMIC)
-    return tuple([(rule, None if is_dynamic(chosen) else chosen) for rule, chosen in rules])
-
-
-def _written(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """Return the module type or the function of a node that no operator of the table recognises."""
-    return (type(resolve(gm, str(node.target))),) if node.op == "call_module" else (node.target,)

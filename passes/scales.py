@@ -69,7 +69,9 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
             continue
         set_observed(node, interval)
         if not shares(node):
-            annotate(node, replace(spec, because=f"{spec.because}; only its values {_within(*interval)} make a difference"))
+            low, high = interval
+            within = f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"from {low:g} to {high:g}"
+            annotate(node, replace(spec, because=f"{spec.because}; only its values {within} make a difference"))
 
 
 def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
@@ -79,29 +81,21 @@ def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
     return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)
 
 
-def _within(low: float, high: float) -> str:
-    return f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"from {low:g} to {high:g}"
-
-
 def _check(group: list[fx.Node], demands: nx.Graph) -> None:
     """Raise ScaleConflict if two members of a group cannot have one scale."""
     asked: dict[fx.Node, Asked] = {}
     for node in group:
         spec = annotation(node)
-        operator = operator_of(node)
-        if spec is None or spec.dtype is None or operator is None:
+        if spec is None or spec.dtype is None or operator_of(node) is None:
             continue
         # An operator that shares its operand's scale asks for a grid of its own only where a rule names it.
         asks = not shares(node) or decide(node).asked
         asked[node] = (spec.dtype, result_config(node).fixed_grid if asks else None)
     first: fx.Node | None = None
     for node, (dtype, grid) in asked.items():
-        if grid is None and first is None:
-            continue
         if first is None:
-            first = node
-            continue
-        if dtype != asked[first][0] or (grid is not None and grid != asked[first][1]):
+            first = node if grid is not None else None
+        elif dtype != asked[first][0] or (grid is not None and grid != asked[first][1]):
             raise _conflict(first, node, asked, demands)
     dtypes = {dtype for dtype, _ in asked.values()}
     if len(dtypes) > 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -12,12 +10,13 @@ from fxquant.ir.graph import Annotation, annotation, computes_tensor, fact, is_p
 from fxquant.ir.graph import annotate as set_annotation
 from fxquant.ir.parts import is_inner_part, part, stated_demand, ties
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, shares
+from fxquant.ops import Fixed, Operator, Own, Plain, demand, operands_of, operator_of, preferred_dtypes, shares
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.passes.matching import Decision, decide
 from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
 
@@ -72,15 +71,17 @@ def _why_float(
     if qconfig is None or operator is QUANTIZE:  # which a stub with a scale is
         return "the qconfig keeps it in float" if qconfig is None else None
     arguments = operator.arguments(node)
-    operands = operand_nodes(operator, arguments)
+    operands = operands_of(node)
     because = reads_no_activation(operator, arguments) or _of_another_dtype(node) or operator.refuses(node, arguments) or needed.get(node)
     if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
-    given = [value for name in operator.operands for value in _listed(arguments.get(name)) if not operator.sums]
-    if any(not _finite(parameter_value(gm, value)) for value in given if isinstance(value, fx.Node) and is_parameter(value)):
+    given: list[fx.Node] = []
+    fx.map_arg([] if operator.sums else [arguments.get(name) for name in operator.operands], given.append)
+    constants = [parameter_value(gm, value) for value in given if is_parameter(value)]
+    if not all(bool(torch.isfinite(value).all()) for value in constants if isinstance(value, torch.Tensor) and value.is_floating_point()):
         return "its constant holds values that are not finite"
-    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
+    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not is_integer(operand)]
     if masked:
         return f"it lies between %{masked[0].name} and a softmax, which are in float"
     for operand in operands:
@@ -88,7 +89,7 @@ def _why_float(
             return f"the 32-bit output of %{operand.name} is not read by another integer operator"
     if operator.expand is not None:
         return "it was not expanded into its operators"
-    because = _why_beside_float(node, operator, arguments)
+    because = _why_beside_float(node, operands)
     if because is not None:
         return because
     plain = isinstance(demand(node), Plain)
@@ -97,12 +98,11 @@ def _why_float(
     return None
 
 
-def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> str | None:
-    """Why the node is better left in float, since what it reads is: it would cross into integers for what floats do as well."""
-    operands = operand_nodes(operator, arguments)
+def _why_beside_float(node: fx.Node, operands: list[fx.Node]) -> str | None:
+    """Return why the node stays in float where its operands do: quantizing it alone would add a boundary and save nothing."""
     if not operands and shares(node):
         return "it moves the values of a parameter, which have no grid"
-    read = [operand for operand in operands if operand.op != "placeholder" and not _integer(operand)]
+    read = [operand for operand in operands if operand.op != "placeholder" and not is_integer(operand)]
     if not read or part(node) is not None:
         return None
     if isinstance(demand(node), Plain):
@@ -120,19 +120,6 @@ def _of_another_dtype(node: fx.Node) -> str | None:
     if not isinstance(known, TensorFact) or known.dtype == torch.float32 or not (known.dtype.is_complex or known.dtype.is_floating_point):
         return None
     return f"its result is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _finite(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())
-
-
-def _integer(node: fx.Node) -> bool:
-    spec = annotation(node)
-    return spec is not None and spec.dtype is not None
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -160,9 +147,7 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
         wanted = preferred
     if not shares(node):
         return wanted
-    operator = operator_of(node)
-    assert operator is not None
-    spec = annotation(operand_nodes(operator, operator.arguments(node))[0])
+    spec = annotation(operands_of(node)[0])
     inner = is_inner_part(node)
     if spec is not None and spec.dtype is not None:
         return wanted if decision.asked and not inner and wanted != "int32" else spec.dtype

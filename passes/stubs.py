@@ -13,17 +13,18 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.ir.graph import matched_rules, module_path, pass_on, set_matched_rules
+from fxquant.ir.graph import matched_rules, module_path, set_matched_rules
 from fxquant.ir.parts import state_demand, stated_demand
 from fxquant.ir.stubs import is_stub
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.passes.matching import decide, is_named
+from fxquant.passes.rewriting import bypass
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import Chosen
 
 
 def settle(gm: fx.GraphModule, context: Context) -> int:
-    """Every QuantStub that is left has a scale of its own, or a rule of its own: a quantize like any other from here on."""
+    """Turn QuantStubs with a fixed scale or a rule into quantize nodes, and remove the others."""
     changes = 0
     for node in list(gm.graph.nodes):
         if not is_stub(node):
@@ -32,15 +33,15 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
         (rules,) = matched_rules(node)
         set_matched_rules(node, tuple((rule, _of_output(chosen, context.target.default_activation)) for rule, chosen in rules))
         demanded, config = stated_demand(node), decide(node).config
-        own = _is_own(node)
+        nearest = rules[0][0]
+        # A rule is about this stub alone where it names the stub, its class or its node, or stands on it.
+        own = is_named(node) or (nearest.kind in ("name", "attribute") and nearest.key == module_path(node)) or nearest.kind == "pattern"
         if demanded is None and not (own and config is not None and not config.dynamic):
             operand = node.all_input_nodes[0]
             if operand.op == "placeholder" and not module_path(operand):
                 operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
             context.say(f"%{node.name} marks where the integer part begins")
-            pass_on(operand, node)
-            node.replace_all_uses_with(operand)
-            node.graph.erase_node(node)
+            bypass(node)
             continue
         if demanded is not None and config is not None and config.output.dtype is not None:
             if own and config.output.fixed_scale is not None:
@@ -48,12 +49,6 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
             elif not ACTIVATION_TYPES[config.output.dtype].affine:
                 state_demand(node, replace(demanded, dtype=config.output.dtype))
     return changes
-
-
-def _is_own(node: fx.Node) -> bool:
-    """Whether a rule is about this stub alone: it names the stub, its class or its node, or stands on it."""
-    rule = matched_rules(node)[0][0][0]
-    return is_named(node) or (rule.kind in ("name", "attribute") and rule.key == module_path(node)) or rule.kind == "pattern"
 
 
 def _of_output(chosen: Chosen, default: str) -> Chosen:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -37,31 +37,10 @@ from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
 from fxquant.tuning.first_samples import FirstSamples
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("fxquant")
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
 OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The arguments of `prepare` that its passes read, checked.
-
-    passes  the compiler's passes up to PREPARED, with the user's own
-    until   the pass or stage to stop after; None for none
-    dial    what is printed, and written to files, after each pass
-    """
-
-    target: Target
-    qconfig: QConfigMapping
-    batch_norm: str = "live"
-    adapt: bool = False
-    passes: Sequence[Pass] = PREPARE
-    until: str | Stage | None = None
-    dial: Dial = field(default_factory=lambda: Dial(0, None))
 
 
 @checked(observations=OBSERVATIONS)
@@ -141,10 +120,10 @@ def prepare(
             remedy="leave one of them out",
         )
     check_until(until, pipeline)
-    options = PrepareOptions(chosen, mapping, batch_norm, adapt, pipeline, until, Dial.of(debug, dump))
+    dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
-        prepared = _prepare(traced, options)
+        prepared = _prepare(traced, Context(chosen, mapping, batch_norm, dial.debug, adapt=adapt), pipeline, until, dial)
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -165,13 +144,9 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
         )
     if not missing:
         calibration.set_state(prepared, State.VALIDATE)
-        return
-    tensors = "\n".join(f"  %{name}: {because}" for name, because in list(missing.items())[:SHOWN_MISSING])
-    logger.warning(
-        "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s%s",
-        len(missing),
-        tensors,
-        f"\n  and {len(missing) - SHOWN_MISSING} more" if len(missing) > SHOWN_MISSING else "",
+    _warn(
+        "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s",
+        [f"%{name}: {because}" for name, because in missing.items()],
     )
 
 
@@ -189,11 +164,10 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
     return mapping
 
 
-def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
+def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], until: str | Stage | None, dial: Dial) -> fx.GraphModule:
     """Run the passes on a copy of a traced graph."""
     _require_float32(traced)
-    target, qconfig, dial = options.target, options.qconfig, options.dial
-    attached = attached_qconfigs(traced)
+    target, qconfig, attached = context.target, context.qconfig, attached_qconfigs(traced)
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
@@ -202,34 +176,34 @@ def _prepare(traced: fx.GraphModule, options: PrepareOptions) -> fx.GraphModule:
     dress_carried(prepared)
     attach_branch(prepared)
     dial.write("trace", prepared)
-    context = Context(target, qconfig, options.batch_norm, dial.debug, attached, adapt=options.adapt)
-    stopped = run(prepared, options.passes, context, dial, options.until)
-    if not stopped:
+    if not run(prepared, passes, replace(context, attached=attached), dial, until):
         known = layers(prepared)
         logger.info("%s", summary(known))
         broken = sum(1 for _ in broken_limits(prepared, known, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
-        _warn_of_state(prepared)
-        _warn_of_random(prepared)
-        _warn_of_parameters(prepared)
+        moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
+        _warn(
+            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
+            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
+            moved,
+        )
+        _warn(
+            "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
+            "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
+            _random_in_float_alone(prepared),
+        )
+        _warn(
+            "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
+            "not with what forward under no_grad, or train(False), made of it; for heads of train mode pass training_branch=True\n%s",
+            untrained_here(prepared),
+        )
         attach_hooks(prepared, traced.graph)
     return prepared
 
 
-def _warn_of_state(prepared: fx.GraphModule) -> None:
-    found = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
-    if found:
-        logger.warning(
-            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
-            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
-            len(found),
-            _shown(found),
-        )
-
-
-def _warn_of_random(prepared: fx.GraphModule) -> None:
-    """Warn of each line that is random in train mode in the float model, and not in state TRAIN."""
+def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
+    """Return each line that is random in train mode in the float model, and not in state TRAIN."""
     integer = [(node, operator) for node in prepared.graph.nodes if (operator := quantized_operator(prepared, node)) is not None]
     noisy = {noise(node) for node, _ in integer}
     drops = {
@@ -239,30 +213,14 @@ def _warn_of_random(prepared: fx.GraphModule) -> None:
     }
     asked = [(path, line) for path, line in random_by_forward(prepared) if path not in noisy and (path, line) not in drops]
     asked += [(module_path(node), source(node)) for node in prepared.graph.nodes if node.target is dropout]  # those in float
-    lost = [line + f" (module {path})" * bool(path) for path, line in asked]
-    if lost:
-        logger.warning(
-            "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
-            "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
-            len(lost),
-            _shown(lost),
-        )
+    return [line + f" (module {path})" * bool(path) for path, line in asked]
 
 
-def _warn_of_parameters(prepared: fx.GraphModule) -> None:
-    lost = untrained_here(prepared)
-    if lost:
-        logger.warning(
-            "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
-            "not with what forward under no_grad, or train(False), made of it; for heads of train mode pass training_branch=True\n%s",
-            len(lost),
-            _shown(lost),
-        )
-
-
-def _shown(lines: Sequence[str]) -> str:
-    more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
-    return "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more])
+def _warn(sentence: str, lines: Sequence[str]) -> None:
+    """Log a warning with the number of lines and the first of them, if there are any."""
+    if lines:
+        more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
+        logger.warning(sentence, len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more]))
 
 
 def _require_float32(traced: fx.GraphModule) -> None:
@@ -308,5 +266,5 @@ def check(
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, PrepareOptions(chosen, mapping, adapt=adapt, until="boundary.insert"))
+        annotated = _prepare(traced, Context(chosen, mapping, adapt=adapt), PREPARE, "boundary.insert", Dial(0, None))
     return findings(annotated, chosen)

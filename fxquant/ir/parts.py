@@ -7,7 +7,7 @@ ties        names of its ties: nodes with one tie in common share one grid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -57,6 +57,11 @@ def is_inner_part(node: fx.Node) -> bool:
     """Return whether a node holds an inner tensor of a composite."""
     known = part(node)
     return known is not None and known.inner
+
+
+def set_inner(node: fx.Node, inner: bool) -> None:
+    """Write whether only other parts read the value of this part."""
+    node.meta["part"] = replace(node.meta["part"], inner=inner)
 
 
 def step_of(node: fx.Node) -> int | None:

@@ -18,11 +18,13 @@ from fxquant.ops.core.record import (
     Instead,
     Operator,
     Parameter,
+    calls,
     demand,
     map_operands,
     matters,
     on_grid_of,
     operand_nodes,
+    operands_of,
     operator_of,
     preferred_by,
     preferred_dtypes,
@@ -35,8 +37,9 @@ from fxquant.ops.core.traits import Trait
 
 __all__ = [
     "BY_NAME", "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "WIDE", "Demand", "Fixed", "Instead", "Operator", "Own", "Parameter",
-    "Plain", "Same", "Trait", "carried", "copies", "demand", "map_operands", "matters", "on_grid_of", "operand_nodes", "operator_of",
-    "preferred_by", "preferred_dtypes", "read_nodes", "shares", "sharing_operands", "supported_demand", "traits_of",
+    "Plain", "Same", "Trait", "calls", "carried", "copies", "demand", "map_operands", "matters", "on_grid_of", "operand_nodes",
+    "operands_of", "operator_of", "preferred_by", "preferred_dtypes", "read_nodes", "shares", "sharing_operands", "supported_demand",
+    "traits_of",
 ]  # fmt: skip
 
 for _module in walk_packages(__path__, f"{__name__}."):

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from fxquant.ops.core.record import OPERATORS
+from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.reduction.extremum import maximum
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
-NAMED = {record.name: function for function, record in OPERATORS.items()}
-
-
-def relu(b: Rewriting, value: Any) -> Any:
-    """Return relu(value)."""
-    return b(clamp, value, 0.0, None)
-
-
-def gate(b: Rewriting) -> Any:
-    """Return relu6(x + 3)."""
-    return b(add, b.input, 3.0, clamp=(0.0, 6.0))
-
 
 @remedy("of relu6", "hardsigmoid hardswish", None)
 def of_relu6(b: Rewriting) -> fx.Node | None:
     """Return relu6(x + 3) / 6, and for hardswish times x."""
-    value = gate(b) if b.operator.function is F.hardsigmoid else b(mul, b.input, gate(b))
-    made: fx.Node = b(mul, value, 1 / 6)
-    return made
+    gate = b(add, b.input, 3.0, clamp=(0.0, 6.0))
+    return b(mul, gate if b.operator.function is F.hardsigmoid else b(mul, b.input, gate), 1 / 6)
 
 
 @remedy("of relu", "leaky_relu abs", None)
@@ -40,8 +25,7 @@ def of_relu(b: Rewriting) -> fx.Node | None:
     """Return relu(x) - slope · relu(-x), with a slope of -1 for abs."""
     slope = -1.0 if b.operator.function is torch.abs else float(b.arguments["negative_slope"])
     below = b(mul, b.input, -1.0, clamp=(0.0, None))
-    made: fx.Node = b(sub, relu(b, b.input), below, slope)
-    return made
+    return b(sub, b(clamp, b.input, 0.0, None), below, slope)
 
 
 @remedy("of relu", "maximum minimum", None)
@@ -51,19 +35,16 @@ def of_difference(b: Rewriting) -> fx.Node | None:
     if not is_activation(left) or not is_activation(right):
         return None
     above = b(sub, left, right, clamp=(0.0, None))
-    made: fx.Node = b(add, above, right) if b.operator.function is maximum else b(sub, left, above)
-    return made
+    return b(add, above, right) if b.operator.function is maximum else b(sub, left, above)
 
 
 @remedy("as a product", "square", None)
 def of_itself(b: Rewriting) -> fx.Node | None:
     """Return x · x."""
-    made: fx.Node = b(mul, b.input, b.input)
-    return made
+    return b(mul, b.input, b.input)
 
 
 @remedy("of tanh", "tanhshrink", None)
 def of_tanh(b: Rewriting) -> fx.Node | None:
     """Return x - tanh(x)."""
-    made: fx.Node = b(sub, b.input, b(NAMED["tanh"], b.input))
-    return made
+    return b(sub, b.input, b(BY_NAME["tanh"].function, b.input))

@@ -11,15 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.parameters import spread
-from fxquant.ops.core.weighted import FUSED, sizes
+from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add
-from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import pad
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
@@ -36,18 +34,13 @@ def _attributes(b: Rewriting) -> dict[str, Any]:
     return {n: b.arguments[n] if n == "groups" else sizes(b.arguments[n], rank) for n in names if n in b.arguments}
 
 
-def _call(b: Rewriting, input: fx.Node, weight: Any, bias: Any, attributes: dict[str, Any], **kwargs: Any) -> fx.Node:
-    made: fx.Node = b(b.operator.function, input, weight, bias, **attributes, **kwargs)
-    return made
-
-
-def chain(b: Rewriting, parts: Sequence[tuple[fx.Node, Any]], bias: Any, call: Any) -> fx.Node:
+def chain(b: Rewriting, parts: Sequence[tuple[fx.Node, Any]], bias: Any, **changes: Any) -> fx.Node:
     """Return the sum of the layers of these operands and weights, with the operators that were fused into the whole."""
     total = b.arguments.get("residual")
     for index, (operand, weight) in enumerate(parts):
         last = index == len(parts) - 1
-        fused = {"residual": total, "clamp": b.arguments.get("clamp") if last else None}
-        total = call(operand, weight, bias if last else None, dtype=b.dtype if last else b.partial, **fused)
+        own = {"input": operand, "weight": weight, "bias": bias if last else None, "residual": total, "clamp": b.clamp if last else None}
+        total = b.again(dtype=b.dtype if last else b.partial, **changes, **own, batch_norm=None)
     assert isinstance(total, fx.Node)
     return total
 
@@ -57,15 +50,13 @@ def undilated(b: Rewriting) -> fx.Node | None:
     """Insert zeros between the taps of the kernel; the sums are unchanged."""
     attributes = _attributes(b)
     wide = b.parameter(spread, b.arguments["weight"], attributes["dilation"])
-    fused = {name: b.arguments.get(name) for name in FUSED}
-    return _call(b, b.input, wide, b.arguments["bias"], {**attributes, "dilation": [1] * len(attributes["dilation"])}, **fused)
+    return b.again(**{**attributes, "weight": wide, "dilation": [1] * len(attributes["dilation"])})
 
 
 @remedy("split by kernel", PLAIN, *KERNELS)
 def kernel_tiles(b: Rewriting) -> fx.Node | None:
     """Split the kernel into tiles, each over the elements that it covers."""
-    assert isinstance(b.limit.high, int)
-    return _tiles(b, b.limit.high)
+    return _tiles(b, b.most)
 
 
 def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
@@ -75,9 +66,7 @@ def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
         return None
     weight, bias = b.folded(0)
     kernel = shape_of(weight)[2:]
-    padded = b.input
-    if any(attributes["padding"]):
-        padded = b(pad, padded, [size for size in reversed(attributes["padding"]) for _ in range(2)])
+    padded = _padded(b, attributes) if any(attributes["padding"]) else b.input
     tiles = [even(int(taps), -(-int(taps) // largest)) for taps in kernel]  # type: ignore[arg-type]
     parts = []
     for tile in itertools.product(*tiles):
@@ -88,10 +77,13 @@ def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
             extent = (outputs[dim - 2] - 1) * step + (stop - start - 1) * spread_by + 1  # type: ignore[operator]
             operand = b.cut(operand, dim, begin, begin + extent)
             if (start, stop) != (0, taps):
-                part = b.parameter(torch.narrow, part, dim, start, stop - start)
+                part = b.narrow(part, dim, start, stop)
         parts.append((operand, part))
-    plain = {**attributes, "padding": [0] * len(outputs)}
-    return chain(b, parts, bias, lambda x, w, bias, **fused: _call(b, x, w, bias, plain, **fused))
+    return chain(b, parts, bias, **{**attributes, "padding": [0] * len(outputs)})
+
+
+def _padded(b: Rewriting, attributes: dict[str, Any]) -> fx.Node:
+    return b(pad, b.input, [size for size in reversed(attributes["padding"]) for _ in range(2)])
 
 
 @remedy("split by channels", f"{PLAIN} {REVERSED}", *INPUTS)
@@ -102,15 +94,14 @@ def input_channels(b: Rewriting) -> fx.Node | None:
     channels, groups = b.shape[1], attributes["groups"]
     assert isinstance(channels, int)
     if groups > 1:
-        return _groups(b, attributes, channels, groups)
+        return _groups(b, attributes)
     if channels < b.pieces:
-        return None if transposed else _tiles(b, max(1, math.isqrt(b.limit.high)))  # type: ignore[arg-type]
+        return None if transposed else _tiles(b, max(1, math.isqrt(b.most)))
     weight, bias = b.folded(1 if transposed else 0)
     parts = [
-        (b.cut(b.input, 1, start, stop), b.parameter(torch.narrow, weight, 0 if transposed else 1, start, stop - start))
-        for start, stop in even(channels, b.pieces)
+        (b.cut(b.input, 1, start, stop), b.narrow(weight, 0 if transposed else 1, start, stop)) for start, stop in even(channels, b.pieces)
     ]
-    return chain(b, parts, bias, lambda x, w, bias, **fused: _call(b, x, w, bias, attributes, **fused))
+    return chain(b, parts, bias, **attributes)
 
 
 @remedy("split by output channels", f"{PLAIN} {REVERSED}", *OUTPUTS)
@@ -121,78 +112,54 @@ def output_channels(b: Rewriting) -> fx.Node | None:
     channels = b.result[1]
     assert isinstance(channels, int)
     if attributes["groups"] > 1:
-        return _groups(b, attributes, b.shape[1], attributes["groups"])
+        return _groups(b, attributes)
     weight, bias = b.folded(1 if transposed else 0)
     parts = []
-    for start, stop in even(channels, b.pieces):
-        own = b.parameter(torch.narrow, weight, 1 if transposed else 0, start, stop - start)
-        own_bias = None if bias is None else b.parameter(torch.narrow, bias, 0, start, stop - start)
-        parts.append(_call(b, b.input, own, own_bias, attributes, **_cut_fused(b, start, stop)))
-    return _joined(b, parts)
+    for edges in even(channels, b.pieces):
+        own, own_bias = b.narrow(weight, 1 if transposed else 0, *edges), b.narrow(bias, 0, *edges)
+        residual = b.cut(b.arguments.get("residual"), 1, *edges)
+        parts.append(b.again(**attributes, weight=own, bias=own_bias, residual=residual, batch_norm=None))
+    return b.joined(parts, 1)
 
 
-def _cut_fused(b: Rewriting, start: int, stop: int) -> dict[str, Any]:
-    residual = b.arguments.get("residual")
-    return {"residual": None if residual is None else b.cut(residual, 1, start, stop), "clamp": b.arguments.get("clamp")}
-
-
-def _joined(b: Rewriting, parts: list[fx.Node]) -> fx.Node:
-    joined: fx.Node = b(cat, parts, 1)
-    b.on_one_grid(*parts, joined)
-    return joined
-
-
-def _groups(b: Rewriting, attributes: dict[str, Any], channels: Any, groups: int) -> fx.Node | None:
+def _groups(b: Rewriting, attributes: dict[str, Any]) -> fx.Node | None:
     """Split the groups, concatenated on one grid."""
+    groups, channels, outputs = attributes["groups"], b.shape[1], b.result[1]
     if b.pieces > groups:
         return None
     transposed = "output_padding" in attributes
-    outputs = b.result[1]
+    assert isinstance(channels, int)
     assert isinstance(outputs, int)
-    weight, bias = b.arguments["weight"], b.arguments["bias"]
-    if b.arguments.get("batch_norm") is not None:
-        if transposed:
-            return None  # a part of the groups cannot be cut from its folded weight
-        weight, bias = b.folded(0)
+    if transposed and b.arguments.get("batch_norm") is not None:
+        return None  # a part of the groups cannot be cut from its folded weight
+    weight, bias = b.folded(0)
     rows = (channels if transposed else outputs) // groups
     parts = []
     for start, stop in even(groups, b.pieces):
-        own = b.parameter(torch.narrow, weight, 0, start * rows, (stop - start) * rows)
-        first, last = (edge * outputs // groups for edge in (start, stop))
-        own_bias = None if bias is None else b.parameter(torch.narrow, bias, 0, first, last - first)
+        own = b.narrow(weight, 0, start * rows, stop * rows)
+        edges = start * outputs // groups, stop * outputs // groups
+        own_bias = b.narrow(bias, 0, *edges)
         operand = b.cut(b.input, 1, start * channels // groups, stop * channels // groups)
-        parts.append(_call(b, operand, own, own_bias, {**attributes, "groups": stop - start}, **_cut_fused(b, first, last)))
-    return _joined(b, parts)
+        changes = {"groups": stop - start, "residual": b.cut(b.arguments.get("residual"), 1, *edges), "batch_norm": None}
+        parts.append(b.again(**{**attributes, **changes}, input=operand, weight=own, bias=own_bias))
+    return b.joined(parts, 1)
 
 
 @remedy("padded before", f"{PLAIN}", "padding", "padding beyond kernel / 2")
 def padded_before(b: Rewriting) -> fx.Node | None:
     """Pad the operand with zeros in a separate operator."""
     attributes = _attributes(b)
-    around = [size for size in reversed(attributes["padding"]) for _ in range(2)]
-    padded = b(pad, b.input, around)
-    fused = {name: b.arguments.get(name) for name in FUSED}
-    return _call(
-        b, padded, b.arguments["weight"], b.arguments["bias"], {**attributes, "padding": [0] * len(attributes["padding"])}, **fused
-    )
+    return b.again(**{**attributes, "input": _padded(b, attributes), "padding": [0] * len(attributes["padding"])})
 
 
 @remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")
 def residual_behind(b: Rewriting) -> fx.Node | None:
     """Add the residual in a separate operator."""
-    fused = {"batch_norm": b.arguments.get("batch_norm"), "dtype": b.partial}
-    own = _call(b, b.input, b.arguments["weight"], b.arguments["bias"], _attributes(b), **fused)
-    total: fx.Node = b(add, own, b.arguments["residual"], clamp=b.arguments.get("clamp"))
-    return total
+    own = b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None)
+    return b(add, own, b.arguments["residual"], clamp=b.clamp)
 
 
 @remedy("with its limits after it", "*", "bounds")
 def limits_behind(b: Rewriting) -> fx.Node | None:
     """Move the fused clamp into a separate operator, which can then run elsewhere."""
-    limits = b.arguments.get("clamp")
-    if limits is None or "clamp" not in b.node.kwargs:
-        return None
-    own = b(b.operator.function, *b.node.args)
-    own.kwargs = {name: value for name, value in b.node.kwargs.items() if name != "clamp"}
-    limited: fx.Node = b(clamp, own, *limits)
-    return limited
+    return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)

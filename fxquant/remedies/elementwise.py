@@ -11,7 +11,7 @@ from torch import fx
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.boundary import REQUANTIZE
 from fxquant.ops.core.parameters import channel_weight
-from fxquant.ops.core.record import OPERATORS
+from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem
@@ -21,9 +21,8 @@ from fxquant.ops.movement.pad import OUTSIDE, margins_of
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
+from fxquant.remedies.pooling import window
 from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
-
-OPERATOR = {record.name: function for function, record in OPERATORS.items()}
 
 
 @remedy("as a product", "div", None)
@@ -32,8 +31,7 @@ def as_product(b: Rewriting) -> fx.Node | None:
     other = b.arguments["other"]
     if not isinstance(other, int | float):
         return None
-    made: fx.Node = b(mul, b.input, 1.0 / other, clamp=b.arguments.get("clamp"))
-    return made
+    return b(mul, b.input, 1.0 / other, clamp=b.clamp)
 
 
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
@@ -53,8 +51,7 @@ def as_depthwise(b: Rewriting) -> fx.Node | None:
         of_operand, of_constant = (alpha, 1) if operand is right else (1, alpha)
         weight = b.parameter(channel_weight, constant, float(of_operand))
         bias = b.parameter(torch.mul, b.parameter(torch.reshape, constant, [channels]), float(of_constant))
-    made: fx.Node = b(conv2d, operand, weight, bias, groups=channels, clamp=b.arguments.get("clamp"))
-    return made
+    return b(conv2d, operand, weight, bias, groups=channels, clamp=b.clamp)
 
 
 @remedy("expanded first", "add sub mul", "number of operands that are broadcast")
@@ -64,11 +61,7 @@ def expanded(b: Rewriting) -> fx.Node | None:
     if len(names) != 2 or (not isinstance(b.result[0], int) and any(shape_of(b.arguments[n])[0] != b.result[0] for n in names)):
         return None
     chosen = max(names, key=lambda name: sum(size == whole for size, whole in zip(shape_of(b.arguments[name]), b.result, strict=False)))
-    given = dict(b.arguments)
-    given[chosen] = b(expand, given[chosen], numbers(b.result))
-    clamp = given.pop("clamp", None)
-    made: fx.Node = b(b.operator.function, *given.values(), clamp=clamp)
-    return made
+    return b.again(**{chosen: b(expand, b.arguments[chosen], numbers(b.result))})
 
 
 @remedy("in two dimensions", "add sub mul", "rank")
@@ -81,10 +74,8 @@ def flattened(b: Rewriting) -> fx.Node | None:
     rows = math.prod(size for size in b.result[1:] if isinstance(size, int))
     if not all(isinstance(size, int) for size in b.result[1:]):
         return None
-    given = {**b.arguments, **{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names}}
-    clamp = given.pop("clamp", None)
-    result: fx.Node = b(reshape, b(b.operator.function, *given.values(), clamp=clamp), numbers(b.result))
-    return result
+    own = b.again(**{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names})
+    return b(reshape, own, numbers(b.result))
 
 
 @remedy("as a selection", "pad", "padding mode")
@@ -107,12 +98,8 @@ def joined_in_steps(b: Rewriting) -> fx.Node | None:
     """Concatenate parts of the operands, and then these, all on one grid. A single operand is the result itself."""
     tensors, dim = b.arguments["tensors"], b.arguments["dim"]
     if len(tensors) == 1:
-        single: fx.Node = b(identity, tensors[0])
-        return single
-    parts = [b(cat, list(tensors[start:stop]), dim) for start, stop in even(len(tensors), b.pieces)]
-    joined: fx.Node = b(cat, parts, dim)
-    b.on_one_grid(*parts, joined)
-    return joined
+        return b(identity, tensors[0])
+    return b.joined([b(cat, list(tensors[start:stop]), dim) for start, stop in even(len(tensors), b.pieces)], dim)
 
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
@@ -122,32 +109,19 @@ def lifted(b: Rewriting) -> fx.Node | None:
     if len(shape) != 3:
         return None
     image = b(reshape, b.input, numbers([*shape[:2], 1, shape[2]]))
-    clamp = b.arguments.get("clamp")
     if b.operator.function is avg_pool1d:
-        taken = {n: b.arguments[n] for n in ("kernel_size", "stride", "padding")}
-        if taken["stride"] in (None, []):
-            taken["stride"] = taken["kernel_size"]
-        kernel, stride, padding = (sizes(taken[n], 1)[0] for n in ("kernel_size", "stride", "padding"))
+        (kernel,), (stride,), (padding,) = window(b, 1)
         counted = b.arguments["count_include_pad"]
-        made: Any = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=clamp)
+        made = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=b.clamp)
     else:
         own = b.parameter(torch.unsqueeze, b.arguments["weight"], 2)
         residual = b.arguments.get("residual")
         added = None if residual is None else b(reshape, residual, numbers([*shape_of(residual)[:2], 1, shape_of(residual)[2]]))
         stride, padding, extra, dilation = (sizes(b.arguments[n], 1)[0] for n in ("stride", "padding", "output_padding", "dilation"))
-        window = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
-        made = b(
-            conv_transpose2d,
-            image,
-            own,
-            b.arguments["bias"],
-            *window,
-            batch_norm=b.arguments.get("batch_norm"),
-            residual=added,
-            clamp=clamp,
-        )
-    result: fx.Node = b(reshape, made, numbers(b.result))
-    return result
+        places = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
+        norm, bias = b.arguments.get("batch_norm"), b.arguments["bias"]
+        made = b(conv_transpose2d, image, own, bias, *places, batch_norm=norm, residual=added, clamp=b.clamp)
+    return b(reshape, made, numbers(b.result))
 
 
 @remedy("of a sigmoid", "gelu", "approximation")
@@ -156,8 +130,7 @@ def of_a_sigmoid(b: Rewriting) -> fx.Node | None:
     factor = 2 * math.sqrt(2 / math.pi)
     square = b(mul, b.input, b.input, dtype=b.partial)
     inner = b(mul, b.input, b(add, b(mul, square, 0.044715 * factor, dtype=b.partial), factor, dtype=b.partial), dtype=b.partial)
-    made: fx.Node = b(mul, b.input, b(OPERATOR["sigmoid"], inner, dtype=b.partial))
-    return made
+    return b(mul, b.input, b(BY_NAME["sigmoid"].function, inner, dtype=b.partial))
 
 
 NARROWED = "conv3d conv_transpose2d interpolate avg_pool2d adaptive_avg_pool2d"
@@ -166,8 +139,4 @@ NARROWED = "conv3d conv_transpose2d interpolate avg_pool2d adaptive_avg_pool2d"
 @remedy("on 8 bits", NARROWED, "bits")
 def narrowed(b: Rewriting) -> fx.Node | None:
     """Requantize the operand to 8 bits before the operator."""
-    operand = b(REQUANTIZE.function, b.input, dtype="int8")
-    given = [operand if value is b.input else value for value in b.node.args]
-    made: fx.Node = b(b.operator.function, *given)
-    made.kwargs = {**b.node.kwargs, **{name: value for name, value in made.kwargs.items() if value is not None}}
-    return made
+    return b.again(input=b(REQUANTIZE.function, b.input, dtype="int8"))

@@ -11,7 +11,6 @@ from fxquant.ir.graph import shape_of
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.convolution import conv2d
-from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.adaptive import adaptive_avg_pool2d
@@ -25,7 +24,13 @@ LARGEST_KERNEL = 1024  # the largest mean that becomes a convolution with weight
 AVERAGES = "avg_pool2d adaptive_avg_pool2d"
 
 
-def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
+def window(b: Rewriting, rank: int = 2) -> tuple[list[int], list[int], list[int]]:
+    """Return kernel, stride and padding of a pooling, a number for each dimension."""
+    kernel, padding = (sizes(b.arguments[name], rank) for name in ("kernel_size", "padding"))
+    return kernel, kernel if b.arguments["stride"] in (None, []) else sizes(b.arguments["stride"], rank), padding
+
+
+def _whole_window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
     """Return kernel, stride and padding of an average over windows in two dimensions; None if its last windows are truncated."""
     spatial, results = b.shape[2:], b.result[2:]
     if not all(isinstance(size, int) for size in (*spatial, *results)):
@@ -37,8 +42,7 @@ def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
         return kernel, kernel, [0, 0]
     if b.arguments["divisor_override"] is not None:
         return None
-    kernel, padding = sizes(b.arguments["kernel_size"], 2), sizes(b.arguments["padding"], 2)
-    stride = kernel if b.arguments["stride"] in (None, []) else sizes(b.arguments["stride"], 2)
+    kernel, stride, padding = window(b)
     if any(padding) and not b.arguments["count_include_pad"]:
         return None
     rows = zip(spatial, kernel, stride, padding, results, strict=True)
@@ -50,20 +54,20 @@ def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
 @remedy("in two steps", AVERAGES, "kernel", "area of a global average")
 def average_in_steps(b: Rewriting) -> fx.Node | None:
     """Average adjacent equal windows, and then their means."""
-    found = _window(b)
-    if found is None:
+    whole = _whole_window(b)
+    if whole is None:
         return None
-    kernel, stride, padding = found
-    results = b.result[2:]
-    if b.limit.measure == "kernel":
-        assert isinstance(b.limit.high, int)
-        high = [b.limit.high] * 2
+    kernel, stride, padding = whole
+    results, large = b.result[2:], b.limit.measure != "kernel"
+    if large:  # then only the area is limited, and the first step is an average pooling
+        kernels = [limit.high for limit in b.target.limits if "avg_pool2d" in limit.operators and limit.measure == "kernel"]
+        most = int(min((high for high in kernels if high is not None), default=256))
     else:
-        high = [_most(b, "avg_pool2d", "kernel")] * 2
+        most = b.most
     # A window starts where one of the first step does: at multiples of its size, or at the beginning if there is one window only.
     steps = [0 if out == 1 else s for out, s in zip(results, stride, strict=True)]
-    large = b.limit.measure != "kernel"
-    first = [_divisor(math.gcd(k, s), most, large or k > most) for k, s, most in zip(kernel, steps, high, strict=True)]
+    divisors = [[d for d in range(1, most + 1) if math.gcd(k, s) % d == 0] for k, s in zip(kernel, steps, strict=True)]
+    first = [max(some, default=1) if large or k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
     if math.prod(first) == 1:
         return _whole_in_parts(b) if list(b.shape[2:]) == kernel else _as_depthwise(b, kernel, stride, padding)
     operand = b.input
@@ -71,20 +75,10 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
         operand = b(pad, operand, [size for size in reversed(padding) for _ in range(2)])
     inner = b(avg_pool2d, operand, first, first)
     rest = [k // f for k, f in zip(kernel, first, strict=True)]
+    if [size // f for size, f in zip(shape_of(operand)[2:], first, strict=True)] == rest:  # type: ignore[operator]
+        return b(adaptive_avg_pool2d, inner, 1, clamp=b.clamp)
     ahead = [max(s // f, 1) if out != 1 else r for s, f, r, out in zip(stride, first, rest, results, strict=True)]
-    spatial = [size // f for size, f in zip(shape_of(operand)[2:], first, strict=True)]  # type: ignore[operator]
-    clamp = b.arguments.get("clamp")
-    if spatial == rest:
-        made: fx.Node = b(adaptive_avg_pool2d, inner, 1, clamp=clamp)
-    else:
-        made = b(avg_pool2d, inner, rest, ahead, clamp=clamp)
-    return made
-
-
-def _most(b: Rewriting, operator: str, measure: str) -> int:
-    """Return the largest value that the target allows for a measure of an operator."""
-    found = [limit.high for limit in b.target.limits if operator in limit.operators and limit.measure == measure]
-    return int(min((high for high in found if high is not None), default=256))
+    return b(avg_pool2d, inner, rest, ahead, clamp=b.clamp)
 
 
 def _whole_in_parts(b: Rewriting) -> fx.Node:
@@ -94,8 +88,7 @@ def _whole_in_parts(b: Rewriting) -> fx.Node:
     assert isinstance(size, int)
     halves = even(size, 2)
     parts = [b(mul, b(adaptive_avg_pool2d, b.cut(b.input, dim, *half), 1), (half[1] - half[0]) / size) for half in halves]
-    made: fx.Node = b(add, *parts, clamp=b.arguments.get("clamp"))
-    return made
+    return b(add, *parts, clamp=b.clamp)
 
 
 def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: list[int]) -> fx.Node | None:
@@ -104,26 +97,16 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
     if not isinstance(channels, int) or math.prod(kernel) > LARGEST_KERNEL:
         return None
     weight = b.constant(torch.full((channels, 1, *kernel), 1 / math.prod(kernel), device="cpu", dtype=torch.float32))
-    made: fx.Node = b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.arguments.get("clamp"))
-    return made
-
-
-def _divisor(size: int, most: int, needed: bool) -> int:
-    """Return the largest divisor of a size that is at most `most`; 1 if none is needed."""
-    return max((d for d in range(1, most + 1) if size % d == 0), default=1) if needed else 1
+    return b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.clamp)
 
 
 @remedy("divided after it", "avg_pool2d", "divisor_override")
 def divided_behind(b: Rewriting) -> fx.Node | None:
     """Return the mean over the window's size, times a factor."""
-    arguments = b.arguments
-    given = [arguments[name] for name in ("kernel_size", "stride", "padding", "ceil_mode")]
-    if arguments["ceil_mode"]:
+    if b.arguments["ceil_mode"]:
         return None  # the last windows may be cut off
-    inner = b(avg_pool2d, b.input, *given, True, None)
-    factor = math.prod(sizes(arguments["kernel_size"], 2)) / arguments["divisor_override"]
-    made: fx.Node = b(mul, inner, factor, clamp=arguments.get("clamp"))
-    return made
+    inner = b.again(count_include_pad=True, divisor_override=None, clamp=None)
+    return b(mul, inner, math.prod(window(b)[0]) / b.arguments["divisor_override"], clamp=b.clamp)
 
 
 @remedy("counted after it", "avg_pool2d", "count_include_pad")
@@ -132,35 +115,28 @@ def counted_behind(b: Rewriting) -> fx.Node | None:
     arguments = b.arguments
     if arguments["ceil_mode"] or arguments["divisor_override"] is not None or not all(isinstance(size, int) for size in b.shape[2:]):
         return None
-    kernel, padding = sizes(arguments["kernel_size"], 2), sizes(arguments["padding"], 2)
-    stride = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], 2)
+    kernel, stride, padding = window(b)
     counts = window_divisor(b.shape, {"count_include_pad": False}, kernel, stride, padding, padding)
     inner = b(avg_pool2d, b.input, kernel, stride, padding)
-    made: fx.Node = b(mul, inner, b.constant(math.prod(kernel) / counts.reshape(1, 1, *counts.shape)), clamp=arguments.get("clamp"))
-    return made
+    return b(mul, inner, b.constant(math.prod(kernel) / counts.reshape(1, 1, *counts.shape)), clamp=b.clamp)
 
 
 @remedy("in two steps", "max_pool2d", "kernel")
 def maximum_in_steps(b: Rewriting) -> fx.Node | None:
     """Return maxima of windows that overlap or touch, and the maxima of these; the integers are unchanged."""
-    assert isinstance(b.limit.high, int)
-    arguments = b.arguments
-    kernel, padding, dilation = (sizes(arguments[name], 2) for name in ("kernel_size", "padding", "dilation"))
-    stride = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], 2)
-    if dilation != [1, 1] or arguments["ceil_mode"]:
+    kernel, stride, padding = window(b)
+    if sizes(b.arguments["dilation"], 2) != [1, 1] or b.arguments["ceil_mode"]:
         return None
     first, steps, rest, ahead = [], [], [], []
     for taps, step, around in zip(kernel, stride, padding, strict=True):
-        inner, between = _overlap(taps, step, b.limit.high)
+        inner, between = _overlap(taps, step, b.most)
         if around > inner // 2:
             return None
         first.append(inner)
         steps.append(between)
         rest.append((taps - inner) // between + 1)
         ahead.append(step // between)
-    inside = b(max_pool2d, b.input, first, steps, padding)
-    made: fx.Node = b(max_pool2d, inside, rest, ahead)
-    return made
+    return b(max_pool2d, b(max_pool2d, b.input, first, steps, padding), rest, ahead)
 
 
 def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
@@ -183,11 +159,11 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
     dims = sorted(int(d) % rank for d in (range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]))
     if any(not isinstance(b.shape[d], int) for d in dims):
         return None
-    clamp, keepdim, averages = b.arguments.get("clamp"), b.arguments["keepdim"], b.operator.function is mean
+    clamp, keepdim, averages = b.clamp, b.arguments["keepdim"], b.operator.function is mean
     if rank == 4 and dims == [2, 3]:
         made = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
         if not averages:
-            made = b(mul, made, float(b.shape[2] * b.shape[3]), clamp=clamp)  # type: ignore[operator]
+            made = b(mul, made, float(b.shape[2] * b.shape[3]), clamp=b.clamp)  # type: ignore[operator]
     elif b.limit.measure == "reduced dimension" or len(dims) < 2:
         return None
     else:
@@ -195,8 +171,7 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
         for d in reversed(dims):
             last = d == dims[0]
             made = b(mean if averages else total, made, [d], True, clamp=clamp if last else None, dtype=b.dtype if last else b.partial)
-    result: fx.Node = made if keepdim else b(reshape, made, numbers(b.result))
-    return result
+    return made if keepdim else b(reshape, made, numbers(b.result))
 
 
 @remedy("in two steps", "amax", "reduced size")
@@ -210,7 +185,4 @@ def largest_in_steps(b: Rewriting) -> fx.Node | None:
     size = b.shape[dims[0]]
     assert isinstance(size, int)
     parts = [b(amax, b.cut(b.input, dims[0], start, stop), dims, True) for start, stop in even(size, b.pieces)]
-    joined = b(cat, parts, dims[0])
-    b.on_one_grid(*parts, joined)
-    made: fx.Node = b(amax, joined, dims, b.arguments["keepdim"])
-    return made
+    return b(amax, b.joined(parts, dims[0]), dims, b.arguments["keepdim"])

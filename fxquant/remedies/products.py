@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -11,8 +9,7 @@ from fxquant.ir.graph import is_parameter, shape_of
 from fxquant.ops import operator_of
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.layers.convolution import conv2d
-from fxquant.ops.layers.linear import linear, matmul
-from fxquant.ops.movement.join import cat
+from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.shape import numbers, permute, reshape
 from fxquant.remedies.convolution import chain
 from fxquant.remedies.rewriting import Rewriting, even, remedy
@@ -33,7 +30,7 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
         operand, own = laid, b.parameter(torch.reshape, weight, [*shape_of(weight), 1, 1])
     residual = b.arguments.get("residual")
     added = None if residual is None else _as_image(b, residual)
-    made = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.arguments.get("clamp"))
+    made = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.clamp)
     return _as_rows(b, made)
 
 
@@ -81,59 +78,37 @@ def features(b: Rewriting) -> fx.Node | None:
     outputs, inputs = shape_of(weight)
     assert isinstance(outputs, int)
     assert isinstance(inputs, int)
-    high = b.limit.high
-    assert isinstance(high, int)
     last = len(b.shape) - 1
-    if outputs > high:
+    if outputs > b.most:
         parts = []
-        for start, stop in even(outputs, -(-outputs // high)):
-            own = b.parameter(torch.narrow, weight, 0, start, stop - start)
-            own_bias = None if bias is None else b.parameter(torch.narrow, bias, 0, start, stop - start)
-            residual = b.arguments.get("residual")
-            added = None if residual is None else b.cut(residual, last, start, stop)
-            parts.append(b(linear, b.input, own, own_bias, residual=added, clamp=b.arguments.get("clamp")))
-        joined: fx.Node = b(cat, parts, last)
-        b.on_one_grid(*parts, joined)
-        return joined
-    pieces = even(inputs, -(-inputs // high))
-    operands = [(b.cut(b.input, last, start, stop), b.parameter(torch.narrow, weight, 1, start, stop - start)) for start, stop in pieces]
-
-    def layer(operand: fx.Node, weight: Any, bias: Any, **fused: Any) -> Any:
-        return b(linear, operand, weight, bias, **fused)
-
-    return chain(b, operands, bias, layer)
+        for edges in even(outputs, -(-outputs // b.most)):
+            own, own_bias = b.narrow(weight, 0, *edges), b.narrow(bias, 0, *edges)
+            residual = b.cut(b.arguments.get("residual"), last, *edges)
+            parts.append(b.again(weight=own, bias=own_bias, residual=residual, batch_norm=None))
+        return b.joined(parts, last)
+    pieces = even(inputs, -(-inputs // b.most))
+    return chain(b, [(b.cut(b.input, last, *edges), b.narrow(weight, 1, *edges)) for edges in pieces], bias)
 
 
 @remedy("split by rows and columns", "matmul", "matrix sizes")
 def matrices(b: Rewriting) -> fx.Node | None:
     """Split a product with too many rows or columns into parts, concatenated on one grid."""
     left, right = b.arguments["input"], b.arguments["other"]
-    high = b.limit.high
-    assert isinstance(high, int)
     if is_parameter(left) or is_parameter(right) or b.arguments.get("bias") is not None:
         return None
-    for operand, dim, place in ((left, -2, 0), (right, -1, 1)):
+    for name, operand, dim in (("input", left, -2), ("other", right, -1)):
         shape = shape_of(operand)
         size = shape[dim]
-        if isinstance(size, int) and size > high:
-            axis = len(shape) + dim
-            pieces = [b.cut(operand, axis, start, stop) for start, stop in even(size, -(-size // high))]
-            parts = [b(matmul, *((piece, right) if place == 0 else (left, piece)), clamp=b.arguments.get("clamp")) for piece in pieces]
-            joined: fx.Node = b(cat, parts, len(b.result) + dim)
-            b.on_one_grid(*parts, joined)
-            return joined
+        if isinstance(size, int) and size > b.most:
+            pieces = [b.cut(operand, len(shape) + dim, *edges) for edges in even(size, -(-size // b.most))]
+            return b.joined([b.again(**{name: piece}) for piece in pieces], len(b.result) + dim)
     terms = shape_of(left)[-1]
-    if not isinstance(terms, int) or terms <= high:
+    if not isinstance(terms, int) or terms <= b.most:
         return None
     total: fx.Node | None = None
-    cuts = even(terms, -(-terms // high))
-    for start, stop in cuts:
-        last = stop == terms
+    for start, stop in even(terms, -(-terms // b.most)):
         row, column = b.cut(left, len(shape_of(left)) - 1, start, stop), b.cut(right, len(shape_of(right)) - 2, start, stop)
         part = b(matmul, row, column, dtype=b.partial)
-        total = (
-            part
-            if total is None
-            else b(add, total, part, dtype=b.dtype if last else b.partial, clamp=b.arguments.get("clamp") if last else None)
-        )
+        dtype, clamp = (b.dtype, b.clamp) if stop == terms else (b.partial, None)
+        total = part if total is None else b(add, total, part, dtype=dtype, clamp=clamp)
     return total

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.breaches import Breach
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, mark_parameter, parameter_value, set_fact, shape_of
+from fxquant.ir.graph import Annotation, annotate, annotation, fact, mark_parameter, parameter_value, set_fact, shape_of
 from fxquant.ir.model import free_name
-from fxquant.ir.parts import Part, part, set_part
+from fxquant.ir.parts import Part, is_inner_part, part, set_inner, set_part
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.parameters import folded_bias, folded_weight
@@ -21,6 +21,7 @@ from fxquant.ops.core.record import demand, shares
 from fxquant.ops.core.weighted import FUSED
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
+from fxquant.ops.movement.join import cat
 from fxquant.target import Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
@@ -51,7 +52,7 @@ class Rewriting(Builder):
     """
 
     def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach) -> None:
-        super().__init__(name, node, target.activations)
+        super().__init__(name, node, target.activations, "adapt.apply")
         self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
         self.values = list(breach.values)
@@ -64,9 +65,14 @@ class Rewriting(Builder):
     @property
     def input(self) -> fx.Node:
         """Return the operand of an operator with one."""
-        found = self.arguments["input"]
-        assert isinstance(found, fx.Node)
-        return found
+        operand = self.arguments["input"]
+        assert isinstance(operand, fx.Node)
+        return operand
+
+    @property
+    def clamp(self) -> Any:
+        """Return the limits that are fused into the operator; None if there are none."""
+        return self.arguments.get("clamp")
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -79,10 +85,15 @@ class Rewriting(Builder):
         return shape_of(self.node)
 
     @property
+    def most(self) -> int:
+        """Return the largest number that the limit allows."""
+        assert isinstance(self.limit.high, int)
+        return self.limit.high
+
+    @property
     def pieces(self) -> int:
         """Return the least number of equal pieces of the oversized dimension that keep the limit."""
-        assert isinstance(self.limit.high, int)
-        return -(-int(max(self.values)) // self.limit.high)
+        return -(-int(max(self.values)) // self.most)
 
     @property
     def partial(self) -> str:
@@ -93,29 +104,37 @@ class Rewriting(Builder):
             return "int16"
         return "int8" if self.dtype in ("int32", "int16") else self.dtype
 
-    def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> fx.Node:
         """Append a call of an operator, as `Builder` does; `dtype` is that of its result, if it differs from that of the whole.
 
         `batch_norm`, `residual` and `clamp` are fused into it.
         """
         fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
-        made = super().__call__(function, *args, demand=demand, **kwargs)
-        inherit(made, self.node, "adapt.apply")
+        made: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
         made.kwargs = fused
         outer = part(self.node)
         if outer is not None:
-            known = part(made)
-            set_part(made, Part(outer.composite, f"{outer.role}: {known}"))
-        taken = annotation(made.args[0][0] if isinstance(made.args[0], list | tuple) else made.args[0])
+            set_part(made, Part(outer.composite, f"{outer.role}: {part(made)}"))
+        taken = annotation(made.args[0][0] if isinstance(made.args[0], list | tuple) else made.args[0])  # type: ignore[arg-type]
         chosen = taken.dtype if shares(made) and taken is not None and taken.dtype is not None else dtype or self.dtype
         annotate(made, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
         return made
 
+    def again(self, **changes: Any) -> fx.Node:
+        """Append the operator itself, with all that is fused into it and with other arguments, or the `dtype` of its result, as given."""
+        arguments = {**self.arguments, **changes}
+        own = [arguments.pop(name) for name in self.operator.parameter_names]
+        return self(self.operator.function, *own, **arguments)
+
+    def joined(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+        """Concatenate parts that have one grid, so that this only moves integers."""
+        whole = self(cat, parts, dim)
+        self.tie(*parts, whole)
+        return whole
+
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
         """Append a value computed from parameters alone in every run: the parameters keep their names, and are trained."""
-        made = self.node.graph.create_node("call_function", function, args, name=f"{self.node.name}_{function.__name__}")
-        self.node.prepend(made)
-        inherit(made, self.node, "adapt.apply")
+        made = self._node("call_function", function, args, function.__name__)
         mark_parameter(made)
         value = parameter_value(self.gm, made)
         set_fact(made, TensorFact(tuple(value.shape), value.dtype))
@@ -125,9 +144,7 @@ class Rewriting(Builder):
         """Append a constant tensor that is not in any state_dict."""
         name = free_name(self.gm, f"{self.node.name}_constant")
         self.gm.register_buffer(name, value, persistent=False)
-        made = self.node.graph.create_node("get_attr", name, name=name)
-        self.node.prepend(made)
-        inherit(made, self.node, "adapt.apply")
+        made = self._node("get_attr", name, (), name.removeprefix(f"{self.node.name}_"))
         set_fact(made, TensorFact(tuple(value.shape), value.dtype))
         return made
 
@@ -139,66 +156,41 @@ class Rewriting(Builder):
         self.notes.append(
             f"the batch norm of %{self.node.name} keeps its running statistics while training, since the layer is {self.name}"
         )
-        both = (folded_weight, folded_bias)
-        made = [self.parameter(function, weight, bias, batch_norm, axis) for function in both]
-        return made[0], made[1]
+        return self.parameter(folded_weight, weight, bias, batch_norm, axis), self.parameter(folded_bias, weight, bias, batch_norm, axis)
 
-    def cut(self, value: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """Return some elements of an activation along one dimension; the activation itself if these are all."""
-        shape = shape_of(value)
-        if (start, stop) == (0, shape[dim]):
+    def cut(self, value: Any, dim: int, start: int, stop: int) -> Any:
+        """Return some elements of an activation along one dimension; the activation itself if these are all, and None for None."""
+        if value is None or (start, stop) == (0, shape_of(value)[dim]):
             return value
-        index: list[Any] = [WHOLE] * len(shape)
+        index: list[Any] = [WHOLE] * len(shape_of(value))
         index[dim] = slice(start, stop)
-        found: fx.Node = self(getitem, value, index)
-        return found
+        return self(getitem, value, index)
 
-    def on_one_grid(self, *nodes: fx.Node) -> None:
-        """Give these parts one grid, so that their concatenation only moves integers."""
-        self.tie(*nodes)
+    def narrow(self, parameter: Any, dim: int, start: int, stop: int) -> Any:
+        """Return some elements of a parameter along one dimension; None for None."""
+        return None if parameter is None else self.parameter(torch.narrow, parameter, dim, start, stop - start)
 
     def finish(self, result: fx.Node) -> None:
         """Replace the node by the result, with its name and dtype; parts that the result only moves get the grid of the whole."""
-        node, source = self.node, result
-        while isinstance(demand(source), Same) and source in self.parts:
-            operand = source.args[0]
-            if not isinstance(operand, fx.Node):
-                break
+        node, source, inner = self.node, result, is_inner_part(self.node)
+        while isinstance(demand(source), Same) and source in self.parts and isinstance(operand := source.args[0], fx.Node):
             source = operand
-        if source in self.parts and source is not result:
-            known = part(source)
-            assert known is not None
-            set_part(source, replace(known, inner=part(node) is not None and part(node).inner))  # type: ignore[union-attr]
+        for each in (source, result):
+            if each in self.parts:
+                set_inner(each, inner)
         if result not in self.parts:  # the result is another node's value
             node.replace_all_uses_with(result)
             node.graph.erase_node(node)
             return
-        known = part(result)
-        assert known is not None
-        inner = part(node) is not None and part(node).inner  # type: ignore[union-attr]
-        spec = annotation(result)
         node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
-        for key in ("demand", "ties"):
-            if key in result.meta:
-                node.meta[key] = result.meta[key]
-        set_part(node, replace(known, inner=inner))
-        assert spec is not None
-        annotate(node, spec)
+        node.meta.update({key: result.meta[key] for key in ("demand", "ties", "part", "annotation") if key in result.meta})
         node.graph.erase_node(result)
         self.parts[self.parts.index(result)] = node
-
-    def undo(self) -> None:
-        """Remove every node that was made."""
-        made = [node for node in self.node.graph.nodes if node.meta.get("made_by") == "adapt.apply"]
-        for node in reversed(made):
-            if not node.users and node is not self.node:
-                node.graph.erase_node(node)
 
 
 def even(size: int, pieces: int) -> list[tuple[int, int]]:
     """Return (start, stop) of this number of pieces of a size, as equal as possible."""
-    ends = [size * index // pieces for index in range(pieces + 1)]
-    return list(itertools.pairwise(ends))
+    return list(itertools.pairwise(size * index // pieces for index in range(pieces + 1)))
 
 
 def is_activation(value: Any) -> bool:

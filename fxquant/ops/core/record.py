@@ -222,6 +222,11 @@ def operator_of(node: fx.Node) -> Operator | None:
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
+def calls(node: fx.Node, function: Callable[..., Any]) -> bool:
+    """Return whether a node is canonical and calls this function."""
+    return node.target is function and operator_of(node) is not None
+
+
 def traits_of(node: fx.Node) -> frozenset[Trait]:
     """Return the traits of a canonical node's operator; none for a node that is not a known operator."""
     operator = operator_of(node)
@@ -319,6 +324,12 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
         found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
     nodes = [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
     return [value for value in nodes if not _is_plain(value)] if operator.moves else nodes
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """Return the operand nodes of a canonical node; none for a node that is not a known operator."""
+    operator = operator_of(node)
+    return [] if operator is None else operand_nodes(operator, operator.arguments(node))
 
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
