@@ -68,8 +68,8 @@ BERNOULLI2 = (
     ),
     _absent(
         "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan where all any amin gather scatter setitem "
-        "sum_at index_sum scatter_extremum bucketize "
-        "embedding cumsum tril triu flip roll floor_divide fmod remainder trunc_divide grid_sample cubic_sample warp affine_grid fold "
+        "sum_at index_sum scatter_extremum "
+        "embedding cumsum tril triu flip roll floor_divide fmod remainder trunc_divide grid_sample warp affine_grid fold "
         "unfold signbit",
         ON_THE_HOST,
     ),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from fxquant.backends.c.broadcast import around, joined, steps, strides_of
 from fxquant.backends.c.program import VIEWS, Call, Value, form
-from fxquant.primitives import cubic, position, sampling, scatter, selection, shape
+from fxquant.primitives import position, sampling, scatter, selection, shape
 
 MODES = {"zeros": 0, "border": 1, "reflection": 2}
 
@@ -154,14 +152,3 @@ def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *set
     positions = math.prod(coordinates.shape[1:-1])
     numbers = bits, mode == "nearest", MODES[padding], corners, outside
     call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *numbers, input, coordinates, y)
-
-
-@form(cubic.sample_cubic)
-def _sample_cubic(call: Call, input: Value, coordinates: Value, weights: Value, sizes: list[int], *settings: Any) -> None:
-    bits, padding, corners, _ = settings
-    y = call.result()
-    types: list[torch.dtype] = [input.dtype, coordinates.dtype, weights.dtype, y.dtype]
-    positions = math.prod(coordinates.shape[1:-1])
-    call.emit(
-        "sample_cubic", types, *input.shape[:2], list(sizes), positions, bits, MODES[padding], corners, input, coordinates, weights, y
-    )

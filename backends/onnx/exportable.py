@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch.nn import functional as F
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
-from fxquant.ops.elementwise import activation, pairs
-from fxquant.ops.indexing import order
+from fxquant.ops.elementwise import activation
 from fxquant.ops.pooling import totals
 from fxquant.ops.reduction import distance, extremum, progression
 
@@ -96,13 +96,32 @@ def copysign(input: Tensor, other: Tensor | float) -> Tensor:
     return torch.where(negative, -input.abs(), input.abs())
 
 
-def cumprod(input: Tensor, dim: int) -> Tensor:
-    """Compute `torch.cumprod` along a dimension of fixed size, by products with the elements 1, 2, 4, … before."""
-    size, reach = input.shape[dim], 1
-    while reach < size:
-        later = input.narrow(dim, reach, size - reach) * input.narrow(dim, 0, size - reach)
-        input, reach = torch.cat((input.narrow(dim, 0, reach), later), dim), 2 * reach
-    return input
+def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """Return a running product or extremum along a dimension of fixed size, of each element with those 1, 2, 4, … before."""
+
+    def function(input: Tensor, dim: int) -> Tensor:
+        size, reach = input.shape[dim], 1
+        while reach < size:
+            later = combined(input.narrow(dim, reach, size - reach), input.narrow(dim, 0, size - reach))
+            input, reach = torch.cat((input.narrow(dim, 0, reach), later), dim), 2 * reach
+        return input
+
+    return function
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    """Compute `torch.kron` of tensors with any number of items."""
+    rank = max(input.dim(), other.dim())
+    one, two = (each.reshape([*[1] * (rank - each.dim()), *each.shape]) for each in (input, other))
+    sizes = [first * second for first, second in zip(one.shape, two.shape, strict=True)]
+    for dim in range(rank):
+        one, two = one.unsqueeze(2 * dim + 1), two.unsqueeze(2 * dim)
+    return (one * two).reshape(sizes)
+
+
+def isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    """Compute `torch.isin` by a comparison with each of the elements."""
+    return (elements.unsqueeze(-1) == test_elements.flatten()).any(-1) != invert
 
 
 def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -110,16 +129,24 @@ def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Ten
     return torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim)
 
 
+cumprod = running(torch.mul)
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
     **dict.fromkeys((torch.cdist, distance.cdist), cdist),
-    **dict.fromkeys((torch.copysign, pairs.copysign, "copysign"), copysign),
+    **dict.fromkeys((torch.copysign, "copysign"), copysign),
+    **dict.fromkeys((torch.kron, "kron"), kron),
+    torch.isin: isin,
+}
+RUNNING: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.cumprod, progression.cumprod, "cumprod"), cumprod),
+    **dict.fromkeys((torch.cummax, "cummax"), lambda input, dim: (running(torch.maximum)(input, dim),)),
+    **dict.fromkeys((torch.cummin, "cummin"), lambda input, dim: (running(torch.minimum)(input, dim),)),
 }
 REDUCTIONS: dict[Any, Any] = {
     **dict.fromkeys((torch.mean, totals.mean, "mean"), torch.mean),
     **dict.fromkeys((torch.amax, extremum.amax, "amax"), torch.amax),
     **dict.fromkeys((torch.amin, extremum.amin, "amin"), torch.amin),
-    order.aminmax: aminmax,
+    **dict.fromkeys((torch.aminmax, "aminmax"), aminmax),
 }
 
 
@@ -129,10 +156,11 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         return WRITTEN_OUT[node.target]
     if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
         return clamp if {int, float}.issubset(map(type, (*node.args[1:], *node.kwargs.values()))) else None
-    if node.target in (torch.cumprod, progression.cumprod, "cumprod"):
+    if node.target in RUNNING:
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
-        return cumprod if sized and "dtype" not in node.kwargs else None
+        values = all(reader.target is operator.getitem and reader.args[1] == 0 for reader in node.users)
+        return RUNNING[node.target] if sized and "dtype" not in node.kwargs and (values or RUNNING[node.target] is cumprod) else None
     if node.target is F.scaled_dot_product_attention:
         return None if node.kwargs.get("dropout_p") else attention
     if node.target is scaled_dot_product_attention:

@@ -29,9 +29,9 @@ FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
     *("exponential", "inverse_root", "bounded_inverse", "of_one_magnitude", "kept", "added", "masked_softmax", "ranked", "pick"),
-    *("log_of_one_and_exponential", "angle_of_share", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"),
+    *("log_of_one_and_exponential", "angle_of_share"),
     *("sum_at", "index_sum", "finely", "in_dtype", "log_of_base", "dynamic_linear"),
-    *("meshgrid", "dist", "as_strided"),  # of what has no batch, and of inputs alone
+    *("meshgrid", "as_strided"),  # of what has no batch, and of inputs alone
 )
 
 # ---- what is common to many ---------------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def _geometry() -> Iterator[Spelling]:
     )
     yield from _spell("fold", "F.fold(F.unfold({0}, {kernel}), {0}.shape[2:], {kernel})", kernel=(2, 1))
     yield from _spell("unfold_dimension", "{0}.unfold({dim}, 2, {step})", dim=(1, -1), step=(1, 2))
-    paddings, aligned = ("zeros", "border", "reflection"), (False, True)
     grid = "{0}[:, [0, 0]].permute(0, 2, 3, 1).tanh()"
+    paddings, aligned = ("zeros", "border", "reflection"), (False, True)
     yield from _spell(
         "grid_sample", f"F.grid_sample({{0}}, {grid}, 'bilinear', {{padding!r}}, {{corners}})", padding=paddings, corners=aligned
     )
@@ -348,29 +348,17 @@ def _chosen() -> Iterator[Spelling]:
     yield from _spell("write", "torch.diagonal_scatter({0}, torch.diagonal({1}, 0, 1, -1), 0, 1, -1)")
     yield from _spell("pick_parts", "{0}[:, :1, {1}.flatten(1)[0].argmax(0, keepdim=True) % 1]")
     yield from _spell("pick_each", "{0}[torch.arange({0}.shape[0]), {0}.flatten(2)[..., 0].argmax(1)]")
-    yield from _spell("take_along_dim", "torch.take_along_dim({0}, {0}[:, :1].argsort(-1), -1)")
     added, along = "{0}.argmax({dim}, True).expand_as({0})", {"dim": (1, -1)}
     yield from _spell("scatter_add", f"{{0}}.scatter_add({{dim}}, {added}, {{0}})", **along)
     yield from _spell("scatter_extremum", f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}')", how=("amax", "amin"), **along)
-    reduced = f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}', include_self={{keep}})"
-    yield from _spell("scatter_mean", reduced, how=("mean",), keep=FLAG, **along)
-    yield from _spell("scatter_sum", reduced, how=("sum",), keep=(False,), **along)
     yield from _spell("index_add", "torch.index_add({0}, {dim}, torch.tensor([0]), {0}.narrow({dim}, 0, 1))", **along)
     yield from _spell("one_hot", "{0}.gather(-1, torch.nn.functional.one_hot({0}.argmin(-1), {last}))")
     counted = "torch.count_nonzero({0} > {number}, 1).unsqueeze(1)"
-    yield from _spell("count_nonzero", f"torch.where(torch.isin({counted}, torch.tensor([1])), {{0}}, {{1}})", number=NUMBERS)
-    yield from _spell("msort", "{0} + torch.msort({0}[0])")
+    yield from _spell("count_nonzero", f"torch.where({counted} == 1, {{0}}, {{1}})", number=NUMBERS)
     first = "torch.tensor([0]), torch.tensor([0])"
     yield from _spell("index_put", f"{{0}} + {{0}}[0].index_put(({first}), torch.tensor({{number}}))", number=(0.5, -1.0))
     bags = "torch.nn.functional.embedding_bag({0}.flatten(2)[..., 0].argsort(1), torch.eye({channels}), mode='{how}')"
     yield from _spell("embedding_bag", bags, how=("mean", "sum", "max"))
-    yield from _spell("count_of", "torch.count_nonzero({0}, {dim}).float()", **along)
-    yield from _spell("bucketize", "torch.bucketize({0}, torch.tensor([-0.5, 0.25]), right={flag}).float()", flag=FLAG)
-    yield from _spell("isin", "torch.where(torch.isin({0}.argsort(1), torch.tensor([0])), {0}, {1})")
-    yield from _spell("aminmax", "torch.aminmax({0}, dim={dim})[1]", **along)
-    for name in ("cummax", "cummin"):
-        yield from _spell(name, f"torch.{name}({{0}}, {{dim}})[0]", **along)
-    yield from _spell("quantile", "torch.quantile({0}, {share}, dim={dim})", share=(0.5, 0.3), **along)
 
 
 def _quotients() -> Iterator[Spelling]:
@@ -388,7 +376,7 @@ def _quotients() -> Iterator[Spelling]:
 
 
 def _pairs() -> Iterator[Spelling]:
-    """Of two tensors: powers, rounded quotients, signs; products of many, neighbours, what is turned and multiplied whole."""
+    """Of two tensors: powers, rounded quotients, signs, and products of many."""
     positive = "({1}.abs() + 0.5)"
     yield from _spell("power", "({0}.abs() + 0.5) ** {1}.tanh()", f"torch.pow({positive}, {{0}}.tanh())")
     yield _held("power", "{0} ** {buffer}", buffer="torch.arange({last}) % 3")
@@ -396,29 +384,15 @@ def _pairs() -> Iterator[Spelling]:
     yield from _spell("trunc_quotient", f"torch.div({{0}}, {positive}, rounding_mode='trunc')")
     yield from _spell("floor_remainder", f"{{0}} % {positive}", f"torch.remainder({{0}}, {positive})")
     yield from _spell("trunc_remainder", f"torch.fmod({{0}}, {positive})")
-    yield from _spell("heaviside", "torch.heaviside({0}, {1})", "{0}.heaviside({1})")
-    yield from _spell("ldexp", "torch.ldexp({0}, {1}.tanh())", "torch.ldexp({0}, torch.tensor(2))")
     yield from _spell("signbit", "torch.where(torch.signbit({0}), {0}, {1})")
-    for name in ("prod", "cumprod", "diff"):
+    for name in ("prod", "cumprod"):
         yield from _spell(name, f"torch.{name}({{0}}, dim={{dim}})", f"{{0}}.{name}(dim={{dim}})", dim=(1, -1))
-    yield from _spell("diff", "torch.diff({0}, 1, {dim}, {1})", dim=(1, -1))
-    for name in ("trapezoid", "cumulative_trapezoid"):
-        yield from _spell(name, f"torch.{name}({{0}}, dx={{number}}, dim={{dim}})", number=FACTORS, dim=(1, -1))
     yield from _spell("broadcast_tensors", "torch.broadcast_tensors({0}, {1}[:, :1])[{member}]", member=(0, 1))
-    yield from _spell("rot90", "torch.rot90({0}, {k}, (1, -1))", k=(1, 2, -1))
-    yield from _spell("sum_to_size", "{0}.sum_to_size({0}.shape[0], 1{ones})")
-    yield from _spell("kron", "torch.kron({0}, torch.tensor([0.5, -2.0]))")
-    yield from _spell("cross", "torch.cross({0}[..., [0, -1, 0]], {1}[..., [-1, 0, 0]], dim=-1)")
-    yield from _spell("matrix_power", "torch.matrix_power({0}.mT @ {0}, {n})", n=(1, 2, 3))
 
 
 def _windows() -> Iterator[Spelling]:
-    """Pools by a power, and images read between their pixels."""
+    """Pools by a power."""
     yield from _spell("lp_pool{rank}d", "F.lp_pool{rank}d({0}, {p}, {kernel})", p=(2, 1), kernel=(2, 3))
-    yield _module("cross_map_norm", "nn.CrossMapLRN2d(3, 0.5)")
-    grid = "{0}[:, [0, 0]].permute(0, 2, 3, 1).tanh()"
-    call = f"F.grid_sample({{0}}, {grid}, 'bicubic', {{padding!r}}, {{corners}})"
-    yield from _spell("cubic_sample", call, padding=("zeros", "border", "reflection"), corners=FLAG)
 
 
 def _floats() -> Iterator[Spelling]:

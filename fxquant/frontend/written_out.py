@@ -152,22 +152,18 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
 # ---- over all elements ----------------------------------------------------------------------------------------------
 
 
-def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True) -> Callable[..., Any]:
-    """Return a reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
+def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduction of all elements, where no size of them depends on the batch: that of one row."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = len(args) >= place or "dim" in kwargs or "axis" in kwargs
-        if (
-            (given and (args[place - 1] if len(args) >= place else kwargs.get("dim", 0)) is not None)
-            or not input.dim()
-            or not _fixed(input)
-        ):
+        given = args or "dim" in kwargs or "axis" in kwargs
+        if (given and (args[0] if args else kwargs.get("dim", 0)) is not None) or not input.dim() or not _fixed(input):
             return NotImplemented
         named = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
-        keepdim = bool(kwargs.get("keepdim", args[place] if len(args) > place else False))
-        found = function(input.flatten(), *args[: place - 1], **{**named, "dim": 0})
+        keepdim = bool(kwargs.get("keepdim", args[1] if len(args) > 1 else False))
+        found = function(input.flatten(), **{**named, "dim": 0})
         found = found if isinstance(found, Tensor) else found.values
-        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim and keeps else found
+        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim else found
 
     return reduce
 
@@ -175,9 +171,6 @@ def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True)
 for _name in ("argmax", "argmin", "any", "all", "median", "nanmedian"):
     for _function in _methods(_name):
         WRITTEN[_function] = _flattened(getattr(torch, _name))
-for _name in ("quantile", "nanquantile"):
-    for _function in _methods(_name):
-        WRITTEN[_function] = _flattened(getattr(torch, _name), 2)
 
 
 @_stands_for(*_methods("roll"))

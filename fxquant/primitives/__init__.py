@@ -35,7 +35,6 @@ from torch import Tensor
 from fxquant.primitives import (
     accumulate,
     comparison,
-    cubic,
     elementwise,
     matrix,
     pool,
@@ -55,7 +54,7 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison", "cubic",
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison",
     "elementwise", "matrix", "pool", "position", "primitive", "product", "quantization", "requantize", "resize", "role_of",
     "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
 ]  # fmt: skip

@@ -31,17 +31,20 @@ from fxquant.quantization.weights import BiasCorrection, Coverage
 
 # Beside the functions and methods that spell operators: what else a model may call, or has in files under this name of several.
 _TORCH = """
-angle arange argwhere as_tensor bernoulli bincount block_diag cartesian_prod chunk complex conj conv_tbc cov det diagflat dsplit
-embedding_bag empty empty_like equal eye float_power frexp frobenius_norm full full_like histc hsplit imag index_reduce inverse istft
-linspace logcumsumexp logdet logspace masked_scatter masked_select matrix_exp mode multinomial mvlgamma nextafter nonzero normal numel
-ones ones_like pdist pinverse polar polygamma rand rand_like randint randint_like randn randn_like randperm range real scalar_tensor
-slogdet split split_with_sizes stft svd tensor tensor_split tril_indices triu_indices unbind unique_consecutive view_as_complex
-view_as_real vsplit zeros zeros_like _weight_norm
+aminmax angle arange argwhere as_tensor bernoulli bincount block_diag bucketize cartesian_prod chunk complex conj conv_tbc copysign cov
+cross cummax cummin cumulative_trapezoid det diagflat diff dist dsplit embedding_bag empty empty_like equal eye float_power frexp
+frobenius_norm full full_like heaviside histc hsplit imag index_reduce inverse isin istft kron kthvalue ldexp linspace logaddexp2
+logcumsumexp logdet logspace masked_scatter masked_select matrix_exp matrix_power median mode msort multinomial mvlgamma nanmedian
+nanquantile nextafter nonzero normal numel ones ones_like pairwise_distance pdist pinverse polar polygamma quantile rand rand_like
+randint randint_like randn randn_like randperm range real renorm rot90 scalar_tensor searchsorted slogdet split split_with_sizes stft
+svd tensor tensor_split trapezoid trapz tril_indices triu_indices unbind unique_consecutive view_as_complex view_as_real vsplit xlogy
+zeros zeros_like _weight_norm
 """
 _FUNCTIONAL = """
-adaptive_avg_pool1d avg_pool1d gumbel_softmax logsigmoid threshold upsample
+adaptive_avg_pool1d avg_pool1d binary_cross_entropy binary_cross_entropy_with_logits gumbel_softmax huber_loss kl_div l1_loss
+logsigmoid mse_loss pairwise_distance poisson_nll_loss smooth_l1_loss soft_margin_loss threshold upsample
 """
-_LINALG = "det eigh eigvalsh inv matrix_exp pinv slogdet solve svd"
+_LINALG = "cross det eigh eigvalsh inv matrix_exp matrix_power pinv slogdet solve svd"
 _AS_OPERATORS = "erfcx i0 i0e i1 i1e"  # files have these by the names of their operators
 _FFT = "fft fft2 fftfreq fftn fftshift hfft ifft ifft2 ifftn ifftshift ihfft irfft irfft2 irfftn rfft rfft2 rfftfreq rfftn"
 _PYTHON = """
@@ -49,10 +52,12 @@ abs add and_ eq floordiv ge getitem gt invert le lshift lt matmul mod mul ne neg
 """
 
 _METHODS = """
-angle argwhere bernoulli bincount chunk conj cov cuda det diagflat dim dsplit equal float_power frexp histc hsplit index_reduce inverse
-istft logcumsumexp logdet masked_scatter masked_select matrix_exp mode multinomial mvlgamma ndimension nelement new_empty new_full
-new_ones new_tensor new_zeros nextafter nonzero numel pinverse polygamma size slogdet split split_with_sizes stft svd tensor_split
-unbind unique_consecutive vsplit __and__ __or__ __xor__ __pow__ __rpow__ __rsub__ __rtruediv__ __rfloordiv__ __rmatmul__ __rmod__
+aminmax angle argwhere bernoulli bincount chunk conj copysign cov cross cuda cummax cummin det diagflat diff dim dist dsplit equal
+float_power frexp heaviside histc hsplit index_reduce inverse istft kron kthvalue ldexp logaddexp2 logcumsumexp logdet masked_scatter
+masked_select matrix_exp matrix_power median mode msort multinomial mvlgamma nanmedian nanquantile ndimension nelement new_empty
+new_full new_ones new_tensor new_zeros nextafter nonzero numel pinverse polygamma quantile renorm rot90 size slogdet split
+split_with_sizes stft sum_to_size svd tensor_split unbind unique_consecutive vsplit xlogy __and__ __or__ __xor__ __pow__ __rpow__
+__rsub__ __rtruediv__ __rfloordiv__ __rmatmul__ __rmod__
 """
 
 PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # what a node that calls `getattr` may read
@@ -72,7 +77,12 @@ def _spelling(space: str, home: Any) -> Iterator[tuple[str, Callable[..., Any]]]
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    homes = ("torch", torch, _TORCH), ("functional", F, _FUNCTIONAL), ("linalg", torch.linalg, _LINALG), ("special", torch.special, "")
+    homes = (
+        ("torch", torch, _TORCH),
+        ("functional", F, _FUNCTIONAL),
+        ("linalg", torch.linalg, _LINALG),
+        ("special", torch.special, "xlog1py xlogy"),
+    )
     table = dict(_listed("python", operator, _PYTHON))
     table.update(_listed("python", math, "ceil exp floor log log2 sqrt trunc"))
     table.update(_listed("python", builtins, "bool float getattr int max min round sum"))

@@ -28,6 +28,8 @@ FUNCTIONS: dict[str, Function] = {
     "hypot, a method": lambda x, y: x.hypot(y),
     "copysign": torch.copysign,
     "cumprod": lambda x, y: torch.cumprod(x + y, -1),
+    "kron": lambda x, y: torch.kron(x + y, torch.tensor([[0.5], [-2.0]])),
+    "isin": lambda x, y: torch.isin(x.argmax(1), torch.tensor([0, 2])).unsqueeze(1) * y,
 }
 
 
@@ -65,6 +67,7 @@ WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "amin": lambda x: x.amin(),
     "max": torch.max,
     "aminmax": torch.aminmax,
+    "cummax and cummin": lambda x: torch.cummax(x, -1)[0] * x.cummin(1).values,
 }
 
 

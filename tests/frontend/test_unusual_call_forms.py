@@ -44,7 +44,7 @@ def many(x: Any) -> tuple[Any, ...]:
         torch.block_diag(a, b[:2]), torch.cartesian_prod(a[0], b[0]), torch.combinations(a[0]), torch.atleast_3d(a, b)[1],
         nn.utils.rnn.pad_sequence([a, b[:3]], batch_first=True, padding_value=0.5), torch.cov(a), torch.corrcoef(a + b),
         x.conj() + torch.real(x).real, torch.slice_copy(x, 1, 0, 2), torch.narrow_copy(x, 2, 1, 3), torch.unbind_copy(x, 1)[0], x.roll(7),
-        (a + 3).median(), a.argmax(), (x > 0).any(), torch.quantile(b + 3, 0.25, keepdim=True), x.put(torch.tensor([0, 7]), torch.ones(2)),
+        (a + 3).median(), a.argmax(), (x > 0).any(), x.put(torch.tensor([0, 7]), torch.ones(2)),
         x.index_put((torch.tensor([0, 1, 0]), torch.tensor([0, -1, 0])), x[:3, 0], accumulate=True), x.new_tensor([0.5] * 6) * x,
         torch.sum(x, axis=1, keepdims=True), x.amax(axis=(1, 2)), TORCH.cat([x, x], axis=1), TORCH.stack((x, x), axis=2),
         torch.ops.aten.relu(x), torch.ops.aten.mean.dim(x, [2, 3]), torch.cat([x, x[:, :0]], 1), F.max_pool2d(x.mean(1), 2),

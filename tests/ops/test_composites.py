@@ -327,13 +327,9 @@ def shape_of_constant(integer: fx.GraphModule, node: fx.Node) -> tuple[int, ...]
 # ---- a last part that only moves values ---------------------------------------------------------------------------------------
 
 MOVED_AT_THE_END: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda x: torch.log(torch.kron(x, torch.tensor([0.5, -2.0])).abs() + 0.5),
+    lambda x: torch.log((x.unsqueeze(-1) * torch.tensor([0.5, -2.0])).flatten(-2).abs() + 0.5),
     lambda x: 1 / (torch.nn.functional.group_norm(x, 2).square().mean(1) + 0.1),
-    lambda x: 1 / (torch.rot90(x * 2, 1, (1, 2)).square() + 0.2),
     lambda x: torch.log(x.abs().prod(1) + 0.3),
-    lambda x: torch.log(torch.quantile(x, 0.3, dim=1).abs() + 0.3),
-    lambda x: 1 / (x.diff(dim=1).abs() + 0.3),
-    lambda x: torch.log(torch.matrix_power(x @ x.mT, 2).abs() + 0.5),
 )
 
 
@@ -345,7 +341,7 @@ def test_what_leads_to_a_pole_is_wide_where_it_is_made_and_where_it_is_moved(tmp
     x = torch.randn(4, 4, 6)
     prepared, integer = compiled(Model(), [x], "bayes-e")
     dtypes = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
-    assert dtypes["kron"] == dtypes["kron_mul"] == "int16"
+    assert dtypes["flatten"] == dtypes["mul"] == "int16"
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
     for wanted, found in zip(Model()(x), integer(x), strict=True):

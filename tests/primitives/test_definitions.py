@@ -165,20 +165,6 @@ def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
     return min(max(place, 0), size - 1) if padding != "zeros" else place if 0 <= place < size else None
 
 
-def sample_cubic(x: Array, where: Array, weights: Array, sizes: Any, bits: int, padding: str, corners: bool, wide: bool) -> Array:
-    def along(position: int, size: int) -> list[tuple[int, int]]:
-        first, rest = divmod(position, 2**bits)
-        found = [(inside(first + tap - 1, size, padding, corners), weight) for tap, weight in enumerate(weights[rest])]
-        return [(place, weight) for place, weight in found if place is not None]
-
-    def element(index: tuple[int, ...]) -> int:
-        across, down = (along(position, size) for position, size in zip(where[index[:1] + index[2:]], sizes[::-1], strict=True))
-        plane = x[index[:2]]
-        return sum(plane[row, column] * one * other for row, one in down for column, other in across)
-
-    return np.array(oracle.nested((*x.shape[:2], *where.shape[1:3]), element), dtype=object)
-
-
 # ---- rounding -----------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +262,6 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
         np.full((*x.shape[:dim], size, *x.shape[dim + 1 :]), 0, dtype=object), x, dim, index, operator.add
     ),
     "extremum_along": lambda x, source, dim, index, terms, largest: gathered(x, source, dim, index, max if largest else min),
-    "sample_cubic": sample_cubic,
     "quantize": quantize,
     "requantize_fixed": lambda acc, a, m, b, bits, rounding, low, high, dtype: each(
         lambda q, first, factor, last: oracle.requantize_fixed(q, first, factor, last, bits, rounding, low, high)
@@ -307,7 +292,7 @@ def storage(case: Case) -> torch.dtype:
     dtypes = [each.dtype for each in tensors]
     long = torch.int64 in dtypes and name != "sum_along"  # whose places are int64
     wide = dtypes.count(torch.int16) == 2 and name != "multiply"
-    return torch.int64 if long or wide or name == "sample_cubic" or (name == "transform" and case.arguments[-1]) else torch.int32
+    return torch.int64 if long or wide or (name == "transform" and case.arguments[-1]) else torch.int32
 
 
 @pytest.mark.quick

@@ -268,7 +268,6 @@ def _places(draw: Draw) -> Calls:
 
 def _sampling(draw: Draw) -> Calls:
     bits, corners = draw.one(4, 8), draw.one(True, False)
-    weights = draw.whole(2**bits, 4, dtype=I16, low=-100, high=1024)
     for padding in ("zeros", "border", "reflection"):
         for rank in (2, 3):
             sizes = [int(draw.whole(low=1, high=5)) for _ in range(rank)]
@@ -276,8 +275,6 @@ def _sampling(draw: Draw) -> Calls:
             for mode in ("bilinear", "nearest"):
                 image = draw.whole(2, 3, *sizes, dtype=draw.one(I8, I16))
                 yield "sample", image, where, sizes, bits, mode, padding, corners, draw.one(0, 7), True
-            if rank == 2:
-                yield "sample_cubic", draw.whole(2, 3, *sizes), where, weights, sizes, bits, padding, corners, True
 
 
 def _whole(draw: Draw) -> Calls:

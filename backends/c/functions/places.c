@@ -170,25 +170,3 @@ static void sample(ptrdiff_t batch, ptrdiff_t channels, int rank, const ptrdiff_
                 *y++ = (X)(nearest ? sum : floor_shift(sum + ((int64_t)1 << (rank * bits - 1)), rank * bits));
             }
 }
-
-/// sample_cubic: X C W Y
-/* Section 16, cubic reading: Σ w · q over four neighbours along each axis, each brought inside. mode as for `inside`. */
-static void sample_cubic(ptrdiff_t batch, ptrdiff_t channels, const ptrdiff_t *size, ptrdiff_t positions, int bits, int mode,
-                         int corners, const X *x, const C *where, const W *weights, Y *y)
-{
-    for (ptrdiff_t n = 0; n < batch; n++)
-        for (ptrdiff_t c = 0; c < channels; c++)
-            for (ptrdiff_t p = 0; p < positions; p++) {
-                const C *at = where + (n * positions + p) * 2;
-                const int64_t pixel = (int64_t)1 << bits, top = floor_shift(at[1], bits), left = floor_shift(at[0], bits);
-                Y sum = 0;
-                for (int k = 0; k < 16; k++) {
-                    const int64_t row = mode == 0 ? top + k / 4 - 1 : floor_shift(inside((top + k / 4 - 1) * pixel, size[0], bits, mode, corners), bits);
-                    const int64_t column = mode == 0 ? left + k % 4 - 1 : floor_shift(inside((left + k % 4 - 1) * pixel, size[1], bits, mode, corners), bits);
-                    const Y down = (Y)weights[(at[1] - top * pixel) * 4 + k / 4], across = (Y)weights[(at[0] - left * pixel) * 4 + k % 4];
-                    if (row >= 0 && column >= 0 && row < size[0] && column < size[1])
-                        sum += (Y)x[((n * channels + c) * size[0] + row) * size[1] + column] * (down * across);
-                }
-                *y++ = sum;
-            }
-}

@@ -169,7 +169,7 @@ DIVISION: tuple[Row, ...] = (
         lists="n"),
     row("atan2", "torch.atan2(x, y)", "x.atan2(y)", "torch.arctan2(x, y)", over=(IMAGE, POSITIVE), lists="n"),
     row("hypot", "torch.hypot(x, y)", "x.hypot(y)", "torch.sqrt(x**2 + y**2)", lists="n"),
-    row("logaddexp", "torch.logaddexp(x, y)", "torch.logaddexp2(x, y)", lists="n"),
+    row("logaddexp", "torch.logaddexp(x, y)", lists="n"),
     row("copysign", "torch.copysign(x, y)", "x.copysign(y)", least=-5),
     row("heaviside", "torch.heaviside(x, y)", least=5),
     row("ldexp", "torch.ldexp(x, {B(2)})", least=5),
@@ -183,7 +183,7 @@ DIVISION: tuple[Row, ...] = (
         "torch.heaviside(x, torch.tensor(0.5))", "x.heaviside(y)"),
     row("a sign that chooses", "x * y.signbit()", least=10),  # near 0 it is one of 8 bits where there are no more
     row("logarithms of two", "torch.special.xlog1py(y, x)", "torch.xlogy(2.0, x)", "torch.xlogy(y, 2.0)", "x.logaddexp2(y)",
-        "torch.logaddexp(x, {P(6)})", over=POSITIVE),
+        "torch.logaddexp2(x, y)", "torch.logaddexp(x, {P(6)})", over=POSITIVE),
     row("integer arithmetic", "(y // 2 + 1).float() * x", "x + (y % 3)", "x * y", over=(IMAGE, whole(7, 3, 6, 6))),
 )  # fmt: skip
 

@@ -131,7 +131,7 @@ NORMS: tuple[Row, ...] = (
         "x / torch.sqrt((x**2).sum(1, keepdim=True) + 1e-6)", lists="n"),
     row("standardize", "(x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-5)",
         "(x - x.mean((2, 3), keepdim=True)) * torch.rsqrt(x.var((2, 3), keepdim=True) + 1e-5)"),
-    row("local_response_norm", "nn.LocalResponseNorm(3)", "F.local_response_norm(x, 2)", "nn.CrossMapLRN2d(3)", lists="n"),
+    row("local_response_norm", "nn.LocalResponseNorm(3)", "F.local_response_norm(x, 2)", lists="n"),
     row("CrossMapLRN2d", "nn.CrossMapLRN2d(3, 0.5)", "nn.CrossMapLRN2d(5, 0.5, 0.6, 2.0)", over=normal(6, 5, 5)),
     row("renorm", "torch.renorm(x, 2, 1, 1.0)", "torch.renorm(x, 2, 0, 1.0)", "x.clone().renorm_(1, 0, 3.0)"),
 )  # fmt: skip

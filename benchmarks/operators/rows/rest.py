@@ -17,7 +17,7 @@ NOTHING: tuple[Row, ...] = (
         lists="np"),
     row("view_as", "x.view_as(y).relu()", "x.expand_as(y).relu()", "x.reshape_as(y).relu()", "x.view(x.shape).relu()",
         "x.reshape(x.size()).relu()", "x.expand(x.shape).relu()", "x.view(x.size(0), 3, 6, 6).relu()",
-        "x.broadcast_to(y.shape).relu()", "x.sum_to_size(x.shape).relu()", lists="n"),
+        "x.broadcast_to(y.shape).relu()", lists="n"),
     row("Identity", "nn.Sequential(nn.Identity(), nn.ReLU())", "nn.Identity()", "nn.Sequential(nn.Dropout(0.5), nn.ReLU())",
         "nn.Sequential()", "nn.Sequential(nn.Dropout(0.0), nn.ReLU())",
         "{nn.Identity()}(x.relu())", lists="hn"),

@@ -33,7 +33,6 @@ RANKING_FUNCTIONS = frozenset((
 RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-SINGULAR: frozenset[str] = frozenset()  # with a pole at 0, of those that the table does not know
 KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
 ADDING = ("add", "sub", "maximum", "minimum")  # operators that bring in a mask
 
@@ -52,7 +51,7 @@ _NAMES = {
     _SPECTRUM: "stft istft",
     _SOLVES: "inverse inv svd qr cholesky solve det logdet slogdet pinverse lstsq eig eigh",
     _DOUBLE: "float_power",
-    "the most frequent value depends on rounding; torch.median has an integer form": "mode",
+    "the most frequent value depends on rounding": "mode",
     "its running sums exceed the range of a grid; where they are small, write exp, cumsum and log": "logcumsumexp",
     _MADE: "zeros ones full empty eye arange linspace zeros_like ones_like full_like new_zeros new_ones new_full",
     "which rows each matrix multiplies depends on the data": "grouped_mm _grouped_mm",
@@ -310,7 +309,7 @@ def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
-    """Return whether a float operator reads the node only as its divisor, or as the operand of its logarithm."""
+    """Return whether a float operator reads the node only as its divisor."""
     operator = operator_of(reader)
     if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
         return False
@@ -318,4 +317,4 @@ def _divides(reader: fx.Node, node: fx.Node) -> bool:
     if reader.op not in ("call_function", "call_method"):
         return False
     first, second = reader.args[:1], reader.args[1:2]
-    return (name in DIVISIONS and node not in first and node in second) or (name in SINGULAR and node in first)
+    return name in DIVISIONS and node not in first and node in second

@@ -32,11 +32,6 @@ def nodes(*names: str, because: str = "one of its operands is a number") -> Guar
     return lambda node, arguments: None if all(isinstance(arguments[name], fx.Node) for name in names) else because
 
 
-def tensors(*names: str, because: str = "one of its operands is a number") -> Guard:
-    """Refuse what is neither a tensor of known shape nor a parameter."""
-    return lambda node, arguments: None if all(is_tensor(arguments[name]) for name in names) else because
-
-
 def numbers(*names: str, because: str = COMPUTED, finite: bool = False, none: bool = False) -> Guard:
     """Refuse settings that are computed: neither numbers, nor lists of such, nor None, where that is allowed."""
 

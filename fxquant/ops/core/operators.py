@@ -26,7 +26,6 @@ from fxquant.ops.core.guards import (
     numbers,
     one_of,
     shape_of,
-    tensors,
 )
 from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Parameter, operator_named, operator_of, register
 from fxquant.ops.core.samples import (
@@ -40,7 +39,6 @@ from fxquant.ops.core.samples import (
     POSITIVE,
     ROUNDED,
     SAMPLED,
-    SHARES,
     Sample,
     sample,
     sampled,
@@ -50,10 +48,10 @@ from fxquant.ops.core.traits import Trait
 
 __all__ = [
     "ALIGNED", "COMPUTED", "EXACT", "FLOAT32_EXACT", "FOLDED", "HEADS", "IMAGES", "INNER", "LIMITED", "NORMED", "NO_DIMENSIONS",
-    "OPERATORS", "POSITIVE", "ROUNDED", "SAMPLED", "SHARES", "WIDE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed",
+    "OPERATORS", "POSITIVE", "ROUNDED", "SAMPLED", "WIDE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed",
     "Guard", "Instead", "Lowering", "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size", "TensorFact",
     "Trait", "are_fixed", "bound", "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes", "function_and_method",
     "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "nodes", "numbers", "on_the_output", "one_of",
-    "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of", "shape_of", "spelled", "taking", "tensors",
+    "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of", "shape_of", "spelled", "taking",
     "written",
 ]  # fmt: skip

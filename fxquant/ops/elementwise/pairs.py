@@ -16,19 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.graph import is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Operator, Trait, composite, register, tensors
+from fxquant.ops.core.operators import WIDE, Builder, Operator, Trait, register
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, WITHIN_ONE, sample, sampled, written
-from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
+from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
 from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
-from fxquant.ops.reduction.extremum import maximum
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
@@ -91,12 +89,6 @@ register(
 )
 
 
-@composite(refuses=tensors("input", "other"), samples=(sample(over=WITHIN_ONE, input=(3, 6), other=(3, 6)),))
-def ldexp(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    """Compute input · 2 ** other."""
-    return build(mul, input, build.host(torch.exp2, other) if is_parameter(other) else build(torch.exp2, other, demand=WIDE))
-
-
 # ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
 
 
@@ -128,51 +120,3 @@ _rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.
 _rounded(trunc_quotient, _rounded_quotient, torch.trunc, "torch.div(x, y, rounding_mode='trunc')")
 _rounded(floor_remainder, _rounded_remainder, torch.floor, "remainder(x, y)", "x % y", "y.__rmod__(2.0)")
 _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
-
-# ---- signs and steps ---------------------------------------------------------------------------------------------------
-
-HALVES = (sample(input=(3, 6), other=(3, 6)),)
-
-
-@composite(operands=("input", "other"), samples=(sample(input=(3, 6), other=-0.5), *HALVES))
-def copysign(build: Builder, input: fx.Node, other: Any) -> Any:
-    """Return the magnitude of input with the sign of other."""
-    magnitude = build(torch.abs, input)
-    if not isinstance(other, fx.Node):
-        return build(torch.neg, magnitude) if math.copysign(1, other) < 0 else magnitude
-    below = build.host(torch.signbit, other) if is_parameter(other) else build(torch.signbit, other)
-    return build(where, below, build(torch.neg, magnitude), magnitude)
-
-
-@composite(dtypes={"input": "int16"}, refuses=tensors("input", "values"))
-@sampled("heaviside(x, torch.sigmoid(y))", within=NORMED)
-def heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
-    """Compute 0 of what is negative, 1 of what is positive, and `values` of 0.
-
-    The sign of what is small is asked of 16 bits, where there are any: what is rounded to 0 would be taken for it.
-    """
-    above = build(where, build(torch.gt, input, 0.0), 1.0, values)
-    return build(where, build(torch.lt, input, 0.0), 0.0, above)
-
-
-# ---- logarithms --------------------------------------------------------------------------------------------------------
-
-
-@composite(refuses=tensors("input", "other"), samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
-def xlog1py(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    """Compute input · log(1 + other)."""
-    return build(mul, input, build(torch.log1p, other, demand=WIDE))
-
-
-@tabled(lambda x: math.log2(1 + 2.0 ** -abs(x)))
-@sampled("torch.logaddexp2(x, y)", within=COMPOSED)
-def log2_of_one_and_power(input: Tensor) -> Tensor:
-    """Compute log2(1 + 2 ** -|input|)."""
-    return torch.log2(1 + torch.exp2(-input.abs()))
-
-
-@composite(refuses=tensors("input", "other"), samples=HALVES)
-def logaddexp2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    """Compute log2(2 ** input + 2 ** other)."""
-    more = build(log2_of_one_and_power, build(sub, input, other, demand=INNER), demand=INNER)
-    return build(add, build(maximum, input, other, demand=INNER), more)

@@ -13,10 +13,9 @@ from torch import Tensor, fx
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, composite, first_reason, function_and_method, lowered
 from fxquant.ops.core.guards import are_fixed, fixed, has_dimensions
-from fxquant.ops.core.operators import Builder, Instead, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
+from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
 from fxquant.ops.indexing.index import getitem
-from fxquant.ops.movement.repeating import expand
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.reduction.progression import length_of
 from fxquant.primitives import selection
@@ -90,25 +89,12 @@ def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return fixed(because="it indexes the batch")(node, arguments)
 
 
-def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
+def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str:
     if dim is None:
         return "it indexes the flattened tensor"
     mine, other = list(shape_of(input)), list(shape_of(indices))
     del mine[dim], other[dim]
-    if mine == other:
-        return {"input": input, "dim": dim, "index": indices}
-    return Instead(take_along_dim, {"input": input, "indices": indices, "dim": dim})
-
-
-def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    mine, other = shape_of(arguments["input"]), shape_of(arguments["indices"])
-    dim = arguments["dim"] % len(mine)
-    repeated = [(own, size) for d, (own, size) in enumerate(zip(mine, other, strict=True)) if d != dim and own != size]
-    if any(size != 1 for _, size in repeated):
-        return "its operand is broadcast to its indices"
-    if not are_fixed(own for own, _ in repeated):
-        return "its indices are repeated for each sample of the batch"
-    return refuses_index(node, {**arguments, "index": arguments["indices"]})
+    return {"input": input, "dim": dim, "index": indices} if mine == other else "its operand or its indices are broadcast"
 
 
 @lowered(
@@ -124,15 +110,6 @@ def gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quanti
     """Return the elements at these places along a dimension."""
     places = lowering.given("index", index, torch.int64)
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
-
-
-@composite(by_name=False, operands=("input",), demand=Same(), moves=True, reads=("indices",), refuses=_refuses_taken)
-@sampled("take_along_dim(x, y[:, :, :1].argsort(3), 3)")
-def take_along_dim(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
-    """Return the elements at these places along a dimension; along others tensor and places are broadcast."""
-    mine, other = build.fact(input).shape, build.fact(indices).shape
-    sizes = [-1 if own == size or d == dim % len(mine) else size for d, (own, size) in enumerate(zip(other, mine, strict=True))]
-    return build(gather, input, dim, build(expand, indices, sizes))
 
 
 # ---- values with their places -----------------------------------------------------------------------------------------

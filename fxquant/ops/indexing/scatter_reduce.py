@@ -1,69 +1,19 @@
-"""The mean, the largest and the smallest of the elements at each place, where integers give the places: scatter_reduce.
-
-x.scatter_reduce(1, index, source, "mean")   →   (x + Σ of the source at each place) / (1 + how many have it)
-"""
+"""The largest and the smallest of the elements at each place, where integers give the places: scatter_reduce."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.constants import Branch, on_the_output, real
 from fxquant.ops.core.creation import made_number
-from fxquant.ops.core.operators import INNER, NORMED, Builder, Call, Fixed, Instead, Lowering, Quantized, composite, lowered, sampled
-from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.elementwise.division import reciprocal_of
-from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.whole import whole_add, whole_mul
+from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, lowered, sampled
 from fxquant.ops.indexing.index import places_of
-from fxquant.ops.indexing.scatter import ADDS, LARGEST, scatter_add, scatter_added, sum_at
-from fxquant.ops.reduction.progression import length_of
+from fxquant.ops.indexing.scatter import ADDS, LARGEST, scatter_add, scatter_added
 from fxquant.primitives import PRIMITIVES, selection
 from fxquant.primitives import scatter as primitives
-
-COUNTS = Fixed(1.0, "int16", otherwise=Fixed(1.0, "int8"))
-
-
-def _many(build: Builder, dim: int, index: fx.Node, size: int) -> Any:
-    """Count how many elements have each place, as float values on a grid of scale 1."""
-    ones = build(to_real, build(whole_add, build(whole_mul, index, 0), 1), demand=COUNTS)
-    return build(sum_at, ones, dim, index, size, demand=COUNTS)
-
-
-@composite(function=lambda input, dim, index, src: torch.scatter_reduce(input, dim, index, src, "sum", include_self=False), **ADDS)
-@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'sum', include_self=False)")
-def scatter_sum(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
-    """Return the sum of the elements of `src` that have each place along a dimension; an element that none has stays what it is."""
-    size = length_of(input, dim)
-    total = build(sum_at, src, dim, index, size)
-    return build(where, build(torch.gt, _many(build, dim, index, size), 0.0), total, input)
-
-
-@composite(
-    function=lambda input, dim, index, src, include_self=True: torch.scatter_reduce(
-        input, dim, index, src, "mean", include_self=include_self
-    ),
-    **ADDS,
-)
-@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'mean')", within=NORMED)
-@sampled("x.scatter_reduce(1, x.argmax(1, True).expand_as(x), y, 'mean', include_self=False)", within=NORMED)
-def scatter_mean(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node, include_self: bool = True) -> Any:
-    """Return the mean of the elements of `src` that have each place along a dimension, and, with `include_self`, of what is there."""
-    size = length_of(input, dim)
-    many = _many(build, dim, index, size)
-    total, alone = build(sum_at, src, dim, index, size, demand=INNER), made_number(input) == 0
-    if include_self:
-        total = total if alone else build(add, input, total, demand=INNER)
-        return build(mul, total, reciprocal_of(build, build(add, many, 1.0, demand=COUNTS)))
-    share = reciprocal_of(build, build(clamp, many, 1.0, None))
-    if alone:
-        return build(mul, total, share)
-    return build(where, build(torch.gt, many, 0.0), build(mul, total, share, demand=INNER), input)
-
 
 # ---- the larger and the smaller ------------------------------------------------------------------------------------------
 
@@ -93,10 +43,8 @@ def _scatter_reduced(
     input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> dict[str, Any] | str | Instead:
     given = scatter_added(input, dim, index, src)
-    if reduce in ("sum", "add"):
-        return Instead(scatter_add if include_self or made_number(input) == 0 else scatter_sum, given)
-    if reduce == "mean":
-        return Instead(scatter_mean, {**given, "include_self": include_self})
+    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
+        return Instead(scatter_add, given)
     if reduce not in _REDUCTIONS:
         return f"a {reduce} of any number of elements exceeds every accumulator: add logarithms instead"
     return {**given, "largest": _REDUCTIONS[reduce], "include_self": include_self}

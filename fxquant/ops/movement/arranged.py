@@ -1,4 +1,4 @@
-"""Composites that move and multiply whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices."""
+"""Composites that bring tensors to one shape, and read a tensor by strides."""
 
 from __future__ import annotations
 
@@ -10,37 +10,11 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import composite, function_and_method, listed
-from fxquant.ops.core.operators import EXACT, INNER, NORMED, Builder, Same, are_fixed, fixed_along, fixed_sizes, sample, sampled
-from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.core.operators import EXACT, Builder, are_fixed, sampled
 from fxquant.ops.indexing.index import getitem
-from fxquant.ops.indexing.reversing import flip
-from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
-from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, rank_of, reshape, varying_sizes
-from fxquant.ops.pooling.totals import sum
+from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.reduction.progression import along
-
-MOST_MATRICES = 64  # the largest power of a matrix
-
-
-ROTATED = (sample(input=(4, 6, 6), k=1, dims=(2, 3)), sample(input=(4, 6, 6), k=-1, dims=(1, 2)))
-
-# ---- turns -----------------------------------------------------------------------------------------------------------
-
-
-@composite(demand=Same(), refuses=fixed_along("dims", "it rotates the batch"), samples=ROTATED)
-def rot90(build: Builder, input: fx.Node, k: int = 1, dims: Any = (0, 1)) -> Any:
-    """Return the plane of two dimensions turned by k quarters, from the first towards the second."""
-    rank = rank_of(input)
-    one, other = (dim % rank for dim in dims)
-    if k % 4 == 2:
-        return build(flip, input, [one, other])
-    order = list(range(rank))
-    order[one], order[other] = other, one
-    if k % 4 == 1:
-        return build(permute, build(flip, input, [other]), order)
-    return build(flip, build(permute, input, order), [other]) if k % 4 == 3 else input
-
 
 # ---- several tensors in one shape ------------------------------------------------------------------------------------
 
@@ -92,28 +66,6 @@ def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> An
     return tuple(found)
 
 
-def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    present, wanted = shape_of(arguments["input"]), shape_of(node)
-    return None if varying_sizes(wanted) == varying_sizes(present) <= 1 else "it sums over the batch, whose size is not fixed"
-
-
-def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
-    return {"input": input, "sizes": list(named.get("size", listed(sizes)))}
-
-
-@composite(function=lambda input, sizes: input.sum_to_size(sizes), adapt=_summed, refuses=_refuses_sum_to_size)
-@sampled("x.sum_to_size(x.shape[0], 3, 1, 6)")
-def sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
-    """Return the sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
-    present, wanted = build.fact(input).shape, build.fact(build.node).shape
-    new = len(present) - len(wanted)
-    dims = [dim for dim, size in enumerate(present) if dim < new or (size != 1 and wanted[dim - new] == 1)]
-    if not dims:
-        return input
-    total = build(sum, input, dims, True)
-    return build(reshape, total, numbers(wanted)) if new else total
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -152,70 +104,3 @@ def as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_o
         input, shape = along(build, input, 0, slice(0, 1)), (1, *shape[1:])
     flat = build(reshape, input, [math.prod(numbers(shape))])
     return build(reshape, build(getitem, flat, [places.flatten().tolist()]), list(size))
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
-
-
-def _refuses_kron(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if varying_sizes((*shape_of(arguments["input"]), *shape_of(arguments["other"]))) <= 1 else MANY_SIZES
-
-
-def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
-    """torch.cross: along the first dimension of three where none is named, and the sizes are fixed."""
-    sizes = shape_of(input)
-    if dim is None and not are_fixed(sizes):
-        return "it takes the first dimension of size three, which may be the batch; pass dim=…"
-    return {"input": input, "other": other, "dim": sizes.index(3) if dim is None else dim}
-
-
-def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    vectors = {shape_of(arguments[name])[arguments["dim"]] for name in ("input", "other")}
-    return None if vectors == {3} else "its vectors run along the batch, or have not three elements"
-
-
-def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    n = arguments["n"]
-    fits = isinstance(n, int) and 1 <= n <= MOST_MATRICES
-    return None if fits else f"its exponent is {n}, and only 1 to {MOST_MATRICES} have an integer form"
-
-
-@composite(refuses=_refuses_kron)
-@sampled("kron(x, torch.tensor([[1.0, -0.5]]))")
-def kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    """Return every element of one tensor times the whole of another, block by block."""
-    shapes = [numbers(build.fact(value).shape) for value in (input, other)]
-    rank = max(map(len, shapes))
-    one, two = ([*[1] * (rank - len(shape)), *shape] for shape in shapes)
-    rows = build(reshape, input, [size for each in one for size in (each, 1)])
-    columns = build(reshape, other, [size for each in two for size in (1, each)])
-    blocks = [-1 if -1 in pair else pair[0] * pair[1] for pair in zip(one, two, strict=True)]
-    return build(reshape, build(mul, rows, columns), blocks)
-
-
-@composite(
-    adapt=_crossed,
-    calls={torch.linalg.cross: lambda input, other, *, dim=-1: {"input": input, "other": other, "dim": dim}},
-    refuses=_refuses_cross,
-    samples=(sample(input=(3, 6), other=(3, 6), dim=1), sample(input=(6, 3), other=(6, 3), dim=-1)),
-)
-def cross(build: Builder, input: fx.Node, other: fx.Node, dim: int = -1) -> Any:
-    """Return the vector products of vectors of three along a dimension."""
-    (one, two), (three, four) = ((along(build, value, dim, [1, 2, 0]), along(build, value, dim, [2, 0, 1])) for value in (input, other))
-    return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
-
-
-@composite(torch.linalg.matrix_power, refuses=(_refuses_matrix_power, fixed_sizes("its matrices are as large as the batch", start=-2)))
-@sampled("matrix_power(x, 2)", "torch.linalg.matrix_power(x, 3)", within=NORMED, x=(6, 6))
-def matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
-    """Return a square matrix times itself, n factors.
-
-    Expand to repeated squares, by the bits of n.
-    """
-    square, result = input, None
-    for bit in range(n.bit_length()):
-        if bit:
-            square = build(matmul, square, square, demand=INNER)
-        if n >> bit & 1:
-            result = square if result is None else build(matmul, result, square, demand=INNER)
-    return result

@@ -6,23 +6,21 @@ Where an inner tensor is a sum of squares or of products, 8 bits will do on a ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Own, Size, composite, fact, nodes, one_of
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, composite, fact, nodes, one_of
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import SHIFTED, tabled
 from fxquant.ops.indexing.index import getitem
-from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
-from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import maximum
 
@@ -99,54 +97,21 @@ def atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(where, build(torch.lt, other, 0.0), build(sub, half_turn, angle, demand=WIDE), angle)
 
 
-def _positive(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    numbers = [value for value in arguments.values() if not isinstance(value, fx.Node)]
-    positive = all(isinstance(value, int | float) and math.isfinite(value) and value > 0 for value in numbers)
-    return None if positive else f"one of its operands is {numbers[0]}"
-
-
-@composite(operands=("input", "other"), refuses=_positive, samples=(sample(over=POSITIVE, input=(3, 6), other=(3, 6)),))
-def xlogy(build: Builder, input: Any, other: Any) -> Any:
-    """Compute input · log(other); one of them may be a number."""
-    if not isinstance(other, fx.Node):
-        return build(mul, input, math.log(other))
-    return build(mul, build(torch.log, other, demand=WIDE), input)
-
-
 # ---- distances -------------------------------------------------------------------------------------------------------
-
-norms = one_of("p", 1, 2, because=lambda p: f"its norm is the {p}-norm, and 1 and 2 are computed in integers")
-
-
-def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: float = 0.0) -> Any:
-    """Return the 1- or 2-norm of difference + eps along the last dimension."""
-
-    def each(name: str, function: Callable[[Tensor], Tensor], demand: Own) -> Any:
-        if eps == 0:
-            return build(function, difference, demand=demand)
-        return build(SHIFTED.function, difference, name, 1.0, float(eps), {}, demand=demand)
-
-    if p == 1:
-        return build(sum, each("abs", torch.abs, INNER), [-1], keepdim)
-    return build(torch.sqrt, build(sum, each("square", torch.square, WIDE), [-1], keepdim, demand=WIDE))
 
 
 @composite(
-    modules={nn.PairwiseDistance: lambda m: {"p": m.norm, "eps": m.eps, "keepdim": m.keepdim}},
-    refuses=norms,
-    samples=(sample(x1=(3, 8), x2=(3, 8)), sample(x1=(3, 8), x2=(3, 8), p=1.0)),
+    refuses=one_of("p", 1, 2, because=lambda p: f"its norm is the {p}-norm, and 1 and 2 are computed in integers"),
+    samples=(sample(x1=(4, 6), x2=(3, 6)), sample(x1=(4, 6), x2=(3, 6), p=1.0)),
 )
-def pairwise_distance(build: Builder, x1: fx.Node, x2: fx.Node, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """Compute ‖x1 - x2 + eps‖ in the p-norm along the last dimension."""
-    return length(build, build(sub, x1, x2, demand=INNER), p, keepdim, eps)
-
-
-@composite(refuses=norms, samples=(sample(x1=(4, 6), x2=(3, 6)), sample(x1=(4, 6), x2=(3, 6), p=1.0)))
 def cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Any:
     """Return the distance of every row of x1 from every row of x2."""
     rows = build(getitem, x1, [*[slice(None)] * (len(build.fact(x1).shape) - 1), None, slice(None)])
     columns = build(getitem, x2, [*[slice(None)] * (len(build.fact(x2).shape) - 2), None, slice(None), slice(None)])
-    return length(build, build(sub, rows, columns, demand=INNER), p, False)
+    difference = build(sub, rows, columns, demand=INNER)
+    if p == 1:
+        return build(sum, build(torch.abs, difference, demand=INNER), [-1], False)
+    return build(torch.sqrt, build(sum, build(torch.square, difference, demand=WIDE), [-1], False, demand=WIDE))
 
 
 def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[list[Size]]]:
@@ -179,12 +144,6 @@ def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, ep
 # ---- across channels -------------------------------------------------------------------------------------------------
 
 
-def _divided(build: Builder, input: fx.Node, total: fx.Node, size: int, alpha: float, beta: float, k: float) -> Any:
-    """Return input · (alpha / size · total + k) ** -beta, the factor by one table."""
-    factor = build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE)
-    return build(mul, input, factor)
-
-
 def _channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     shape = Builder.fact(arguments["input"]).shape
     return None if len(shape) > 2 and isinstance(shape[1], int) else "its operand has no channels of a fixed number"
@@ -201,38 +160,5 @@ def local_response_norm(build: Builder, input: fx.Node, size: int, alpha: float 
     for first in range(size):
         window = build(getitem, padded, [slice(None), slice(first, first + shape[1]), *[slice(None)] * (len(shape) - 2)])  # type: ignore[operator]
         total = window if total is None else build(add, total, window, demand=WIDE)
-    return _divided(build, input, total, size, alpha, beta, k)
-
-
-def _crossed(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Tensor:
-    kept = _windows_across(input.shape[1], size).to(input)
-    totals = torch.einsum("dc,bchw->bdhw", kept, input.square())
-    return input * (totals * (alpha / size) + k) ** -beta
-
-
-def _windows_across(channels: int, size: int) -> Tensor:
-    """Return, as ones and zeros, whose squares each channel is divided by, as torch.nn's module sums them from the channel before."""
-    ahead = (size - 1) // 2 + 1
-    kept = torch.zeros(channels, channels, device="cpu", dtype=torch.float32)
-    kept[0, :ahead] = 1
-    for channel in range(1, channels):
-        kept[channel] = kept[channel - 1]
-        if channel < channels - ahead + 1:
-            kept[channel, channel + ahead - 1] = 1
-        if channel > ahead:
-            kept[channel, channel - ahead] = 0
-    return kept
-
-
-def _maps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = Builder.fact(arguments["input"]).shape
-    return None if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]) else "its operand has no images of a fixed size"
-
-
-@composite(nn.CrossMapLRN2d, function=_crossed, refuses=_maps, samples=(sample(input=(4, 5, 5), size=3, alpha=0.5),))
-def cross_map_norm(build: Builder, input: fx.Node, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Any:
-    """nn.CrossMapLRN2d: as local_response_norm, but that channel 0 counts in every window from channel (size + 1) // 2 on."""
-    shape = numbers(build.fact(input).shape)
-    squares = build(reshape, build(torch.square, input, demand=WIDE), [*shape[:2], math.prod(shape[2:])])
-    totals = build(matmul, build.constant(_windows_across(shape[1], size)), squares, demand=WIDE)
-    return _divided(build, input, build(reshape, totals, shape), size, alpha, beta, k)
+    factor = build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE)
+    return build(mul, input, factor)

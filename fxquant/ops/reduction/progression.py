@@ -15,12 +15,10 @@ import torch
 from torch import fx
 
 from fxquant.ops.core.operators import WIDE, Builder, composite, fact, fixed, sample
-from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.shape import numbers, reshape
-from fxquant.ops.pooling.totals import sum
-from fxquant.ops.reduction.running import cumsum
 
 MOST_FACTORS = 32
 
@@ -89,73 +87,3 @@ def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
         input = build(cat, [along(build, input, dim, slice(0, reach)), product], dim, demand=None if last else WIDE)
         reach *= 2
     return input
-
-
-# ---- neighbours ------------------------------------------------------------------------------------------------------
-
-
-def _refuses_diff(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    n = arguments["n"]
-    because = refuses_length(node, arguments)
-    if because is not None:
-        return because
-    longer = [fact(arguments[name]).shape[arguments["dim"]] for name in ("prepend", "append") if arguments[name] is not None]
-    if not all(isinstance(size, int) for size in longer):
-        return "it runs along the batch, whose size is not fixed"
-    size = length_of(arguments["input"], arguments["dim"])
-    for more in longer:
-        size += more
-    return None if isinstance(n, int) and 0 < n < size else f"its differences are taken {n} times"
-
-
-@composite(
-    operands=("input", "prepend", "append"),
-    refuses=_refuses_diff,
-    samples=(sample(input=(3, 6)), sample(input=(3, 6), n=2, dim=1), sample(input=(3, 6), append=(3, 1))),
-)
-def diff(build: Builder, input: fx.Node, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Subtract from each element the one before it along a dimension, n times over."""
-    around = [value for value in (prepend, input, append) if value is not None]
-    input = build(cat, around, dim) if len(around) > 1 else input
-    for step in range(n):
-        pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
-        input = build(sub, *pair, demand=WIDE if step < n - 1 and "int16" in build.activations else None)
-    return input
-
-
-def _between(build: Builder, input: fx.Node, dx: float, dim: int) -> Any:
-    """Return the area of each trapezoid."""
-    pair = (along(build, input, dim, slice(1, None)), along(build, input, dim, slice(None, -1)))
-    wide = WIDE if "int16" in build.activations else None
-    return build(mul, build(add, *pair, demand=wide), dx / 2, demand=wide)
-
-
-def _refuses_integral(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    dx = arguments["dx"]
-    if not isinstance(dx, int | float) or dx == 0:
-        return f"its width is {dx}"
-    because = refuses_length(node, arguments)
-    if because is not None:
-        return because
-    return None if length_of(arguments["input"], arguments["dim"]) > 1 else "its operand has one element"
-
-
-def _integral(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> dict[str, Any] | str:
-    if x is not None:
-        return "x is given, so each trapezoid has a different width"
-    return {"input": y, "dx": 1.0 if dx is None else dx, "dim": dim}
-
-
-INTEGRALS = (sample(input=(3, 6)), sample(input=(3, 6), dx=0.5, dim=1))
-
-
-@composite("trapz", adapt=_integral, refuses=_refuses_integral, samples=INTEGRALS)
-def trapezoid(build: Builder, input: fx.Node, dx: float = 1.0, dim: int = -1) -> Any:
-    """Return the integral along a dimension by trapezoids of one width."""
-    return build(sum, _between(build, input, dx, dim), [dim], False)
-
-
-@composite(adapt=_integral, refuses=_refuses_integral, samples=INTEGRALS)
-def cumulative_trapezoid(build: Builder, input: fx.Node, dx: float = 1.0, dim: int = -1) -> Any:
-    """Return the integral up to each element but the first, by trapezoids of one width."""
-    return build(cumsum, _between(build, input, dx, dim), dim)

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.ops.core.constants import real
-from fxquant.ops.core.operators import Call, Instead, Lowering, Quantized, Ratio, Same, are_fixed, fixed_sizes, known_sizes, lowered
+from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, Same, are_fixed, fixed_sizes, known_sizes, lowered
 from fxquant.ops.core.samples import IMAGES, SAMPLED, sampled
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
@@ -107,20 +107,13 @@ def _refuses_image(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 # ---- grid_sample ----------------------------------------------------------------------------------------------------
 
 
-def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False) -> Tensor:
-    """Sample the image at the positions of a grid by cubic interpolation, of images alone."""
-    return F.grid_sample(input, grid, "bicubic", padding_mode, align_corners)
-
-
 def _sampled(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
-) -> dict[str, Any] | Instead:
-    """Adapt grid_sample: cubic interpolation is an operator of its own."""
-    arguments = {"input": input, "grid": grid, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
-    return Instead(cubic_sample, arguments) if mode == "bicubic" else {**arguments, "mode": mode, "align_corners": align_corners}
+) -> dict[str, Any]:
+    return {"input": input, "grid": grid, "mode": mode, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
 
 
-def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> dict[str, Any] | Instead:
+def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> dict[str, Any]:
     """Adapt torch.grid_sampler, which takes the modes by their places in a list."""
     return _sampled(input, grid, (*MODES, "bicubic")[interpolation_mode], PADDINGS[padding_mode], align_corners)
 

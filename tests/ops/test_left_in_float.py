@@ -1,0 +1,60 @@
+"""Functions of PyTorch without an operator stand between quantized layers in float: right, saved, and named with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from tests.shared.contract import compiled
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
+    "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
+    "kl_div": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="none"),
+    "renorm": lambda x, y: torch.renorm(x, 2, 1, 1.0),
+    "trapezoid": lambda x, y: torch.trapezoid(x, dim=2),
+    "diff": lambda x, y: torch.diff(x, dim=1),
+    "matrix_power": lambda x, y: torch.matrix_power(x, 3),
+    "kron": lambda x, y: torch.kron(x, torch.tensor([[0.5], [-2.0]])),
+    "rot90": lambda x, y: torch.rot90(x, 1, (2, 3)),
+    "cross": lambda x, y: torch.cross(x, y, dim=1),
+    "copysign": torch.copysign,
+    "heaviside": torch.heaviside,
+    "ldexp": lambda x, y: torch.ldexp(x, torch.tensor(2)),
+    "xlogy": lambda x, y: torch.xlogy(x, y.sigmoid()),
+    "logaddexp2": torch.logaddexp2,
+    "quantile": lambda x, y: torch.quantile(x, 0.3, dim=2),
+    "cummax": lambda x, y: torch.cummax(x, 2)[0],
+    "bucketize": lambda x, y: torch.bucketize(x, torch.tensor([0.0, 1.0])),
+    "isin": lambda x, y: torch.isin(x.argmax(1), torch.tensor([0, 2])),
+    "grid_sample": lambda x, y: F.grid_sample(x, y.permute(0, 2, 3, 1)[..., :2], mode="bicubic", align_corners=False),
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        one, other = self.one(x), self.other(x)
+        return [one, other, *(function(one, other) for function in FUNCTIONS.values())]
+
+
+def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3, 6, 6)
+    prepared, integer = compiled(Model(), [batch])
+    left = {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary}
+    assert all(left[name] for name in FUNCTIONS)
+    assert all(f"no registered operator matches {name}" in fxq.explain(prepared) for name in FUNCTIONS if name != "grid_sample")
+    one, other, *results = integer(batch)
+    for function, result in zip(FUNCTIONS.values(), results, strict=True):
+        torch.testing.assert_close(result, function(one, other), rtol=0.05, atol=0.05)  # a sigmoid that one of them reads is integer
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    assert all(torch.equal(known, wanted) for known, wanted in zip(loaded(batch), (one, other, *results), strict=True))
