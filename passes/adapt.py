@@ -16,7 +16,7 @@ from torch import fx
 
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
+from fxquant.ir.graph import annotate, annotation, made_by
 from fxquant.ir.parts import part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead
@@ -61,7 +61,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         return 0  # an inner tensor of a composite of the model: the whole would have to be in float
     spec = annotation(node)
     assert spec is not None
-    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}", on_host=True))
+    annotate(node, replace(spec, dtype=None, because=f"it runs on the host, since {broken[0].sentence}", on_host=True))
     context.say(f"%{node.name} stays in float: {broken[0].sentence}")
     return 1
 

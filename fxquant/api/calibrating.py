@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,9 +17,6 @@ from fxquant.reporting.forms import Batches
 from fxquant.support.arguments import checked
 from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("fxquant")
 

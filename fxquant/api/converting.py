@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -24,9 +23,6 @@ from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.support.arguments import checked
 from fxquant.target import Target
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("fxquant")
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -30,9 +30,6 @@ from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked
 from fxquant.support.files import write_files
 from fxquant.support.progress import working
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("fxquant")
 

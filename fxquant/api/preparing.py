@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -36,9 +36,6 @@ from fxquant.quantization.state import State
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
 from fxquant.tuning.first_samples import FirstSamples
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("fxquant")
 

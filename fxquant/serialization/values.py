@@ -61,7 +61,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
         "zero_point": (int, NoneType),
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
-    Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
+    Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType), "on_host": (bool,)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
@@ -80,6 +80,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
 _USUAL: Mapping[type, Mapping[str, Any]] = {
     QConfig: {"dynamic": False},
     Own: {"limit": None},
+    Annotation: {"on_host": False},
 }  # fields that are written only where they are otherwise
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 

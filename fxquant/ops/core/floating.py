@@ -33,7 +33,6 @@ RANKING_FUNCTIONS = frozenset((
 RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-SINGULAR: frozenset[str] = frozenset()  # with a pole at 0, of those that the table does not know
 KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
 ADDING = ("add", "sub", "maximum", "minimum")  # operators that bring in a mask
 
@@ -318,4 +317,4 @@ def _divides(reader: fx.Node, node: fx.Node) -> bool:
     if reader.op not in ("call_function", "call_method"):
         return False
     first, second = reader.args[:1], reader.args[1:2]
-    return (name in DIVISIONS and node not in first and node in second) or (name in SINGULAR and node in first)
+    return name in DIVISIONS and node not in first and node in second
