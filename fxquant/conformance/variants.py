@@ -149,11 +149,7 @@ def _fields() -> Iterator[Variant]:
     for name, words, values in FIELDS:
         for value in values:
             shown = ("" if value else "not ") if isinstance(value, bool) else _said(value)
-            yield Variant(words.format(shown), partial(_field, name=name, value=value))
-
-
-def _field(old: Arithmetic, name: str, value: Any) -> Arithmetic:
-    return replace(old, **{name: value})
+            yield Variant(words.format(shown), partial(replace, **{name: value}))
 
 
 def _other(old: Arithmetic, arithmetic: Arithmetic) -> Arithmetic:

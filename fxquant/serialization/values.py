@@ -260,10 +260,6 @@ def _decode_observer(content: Any) -> Any:
     return functools.partial(kind, **chosen) if chosen else kind
 
 
-def _decode_device(content: Any) -> torch.device:
-    return torch.device(expect(content, str))
-
-
 def _decode_complex(content: Any) -> complex:
     real, imaginary = (expect(decode(part), float) for part in _exactly(expect(content, list), 2))
     return complex(real, imaginary)
@@ -282,7 +278,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda content: look_up(_NOT_FINITE, content, "number"),
     "dtype": lambda content: look_up(DTYPES, content, "dtype"),
     "constant": lambda content: look_up(_CONSTANTS, content, "constant"),
-    "device": _decode_device,
+    "device": lambda content: torch.device(expect(content, str)),
     "complex": _decode_complex,
     "batch": _decode_batch,
     "tensor": _decode_tensor,
