@@ -30,7 +30,7 @@ def kernels() -> tuple[Kernel, ...]:
 def get(name: str | Target) -> Target:
     """Return the target of this name, march or chip. Raises UnknownTarget, which lists the known names.
 
-    A variant (`Target.variant`) may follow the name: "bayes-e/former", or "nash-e/requantize".
+    A variant (`Target.variant`) may follow the name: "nash-e/requantize".
     """
     if isinstance(name, Target):
         return name

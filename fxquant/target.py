@@ -13,7 +13,6 @@ from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.support.arguments import FLAG, NUMBER, TEXT, checked_class
 
 RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
-FORMER = "former"  # after a march, names fxquant's arithmetic for it from before its compiler was measured
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Limit:
     """A limit of a target on some operators.
 
     operators  the names of the operators it is about; empty: every operator
-    measure    the limited property of the operator, a name of `fxquant.measures.MEASURES`; None: the target has no such operator
+    measure    the limited property of the operator, a name of `fxquant.analysis.site.MEASURES`; None: the target has no such operator
     low, high  the smallest and largest allowed value, or None
     among      the allowed values, if they are not a range; None otherwise
     remedy     what the user can do
@@ -84,7 +83,6 @@ class Target:
     model. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, if they are not integer
     operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
     dynamic is whether it quantizes the operands of linear layers at run time.
-    former is fxquant's arithmetic from before the chip was measured, used by files of version 1; "bayes-e/former" selects it.
     normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
     """
@@ -102,7 +100,6 @@ class Target:
     consistency: int = 0
     roofline: Roofline | None = None
     dynamic: bool = False
-    former: Arithmetic | None = None
     normalizes_items: bool = True
 
     def __post_init__(self) -> None:
@@ -114,17 +111,11 @@ class Target:
         """Return the name without its variant: "nash-e" of "nash-e/requantize"."""
         return self.name.partition("/")[0]
 
-    def variant(self, named: str) -> Target:
-        """Return the target with its former arithmetic ("bayes-e/former"), or another addition of residuals ("nash-e/requantize").
+    def variant(self, how: str) -> Target:
+        """Return the target with another choice of `Arithmetic.residual`, which is added to its name: "nash-e/requantize".
 
         Raises ConfigurationError for another name.
         """
-        if named == FORMER and self.former is not None:
-            return replace(self, name=f"{self.name}/{FORMER}", arithmetic=self.former, former=None)
-        return self.adding_residuals(named)
-
-    def adding_residuals(self, how: str) -> Target:
-        """Return the target with another choice of `Arithmetic.residual`, which is added to its name: "nash-e/requantize"."""
         if how == self.arithmetic.residual:
             return self
         if how not in RESIDUALS:

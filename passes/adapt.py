@@ -16,7 +16,7 @@ from torch import fx
 
 from fxquant.analysis.breaches import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import HOST_SINCE, annotate, annotation, made_by
+from fxquant.ir.graph import annotate, annotation, made_by
 from fxquant.ir.parts import is_inner_part
 from fxquant.ops import operands_of, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead, keep_in_float
@@ -58,7 +58,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
             return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in made)
     if is_inner_part(node) and made_by(node) != "adapt.apply":
         return 0  # the whole composite of the model would have to be in float
-    keep_in_float(node, f"{HOST_SINCE}{broken[0].sentence}", context, on_host=True)
+    keep_in_float(node, f"it runs on the host, since {broken[0].sentence}", context, on_host=True)
     return 1
 
 

@@ -32,8 +32,6 @@ MEASURED = {  # as the vendor's compiler of these marches computes: CHIP.md name
     "int8": MEASURED_8,
     "int16": MEASURED_16,
 }
-FORMER = FixedArithmetic("fixed", widths=WIDTHS)
-FORMER_8 = replace(FORMER, resize_fraction_bits=8)
 CHIP = FixedArithmetic(
     "fixed",
     widths=MEASURED,
@@ -65,17 +63,9 @@ WEIGHTS = ("int4", "int8")
 WEIGHTS_16 = ("int4", "int8", "int16")
 
 
-def _fixed(
-    name: str,
-    description: str,
-    arithmetic: FixedArithmetic,
-    former: FixedArithmetic,
-    activations: tuple[str, ...],
-    weights: tuple[str, ...],
-    *aliases: str,
-) -> Target:
+def _fixed(name: str, description: str, arithmetic: FixedArithmetic, activations: tuple[str, ...], *aliases: str) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, weights, aliases=aliases, former=former, normalizes_items=False)
+    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
@@ -106,9 +96,9 @@ TARGETS = with_rooflines(
         Target(
             "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
         ),
-        _fixed("bernoulli2", "Bernoulli2", CHIP_8, FORMER_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
-        _fixed("bayes", "Bayes", CHIP, FORMER, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
-        _fixed("bayes-e", "Bayes-e", CHIP, FORMER, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
+        _fixed("bernoulli2", "Bernoulli2", CHIP_8, ACTIVATIONS, "x3", "j3", "rdk-x3"),
+        _fixed("bayes", "Bayes", CHIP, ACTIVATIONS_16, "j5", "rdk-ultra"),
+        _fixed("bayes-e", "Bayes-e", CHIP, ACTIVATIONS_16, "x5", "rdk-x5"),
         NASH_E,
         NASH_M,
         _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),

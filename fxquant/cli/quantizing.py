@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,6 @@ from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
 EVERY, MOST = 5, 32  # one sample of so many is held back to verify, and so many at most
-PART = 1 << 24  # bytes of a file that are copied at a time
 HORIZON = "horizon"
 Samples = Mapping[str, Tensor]
 
@@ -172,15 +171,8 @@ def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, o
     if options.report:
         fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
     operators = sum(layer.integer and not layer.boundary for layer in fxq.layers(result.prepared))
-    files = {name: path.stat().st_size for name, path in _files(folder)}
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files below a folder, by their paths from there."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
 
 
 def _decibels(value: float) -> str:

@@ -116,11 +116,6 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def text(value: str) -> Array:
-    """Return a text as an array for a .npz file."""
-    return np.array(value)
-
-
 def packed(arrays: Mapping[str, Array]) -> bytes:
     """Return arrays as the content of a .npz file; equal arrays give equal bytes."""
     archive = io.BytesIO()

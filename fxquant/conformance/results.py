@@ -205,7 +205,7 @@ def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
 
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
     """Find the variants that fit the outputs of differing operators: single changes, then pairs of changes for the remaining ones."""
-    wanted = _differing(ran)
+    wanted = {_operator(each) for each in ran if each.differing}
     if not wanted:
         return
     target = backends.get(kit.target)
@@ -223,11 +223,6 @@ def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
         changed = [most.and_also(other) for other in variants if other is not most]
         both = [each for each in changed if each.of(target).arithmetic not in (target.arithmetic, most.of(target).arithmetic)]
         _try(kit, ran, left, both, show)
-
-
-def _differing(ran: Sequence[Ran]) -> set[tuple[str, str]]:
-    """Return the operators and dtypes with elements that differ."""
-    return {_operator(each) for each in ran if each.differing}
 
 
 def _operator(ran: Ran) -> tuple[str, str]:

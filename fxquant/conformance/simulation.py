@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -47,28 +48,20 @@ def simulate_conformance(
 
 def about(kit: Kit, runtime: str) -> dict[str, Array]:
     """Return the arrays that identify the kit of results, and the runtime that computed them."""
-    return {"kit": manifest.text(kit.identity), "runtime": manifest.text(runtime)}
+    return {"kit": np.array(kit.identity), "runtime": np.array(runtime)}
 
 
 def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
     integer = convert(model_of(kit, program), kernels="reference")
     kit.file(f"{manifest.BOARD}/{program.name}_quantized_model.onnx")
     form = SimulatedForm(kit.file(f"{manifest.BOARD}/{program.name}.bin"), integer)
-    ends = [_end(node, form) for node in returned(integer)]
+    computed = [any(name in form.tensors for name in _along(node)) for node in returned(integer)]
     rows: list[dict[str, Tensor]] = []
     for image in kit_images(kit):
         values = form.run([image], Wanted(frozenset((QUANTIZED,))))
         outputs: Any = _Behind(integer, values).run(image)
-        rows.append({str(index): outputs[index] for index, end in enumerate(ends) if end is not None})
+        rows.append({str(index): outputs[index] for index, is_computed in enumerate(computed) if is_computed})
     return {index: torch.cat([row[index] for row in rows]).numpy() for index in rows[0]}
-
-
-def _end(node: fx.Node, form: SimulatedForm) -> str | None:
-    """Return the simulated tensor that an output is a dequantized or moved form of; None if it is computed from others."""
-    for name in _along(node):
-        if name in form.tensors:
-            return name
-    return None
 
 
 def _along(node: fx.Node) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from fxquant import backends
 from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
-from fxquant.target import FORMER, Target
+from fxquant.target import Target
 
 Change = Callable[[Arithmetic], Arithmetic]
 
@@ -149,11 +149,7 @@ def _fields() -> Iterator[Variant]:
     for name, words, values in FIELDS:
         for value in values:
             shown = ("" if value else "not ") if isinstance(value, bool) else _said(value)
-            yield Variant(words.format(shown), partial(_field, name=name, value=value))
-
-
-def _field(old: Arithmetic, name: str, value: Any) -> Arithmetic:
-    return replace(old, **{name: value})
+            yield Variant(words.format(shown), partial(replace, **{name: value}))
 
 
 def _other(old: Arithmetic, arithmetic: Arithmetic) -> Arithmetic:
@@ -171,10 +167,6 @@ def _said(value: Any) -> str:
 def _others(target: Target) -> Iterator[Variant]:
     """Yield the whole arithmetic of other targets with the same class."""
     for other in backends.TARGETS.values():
-        for name, arithmetic in ((other.name, other.arithmetic), (f"{other.name}/{FORMER}", other.former)):
-            if (
-                arithmetic is not None
-                and type(arithmetic) is type(target.arithmetic)
-                and arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales
-            ):
-                yield Variant(f"the arithmetic of {name}", partial(_other, arithmetic=arithmetic))
+        same_class = type(other.arithmetic) is type(target.arithmetic)
+        if same_class and other.arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
+            yield Variant(f"the arithmetic of {other.name}", partial(_other, arithmetic=other.arithmetic))

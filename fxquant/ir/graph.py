@@ -17,7 +17,7 @@ so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,9 +146,6 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
-HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_host` begins
-
-
 def is_on_host(node: fx.Node) -> bool:
     """Return whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
@@ -172,7 +169,10 @@ def refusal(node: fx.Node) -> str | None:
 
 def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
     """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it is."""
-    node.meta["refusal"], node.meta["python"] = because, python
+    node.meta["refusal"] = because
+    node.meta.pop("python", None)
+    if python:
+        node.meta["python"] = True
 
 
 WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, by leaf="
@@ -181,14 +181,6 @@ WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, 
 def is_python(node: fx.Node) -> bool:
     """Return whether a node calls the user's Python as it is."""
     return bool(node.meta.get("python"))
-
-
-def restore_flags(meta: dict[str, Any]) -> None:
-    """Set in the meta of a node that was read from a file the flags that files hold only as texts of reasons."""
-    if meta.get("refusal") in (WRAPPED, LEAF):
-        meta["python"] = True
-    if "annotation" in meta:
-        meta["annotation"] = replace(meta["annotation"], on_host=meta["annotation"].because.startswith(HOST_SINCE))
 
 
 def is_parameter(node: fx.Node) -> bool:

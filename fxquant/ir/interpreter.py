@@ -15,8 +15,7 @@ def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[
 
     The arguments of a node itself are immutable, and a user's function may write into its arguments.
     """
-    args, kwargs = _own(node.args, value), _own(node.kwargs, value)
-    return args, kwargs
+    return _own(node.args, value), _own(node.kwargs, value)
 
 
 def _own(argument: Any, value: Callable[[fx.Node], Any]) -> Any:

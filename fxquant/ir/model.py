@@ -161,7 +161,7 @@ class Model(fx.GraphModule):
         """Compile the graph again."""
         self._graph.set_codegen(Code())
         code = super().recompile()
-        if self._is_deployed:  # a class of its own has the code of every GraphModule
+        if is_deployed(self):  # a class of its own has the code of every GraphModule
             type(self).forward = torch.no_grad()(_run_by(type(self).forward))
         elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
             type(self).forward = _with_hooks(type(self).forward)
@@ -169,11 +169,6 @@ class Model(fx.GraphModule):
         if runner is not None:
             runner.reset()
         return code
-
-    @property
-    def _is_deployed(self) -> bool:
-        """Whether this is an integer model."""
-        return is_deployed(self)
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
@@ -194,7 +189,7 @@ class Model(fx.GraphModule):
 
         Modules that the float model's own `train` keeps in eval mode, and parameters that it freezes, are so here.
         """
-        mode = mode and not self._is_deployed
+        mode = mode and not is_deployed(self)
         super().train(mode)
         meta = self.__dict__.get("meta", {})
         kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))

@@ -1,6 +1,6 @@
 """Run an integer graph fast: kernels, each proved equal to the primitives it stands for, on the machine it runs on.
 
-A `record.Kernel` is a pattern of primitives (`patterns`), which are its reference, and implementations, the fastest first. The pass
+A `kernel.Kernel` is a pattern of primitives (`patterns`), which are its reference, and implementations, the fastest first. The pass
 `kernels.fuse` notes on a node which kernel computes it. The graph stays the graph of primitives, which files, exports, `record` and
 `proof` read. Patterns are equal on every machine; the machine decides which implementation runs.
 

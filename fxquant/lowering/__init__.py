@@ -1,6 +1,6 @@
-"""Turn an operator into integer primitives: once for training, as values (`eager`), and once for deployment, as a graph (`lowering`).
+"""Turn an operator into integer primitives: once for training, as values (`eager`), and once for deployment, as a graph (`passes.integer`).
 
-The pass `integer.lower` has the lowering that writes a graph. Two more read `lower` for other ends: `tuning.real` leaves accumulators
+`lowering` is the protocol of both. Two more lowerings read `lower` for other ends: `tuning.real` leaves accumulators
 unrounded, so that roundings can be learned, and `prepared.copied` copies float elements by primitives that only move.
 An `Epilogue` says how an accumulator becomes a quantized tensor: its step, its limits, and the grid of the result.
 

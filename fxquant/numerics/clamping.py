@@ -64,9 +64,7 @@ class _TransformedClamped(torch.autograd.Function):
         ctx.save_for_forward(inputs[0])
         ctx.limits = inputs[1:]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _of_value(gradient, *ctx.saved_tensors, *ctx.limits), None, None
+    backward = _Clamped.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:

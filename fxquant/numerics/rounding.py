@@ -96,9 +96,7 @@ class _TransformedStraightThrough(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.dtype = inputs[0].dtype
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    backward = _StraightThrough.backward
 
 
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:

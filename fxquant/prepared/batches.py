@@ -153,9 +153,9 @@ def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:
     """Log, once for each model, that items of the batches are dropped."""
-    if not model.meta.get("told_dropped"):
+    if not model.meta.get("warned_of_dropped_batches"):
         logger.info(message, *arguments)
-        model.meta["told_dropped"] = True
+        model.meta["warned_of_dropped_batches"] = True
 
 
 def check_kind(index: int, name: str, value: Any) -> None:

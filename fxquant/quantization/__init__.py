@@ -1,4 +1,4 @@
-"""How tensors are quantized: what is asked for, how scales are found and learned, and the operators of a prepared model.
+"""How tensors are quantized: what is asked for, and how scales are chosen and learned.
 
 A `quantizer.Quantizer` holds the grid of one tensor, or of the group that shares it, and its observer. A `weights.WeightQuantizer` makes
 the integers of a weight, and holds what is learned of its scale and rounding, and what is added to the bias. A method that learns a scale

@@ -203,20 +203,17 @@ class WeightQuantizer(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a state_dict, tuned or not: the rounding, correction and coverage in it are created here, and absent ones are reset."""
-        offset, value = prefix + "rounding.offset", prefix + "correction.value"
+        offset = prefix + "rounding.offset"
         if offset in state_dict and type(self.rounding) is Nearest:
             self.rounding = AdaptiveRounding(tuple(state_dict[offset].shape)).to(state_dict[offset].device)
         elif isinstance(self.rounding, AdaptiveRounding):
             state_dict.setdefault(offset, torch.zeros_like(self.rounding.offset))
-        if value in state_dict and self.correction is None:
-            self.correct(BiasCorrection(len(state_dict[value])).to(state_dict[value].device))
-        elif self.correction is not None:
-            state_dict.setdefault(value, torch.zeros_like(self.correction.value))
-        share = prefix + "coverage.share"
-        if share in state_dict and self.coverage is None:
-            self.cover(Coverage(len(state_dict[share])).to(state_dict[share].device))
-        elif self.coverage is not None:
-            state_dict.setdefault(share, torch.ones_like(self.coverage.share))
+        for name, buffer, kind in (("correction", "value", BiasCorrection), ("coverage", "share", Coverage)):
+            part, key = getattr(self, name), f"{prefix}{name}.{buffer}"
+            if key in state_dict and part is None:
+                self._have(name, kind(len(state_dict[key])).to(state_dict[key].device))
+            elif part is not None:
+                state_dict.setdefault(key, getattr(kind(part.channels), buffer))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def expect_learned(self, state_dict: dict[str, Any], prefix: str) -> None:

@@ -22,11 +22,9 @@ from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, SearchOptions, Sen
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.tuning.first_samples import FirstSamples
-from fxquant.tuning.journal import Journal
-from fxquant.tuning.resumption import model_digest
 from fxquant.tuning.sample_ranges import is_balanced
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.simulation import Simulation
@@ -237,7 +235,7 @@ def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision
         "measured": options.measured,
         "model": model_digest(work.prepared),
     }
-    journal = Journal(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
+    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
     results: list[tuple[Candidate, fx.GraphModule]] = []
     for one in progress([before, *tried], len(tried) + 1, "mixed precision", options.show_progress):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))

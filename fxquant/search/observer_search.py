@@ -29,10 +29,8 @@ from fxquant.search.sensitivity import METRIC, decibels, score_of
 from fxquant.support.arguments import Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
-from fxquant.tuning.journal import Journal
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of
 from fxquant.tuning.simulation import Simulation, grid_for, taking_over
 from fxquant.tuning.text_table import table
@@ -158,7 +156,7 @@ def search(
         for name, observer in named.items()
         if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
     }
-    journal = Journal(
+    journal = Checkpoint(
         checkpoint,
         {
             "function": "search_observers",

@@ -27,10 +27,8 @@ from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits, is_real
-from fxquant.tuning.journal import Journal
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, taken
 from fxquant.tuning.simulation import Simulation, grid_for, rounded_weight
 from fxquant.tuning.text_table import table
@@ -259,7 +257,7 @@ def find(
     metric, measured = options.metric, options.measured
     choices = Choices(prepared, options.widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
-    journal = Journal(
+    journal = Checkpoint(
         options.checkpoint,
         {
             "function": "sensitivity",

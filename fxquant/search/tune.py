@@ -25,10 +25,8 @@ from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
 from fxquant.search.sensitivity import METRIC, SearchOptions, decibels, score_of
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import Choices
-from fxquant.tuning.journal import Journal
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.text_table import table
@@ -171,7 +169,7 @@ def tune(
     call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
     options = SearchOptions(metric=metric, seed=seed, show_progress=show_progress)
-    session = _Session(work, judging, Journal(checkpoint, call), steps, budget, options)
+    session = _Session(work, judging, Checkpoint(checkpoint, call), steps, budget, options)
     return session.run(tolerance)
 
 
@@ -183,7 +181,7 @@ class _Session:
     """One search: the best so far, and what was tried."""
 
     def __init__(
-        self, work: Work, judging: list[list[Any]], journal: Journal, steps: int, budget: Budget | None, options: SearchOptions
+        self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, options: SearchOptions
     ) -> None:
         self.work, self.journal, self.steps, self.budget = work, journal, steps, budget
         self.metric, self.seed, self.show = options.metric, options.seed, options.show_progress

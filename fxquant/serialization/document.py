@@ -19,7 +19,6 @@ from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.ir import graph as node_facts
 from fxquant.ir.carried import Carried
 from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import Annotation, fact, resolve, spelling, stage_of
@@ -38,11 +37,10 @@ from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.tree_reader import TreeReader
 from fxquant.serialization.tree_writer import TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
-from fxquant.target import FORMER
 
 logger = logging.getLogger("fxquant")
 
-FORMAT, VERSION = "fxquant model", 2
+FORMAT, VERSION = "fxquant model", 3
 PRESERVED = "preserved"  # in the file's meta: what the user asked to keep of the float model, by dotted names
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
 
@@ -52,9 +50,11 @@ _META: Mapping[str, tuple[type, ...] | None] = {
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
     "batch_norm": (str,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
     "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
+    "python": (bool,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
-    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,), "lost_gradients": (list,),
+    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "lost_gradients": (list,),
+    "warned_of_dropped_batches": (bool,),
 }  # fmt: skip
 _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for a line of the generated code
 
@@ -204,10 +204,8 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     """
     if list(document) != _SECTIONS or document["format"] != FORMAT:
         raise Malformed("it is not a model that fxquant saved")
-    if document["version"] == 1:
-        document = _upgraded(document, target_of)
     if document["version"] != VERSION:
-        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads versions 1 to {VERSION}")
+        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {VERSION}")
     meta = _model_meta(expect(document["meta"], dict))
     if PRESERVED in meta:
         preserved = expect(meta.pop(PRESERVED), dict)
@@ -234,22 +232,6 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         restore_hooks(model)
     model.recompile()
     return model
-
-
-def _upgraded(document: Mapping[str, Any], target_of: TargetOf) -> dict[str, Any]:
-    """Return a document of version 1 as one of version 2, in which the name of a march means the arithmetic of its chip."""
-    meta = dict(expect(document["meta"], dict))
-    if "target" in meta:
-        march, *variants = expect(meta["target"], str).split("/")
-        if target_of(march).former is not None:
-            meta["target"] = "/".join([march, FORMER, *variants])
-            logger.warning(
-                "the file was saved before the arithmetic of %s was that of its chip: the model keeps its integers, as %s;"
-                " prepare the float model again for the chip's",
-                march,
-                meta["target"],
-            )
-    return {**document, "version": 2, "meta": meta}
 
 
 def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
@@ -381,7 +363,6 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
             raise Malformed(f"a node has no field named {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
-    node_facts.restore_flags(meta)
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
             raise Malformed("qconfig holds values other than paths with a QConfig each")

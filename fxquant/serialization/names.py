@@ -21,7 +21,7 @@ from fxquant.frontend.opaque import WRAPPED, Wrapped
 from fxquant.ir import functional
 from fxquant.ir.stubs import FUNCTIONS as STUBS
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
-from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, OPERATORS
+from fxquant.ops import FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import CLASSES, SETTINGS
@@ -45,7 +45,6 @@ adaptive_avg_pool1d avg_pool1d binary_cross_entropy binary_cross_entropy_with_lo
 logsigmoid mse_loss pairwise_distance poisson_nll_loss smooth_l1_loss soft_margin_loss threshold upsample
 """
 _LINALG = "cross det eigh eigvalsh inv matrix_exp matrix_power pinv slogdet solve svd"
-_AS_OPERATORS = "erfcx i0 i0e i1 i1e"  # files have these by the names of their operators
 _FFT = "fft fft2 fftfreq fftn fftshift hfft ifft ifft2 ifftn ifftshift ihfft irfft irfft2 irfftn rfft rfft2 rfftfreq rfftn"
 _PYTHON = """
 abs add and_ eq floordiv ge getitem gt invert le lshift lt matmul mod mul ne neg or_ pos pow rshift sub truediv truth xor
@@ -88,7 +87,6 @@ def _functions() -> dict[str, Callable[..., Any]]:
     table.update(_listed("python", builtins, "bool float getattr int max min round sum"))
     for space, home, names in (*homes, ("fft", torch.fft, _FFT), ("fxquant", functional, "setitem write copy fill zero stopped")):
         table.update(_listed(space, home, names))
-    table.update({f"operator:{name}": BY_NAME[name].function for name in _AS_OPERATORS.split()})
     for space, home, _ in homes:
         table.update(_spelling(space, home))
     table.update({f"stub:{function.__name__}": function for function in STUBS})

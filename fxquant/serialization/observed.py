@@ -82,8 +82,6 @@ def _buffer(name: str, like: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _place(parts: list[Any]) -> Place:
-    if len(parts) == len(_PLACE) - 1:
-        parts = [*parts, encode(())]  # of a version without factors
     name, fused, shape, within, exponents = (decode(part) for part in parts)
     low, high = (expect(bound, float) for bound in expect(within, tuple))
     names = tuple(expect(other, str) for other in expect(fused, tuple))

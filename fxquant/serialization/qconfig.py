@@ -173,7 +173,10 @@ def _section(document: Any, section: str) -> dict[Any, Chosen]:
         raise ValueError(f"its {section} are not an object of rules")
     if section == "patterns":
         for pattern in document:
-            _check_pattern(pattern)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
     return {_type(name) if section == "types" else name: _read(chosen, name) for name, chosen in document.items()}
 
 
@@ -187,13 +190,6 @@ def _calls(document: Any) -> dict[Call, Chosen]:
         call = Call(module, _type(kind), index)
         found[call] = _read(chosen, str(call))
     return found
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
 
 def _type(name: str) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Interval
 from fxquant.numerics.rounding import Rounding
 from fxquant.ops import BY_NAME, Operator
 from fxquant.prepared.operators import QuantizedOperator, Quantizers
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
-from fxquant.quantization.learning import LSQ, METHODS
+from fxquant.quantization.learning import METHODS
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, STATISTICS
@@ -31,9 +31,7 @@ MODES = (STATISTICS, *METHODS, FROZEN)
 
 
 def _interval(content: Any) -> Interval:
-    """Return the interval of an operator's values that is observed; a file without it is of a version that observed all of them."""
-    if content is None:
-        return EVERYTHING
+    """Return the interval of an operator's values that is observed."""
     low, high = (expect(decode(bound), float) for bound in expect(content, list))
     if not low <= high:
         raise Malformed("the interval of observed values is empty")
@@ -102,8 +100,10 @@ class TreeReader:
             module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
         form = tensor_forms(module)
         self.fill(module, entry)
-        if isinstance(module, Quantizer) and not _observes_beside(module):
-            raise Malformed("the additional observers of a Quantizer are not observers")
+        if isinstance(module, Quantizer):
+            others = module._modules.get("others")
+            if not isinstance(others, nn.ModuleDict) or not all(isinstance(other, Observer) for other in others.values()):
+                raise Malformed("the additional observers of a Quantizer are not observers")
         if isinstance(module, _OWN) and tensor_forms(module) != form:
             raise Malformed(f"the buffers of a {name} are not what they should be")
         shapes = {tensor: size for tensor, size, _ in tensor_forms(module)}
@@ -161,7 +161,7 @@ class TreeReader:
         base_scale = self._tensor(buffers["base_scale"])
         if base_scale is None:
             raise Malformed("a WeightScale has no scale")
-        method = expect(arguments.get("method", LSQ.name), str, NoneType)  # files that do not say so are of a time when there was one
+        method = expect(arguments["method"], str, NoneType)
         weight_scale = WeightScale(base_scale.numel(), None if method is None else look_up(METHODS, method, "method"))
         weight_scale.frozen = expect(arguments["frozen"], bool)
         return weight_scale
@@ -178,7 +178,7 @@ class TreeReader:
         operator = BY_NAME.get(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
         weight_quantizer = self._module(arguments["weight_quantizer"])
-        factors = self._module(arguments.get("factors"))
+        factors = self._module(arguments["factors"])
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         if not isinstance(weight_quantizer, WeightQuantizer):
@@ -196,7 +196,7 @@ class TreeReader:
                 self._as_quantizer(arguments["intermediate"]),
                 weight_quantizer,
                 factors,
-                _interval(arguments.get("observed")),
+                _interval(arguments["observed"]),
             ),
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
@@ -224,11 +224,6 @@ class TreeReader:
     def _tensor(self, name: Any) -> Tensor | None:
         found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
         return found
-
-
-def _observes_beside(quantizer: Quantizer) -> bool:
-    others = quantizer._modules.get("others")
-    return isinstance(others, nn.ModuleDict) and all(isinstance(other, Observer) for other in others.values())
 
 
 def _restored(tensor: Tensor, role: Any) -> Tensor:

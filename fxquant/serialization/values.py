@@ -61,7 +61,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
         "zero_point": (int, NoneType),
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
-    Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
+    Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType), "on_host": (bool,)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
@@ -80,6 +80,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
 _USUAL: Mapping[type, Mapping[str, Any]] = {
     QConfig: {"dynamic": False},
     Own: {"limit": None},
+    Annotation: {"on_host": False},
 }  # fields that are written only where they are otherwise
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
@@ -259,10 +260,6 @@ def _decode_observer(content: Any) -> Any:
     return functools.partial(kind, **chosen) if chosen else kind
 
 
-def _decode_device(content: Any) -> torch.device:
-    return torch.device(expect(content, str))
-
-
 def _decode_complex(content: Any) -> complex:
     real, imaginary = (expect(decode(part), float) for part in _exactly(expect(content, list), 2))
     return complex(real, imaginary)
@@ -281,7 +278,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda content: look_up(_NOT_FINITE, content, "number"),
     "dtype": lambda content: look_up(DTYPES, content, "dtype"),
     "constant": lambda content: look_up(_CONSTANTS, content, "constant"),
-    "device": _decode_device,
+    "device": lambda content: torch.device(expect(content, str)),
     "complex": _decode_complex,
     "batch": _decode_batch,
     "tensor": _decode_tensor,

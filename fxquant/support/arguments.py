@@ -203,12 +203,6 @@ def _folder(value: Any) -> str:
     return found
 
 
-def _callable(value: Any) -> Any:
-    if not callable(value):
-        raise TypeError
-    return value
-
-
 def words(value: Any) -> list[str]:
     """Return a list of strings; a single string is refused."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
@@ -271,7 +265,7 @@ PATH = Kind("the path of a file: a str or a pathlib.Path that is not empty", _pa
 FILE = Kind("the path of a file, a str or a pathlib.Path, in a folder that is there or can be made", _file)
 FOLDER = Kind("the path of a folder, a str or a pathlib.Path, that is there or can be made", _folder)
 NAMES = Kind("a list of names: strings that are not empty", _names)
-CALLABLE = Kind("a function, or anything that can be called", _callable)
+CALLABLE = such("a function, or anything that can be called", lambda value: value, callable)
 
 KINDS: dict[str, Kind] = {
     "FXQUANT_DEBUG": such("0, 1, 2 or 3", int, lambda value: 0 <= value <= 3),

@@ -33,13 +33,11 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.guard import Tuned, tuning
-from fxquant.tuning.journal import Journal
 from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
@@ -83,7 +81,7 @@ def correct_bias(
         call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         with repeatable():
             judging = [samples.chunks[index] for index in samples.judging]
-            return _correct(prepared, samples, judging, tuned, Journal(checkpoint, call), show_progress)
+            return _correct(prepared, samples, judging, tuned, Checkpoint(checkpoint, call), show_progress)
 
 
 def corrections(
@@ -96,7 +94,7 @@ def corrections(
     if len(samples.chunks) < 2:
         return {}
     with tuning(prepared) as tuned, repeatable():
-        result = _correct(prepared, samples, judging, tuned, Journal(None, {}), show_progress)
+        result = _correct(prepared, samples, judging, tuned, Checkpoint(None, {}), show_progress)
     added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
@@ -109,7 +107,12 @@ def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
 
 
 def _correct(
-    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], tuned: Tuned, journal: Journal, show_progress: bool | None
+    prepared: fx.GraphModule,
+    samples: Samples,
+    judging: Sequence[Sequence[Any]],
+    tuned: Tuned,
+    checkpoint: Checkpoint,
+    show_progress: bool | None,
 ) -> TuningResult:
     outputs, operators = OutputNoise(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
@@ -118,7 +121,7 @@ def _correct(
     found, skipped = [], []
     for unit in progress(units, len(units), "correcting biases", show_progress):
         operator = operators[unit.weighted[0].name]
-        known = journal.at(unit.name, partial(_found, unit, samples, exact, real, operator))
+        known = checkpoint.at(unit.name, partial(_found, unit, samples, exact, real, operator))
         if known is None:
             skipped.append((unit.name, "its channels are not those of its weight"))
             continue

@@ -1,56 +1,129 @@
-"""Checkpoint of a tuning method: after a kill the same call continues after the last finished layer, and returns the same bits."""
+"""Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, fx
 
+from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FILE
+from fxquant.support.files import check_place, write_file
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.resumption import no_checkpoint
-from fxquant.tuning.tensor_file import read_tensors, write_tensors
 
 CHECKPOINT = FILE.or_none("nothing is kept, and each call starts from the beginning")
 _OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
 
 
 class Checkpoint:
-    """The rows that are finished, with what was learned of them; kept in a file after each, or, without a path, nowhere.
+    """The results of one call so far: `document`, values that JSON can hold by name, and `tensors` by name.
 
-    `call` says what the file is of: the method with its arguments, the model and the samples. Raises ConfigurationError for a file that
-    is of another call, or none of these.
+    `write` replaces the file, whole or not at all; without a path, nothing is kept. `call` identifies the call: the function with its
+    arguments, the model and the samples. Raises ConfigurationError for the file of another call, and for any other file.
     """
 
     def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
         self.path, self.call = path, {name: str(value) for name, value in call.items()}
-        self.rows: dict[str, TunedLayer] = {}
-        self._tensors: dict[str, Tensor] = {}
-        known = read_tensors(path, self.call)
-        if known is not None:
-            rows, self._tensors = known
-            try:
-                self.rows = {row["name"]: TunedLayer(**{**row, "layers": tuple(row["layers"])}) for row in rows}
-            except (KeyError, TypeError) as error:
-                raise no_checkpoint(str(path), error) from None
+        self.document: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        if path is not None and os.path.exists(path):
+            self._read(path)
+        elif path is not None:
+            check_place(path)
+
+    def _read(self, path: str) -> None:
+        try:
+            with safetensors.safe_open(path, "pt") as opened:
+                metadata = opened.metadata() or {}
+                names = opened.keys()
+                self.tensors = {name: opened.get_tensor(name) for name in names}
+            there, self.document = dict(json.loads(metadata["call"])), dict(json.loads(metadata["document"]))
+            if metadata["digest"] != _digest_of(there, self.document, self.tensors):
+                raise ValueError("it was changed, or damaged, since it was written")
+        except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigurationError(
+                f"checkpoint={path!r} is not a checkpoint",
+                because=f"reading it raises {type(error).__name__}: {error}",
+                remedy="pass a path that does not exist yet, or the one of an earlier call of this function",
+            ) from None
+        pairs = [(name, there.get(name, "nothing"), self.call.get(name, "nothing")) for name in {**there, **self.call}]
+        differences = "; ".join(f"{name} is {value}, and {own} here" for name, value, own in pairs if value != own)
+        if differences:
+            raise ConfigurationError(
+                f"checkpoint={path!r} is of another call",
+                because=f"there {differences}",
+                remedy="repeat the call that it is of, with the same model and batches, or pass another path",
+            )
+
+    def at(self, name: str, find: Callable[[], Any]) -> Any:
+        """Return the value of this name in the document; without one, call `find`, write its result to the file, and return it."""
+        if name not in self.document:
+            self.document[name] = find()
+            self.write()
+        return self.document[name]
+
+    def write(self) -> None:
+        """Replace the file by one with the present document and tensors."""
+        if self.path is not None:
+            tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
+            metadata = {
+                "call": json.dumps(self.call),
+                "document": json.dumps(self.document),
+                "digest": _digest_of(self.call, self.document, tensors),
+            }
+            write_file(self.path, safetensors.torch.save(tensors, metadata))
+
+
+class LayerCheckpoint(Checkpoint):
+    """The checkpoint of a method that tunes layer by layer: `rows` holds the finished layers, and the tensors what they learned."""
+
+    def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
+        super().__init__(path, call)
+        self.rows = {name: TunedLayer(**{**row, "layers": tuple(row["layers"])}) for name, row in self.document.items()}
 
     def learned(self, row: TunedLayer) -> Learned:
         """Return what was learned for a row that is finished."""
 
         def of(prefix: str) -> dict[str, Tensor]:
             start = f"{row.name}/{prefix}"
-            return {name.removeprefix(start): value for name, value in self._tensors.items() if name.startswith(start)}
+            return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
 
         return Learned(of(_OFFSET), of(_SCALE), of(_SHARE))
 
     def add(self, row: TunedLayer, learned: Learned | None) -> None:
-        """Add a finished row, and what was learned if the model keeps it."""
-        self.rows[row.name] = row
+        """Add a finished row, and what was learned if the model keeps it; write the file."""
+        self.rows[row.name], self.document[row.name] = row, asdict(row)
         if learned is not None:
             for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):
-                self._tensors.update({f"{row.name}/{prefix}{name}": value.detach().cpu().contiguous() for name, value in values.items()})
-        if self.path is not None:
-            write_tensors(self.path, self.call, [asdict(row) for row in self.rows.values()], self._tensors)
+                self.tensors.update({f"{row.name}/{prefix}{name}": value.detach().clone() for name, value in values.items()})
+        self.write()
+
+
+def _digest_of(call: Mapping[str, str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    names = sorted(tensors)
+    return hashlib.sha256(json.dumps([call, document, digest(tensors[name] for name in names), names]).encode()).hexdigest()[:16]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a number that tells tensors from others, as hexadecimal digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
+        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def model_digest(prepared: fx.GraphModule) -> str:
+    """Return the digest of a model: its graph, its parameters and scales."""
+    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
+    return digest([text, *prepared.state_dict().values()])

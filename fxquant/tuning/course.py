@@ -10,12 +10,11 @@ from torch import fx
 
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import Checkpoint
+from fxquant.tuning.checkpoint import LayerCheckpoint, digest, model_digest
 from fxquant.tuning.guard import Tuned
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.output_noise import OutputNoise, is_lower, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk
 
@@ -35,7 +34,7 @@ def learn(
     All of it is undone if the outputs of the model have no clear gain in the end.
     """
     prepared = tuned.model
-    known = Checkpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
+    known = LayerCheckpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
     skipped = left_out(prepared)
     tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
     outputs = OutputNoise(prepared, [samples.chunks[index] for index in samples.judging])
@@ -62,7 +61,7 @@ def learn(
 
 
 def _taught(
-    lesson: Lesson, settings: Settings, seed: int, known: Checkpoint, outputs: OutputNoise, noise: float
+    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: OutputNoise, noise: float
 ) -> Generator[None, None, float]:
     """Train one unit, and keep what it learned if its error falls and the outputs are not clearly noisier; return their least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)

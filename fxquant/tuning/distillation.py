@@ -29,15 +29,13 @@ from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.course import left_out
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.simulation import real_outputs
-from fxquant.tuning.tensor_file import read_tensors, write_tensors
 from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
 
@@ -93,7 +91,7 @@ def distill(
         if not nodes or not outputs.nodes:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
-        course = pupil.learn(steps, checkpoint, {name: str(value) for name, value in call.items()})
+        course = pupil.learn(steps, Checkpoint(checkpoint, call))
         for _ in progress(course, steps, "distilling", show_progress):
             pass
         after, names = outputs.measure(), tuple(node.name for node in nodes)
@@ -227,7 +225,7 @@ class _Pupil:
                 found.append(alike)
         yield from found
 
-    def learn(self, steps: int, checkpoint: str | None, call: dict[str, str]) -> Iterator[None]:
+    def learn(self, steps: int, checkpoint: Checkpoint) -> Iterator[None]:
         """Learn, one step at a time, from where the checkpoint stands."""
         with torch.no_grad():
             for weight in self.weights:
@@ -236,14 +234,14 @@ class _Pupil:
         rates = [rate for weight in self.weights for rate in weight.rates]
         parameters = [parameter for parameter, _ in rates]
         optimizer = torch.optim.Adam([{"params": [parameter], "lr": rate} for parameter, rate in rates], betas=BETAS)
-        done = self._resumed(checkpoint, call, optimizer, parameters)
+        done = self._resumed(checkpoint, optimizer, parameters)
         for step in range(steps):
             if step >= done:
                 for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
                 self._step(optimizer, parameters)
                 if (step + 1) * KEPT // steps > step * KEPT // steps:
-                    self._keep(checkpoint, call, optimizer, parameters, step + 1)
+                    self._keep(checkpoint, optimizer, parameters, step + 1)
             yield
 
     def _step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -305,25 +303,19 @@ class _Pupil:
         shape = [-1 if dimension == axis else 1 for dimension in range(value.dim())]
         return torch.lerp(value, from_others, shares.to(value).reshape(shape))
 
-    def _keep(
-        self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], done: int
-    ) -> None:
-        if checkpoint is None:
-            return
+    def _keep(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], done: int) -> None:
         tensors = {"generator": self.generator.get_state(), "losses": torch.tensor(self.losses, device="cpu", dtype=torch.float64)}
         for index, parameter in enumerate(parameters):
             tensors[f"{index}"] = parameter
             tensors.update({f"{index}/{name}": value for name, value in optimizer.state[parameter].items()})
-        write_tensors(checkpoint, call, {"done": done}, tensors)
+        checkpoint.document, checkpoint.tensors = {"done": done}, tensors
+        checkpoint.write()
 
-    def _resumed(
-        self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
-    ) -> int:
+    def _resumed(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> int:
         """Return the number of finished steps; restore the state after them."""
-        known = read_tensors(checkpoint, call)
-        if known is None:
+        tensors = checkpoint.tensors
+        if not tensors:
             return 0
-        document, tensors = known
         self.generator.set_state(tensors["generator"])
         self.losses = tensors["losses"].tolist()
         with torch.no_grad():
@@ -333,7 +325,7 @@ class _Pupil:
                 optimizer.state[parameter] = {name: value if name == "step" else value.to(parameter.device) for name, value in held.items()}
             for weight in self.weights:
                 weight.place()
-        return int(document["done"])
+        return int(checkpoint.document["done"])
 
     def settle(self) -> None:
         """Put what was learned into the model, as integers."""

@@ -44,7 +44,7 @@ from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.learning import LSQ
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
+from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
 from fxquant.tuning.gains import gain_of
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
@@ -52,7 +52,6 @@ from fxquant.tuning.output_effect import output_effects
 from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.settled import Settled, learned_of, put, settled
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
@@ -100,7 +99,7 @@ def round_weights(
         call = {"method": "round_weights", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
         with repeatable():
-            return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call), tuned.undo)
+            return _round(prepared, samples, nodes, show_progress, LayerCheckpoint(checkpoint, call), tuned.undo)
 
 
 Rounded = dict[str, Settled]  # by layer
@@ -114,7 +113,7 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
     """Weights of at most so many bits that are rounded to the nearest, rounded by these samples; what they have now."""
     with tuning(prepared) as tuned, repeatable():
-        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}), tuned.undo)
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, LayerCheckpoint(None, {}), tuned.undo)
     quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
     return {name: settled(each) for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
@@ -150,7 +149,7 @@ def _round(
     samples: Samples,
     nodes: Sequence[fx.Node],
     show_progress: bool | None,
-    known: Checkpoint,
+    known: LayerCheckpoint,
     undo: Callable[[], None],
 ) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []

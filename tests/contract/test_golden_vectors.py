@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxquant.backends.bpu import FORMER, REAL
+from fxquant.backends.bpu import REAL, WIDTHS
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.numerics.rescaling import Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
@@ -99,7 +99,7 @@ def test_real_steps_follow_the_text(vector: Vector) -> None:
 @every("fixed")
 def test_fixed_vector(vector: Vector) -> None:
     ratio, m = scales(vector)
-    dtype, widths = ACTIVATION_TYPES[vector["output"]], FORMER.widths[vector["output"]]
+    dtype, widths = ACTIVATION_TYPES[vector["output"]], WIDTHS[vector["output"]]
     expected = vector["a"], vector["M"], vector["b"]
     oracle_widths = oracle.INT8_WIDTHS if vector["output"] == "int8" else oracle.INT16_WIDTHS
     assert oracle.fixed_parameters(m, oracle_widths, dtype.high) == expected
@@ -152,8 +152,8 @@ def test_the_text_shows_the_same_numbers() -> None:
 
 def test_the_widths_are_those_of_the_text() -> None:
     for name, widths in (("int8", oracle.INT8_WIDTHS), ("int16", oracle.INT16_WIDTHS)):
-        row = FORMER.widths[name]
+        row = WIDTHS[name]
         assert (row.intermediate_bits, row.multiplier_bits, row.first_shift, row.largest_shift) == (
             widths.intermediate_bits, widths.multiplier_bits, widths.first_shift, widths.largest_shift,
         )  # fmt: skip
-    assert FORMER.add_fraction_bits == REAL.add_fraction_bits == 14
+    assert REAL.add_fraction_bits == 14

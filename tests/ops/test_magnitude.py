@@ -154,7 +154,7 @@ def test_factors_of_items_change_no_gradient() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("target", ["bayes", "bayes-e", "bayes-e/former"])
+@pytest.mark.parametrize("target", ["bayes", "bayes-e"])
 def test_a_measured_march_has_the_operators_that_its_compiler_runs_on_the_bpu(target: str) -> None:
     _, integer = compiled(norms(), [items(2)], target, of_dtype("int8"))
     assert not [node for node in integer.graph.nodes if "of_one_magnitude" in str(part(node))]

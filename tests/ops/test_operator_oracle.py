@@ -394,12 +394,6 @@ class Format:
 FIXED, REAL = Rules("fixed"), Rules("real")
 CHIP, CHIP_8 = Rules("fixed", measured=True), Rules("fixed", resize_bits=8, measured=True, by_layers=True)
 FORMATS = (
-    Format("bayes-e/former", "int8", "int8", "int8", FIXED),
-    Format("bayes/former", "int16", "int16", "int16", FIXED),
-    Format("bayes-e/former", "int16", "int8", "int8", FIXED),
-    Format("bayes-e/former", "int8", "int16", "int16", FIXED),
-    Format("bayes-e/former", "int4", "int4", "int4", FIXED),
-    Format("bernoulli2/former", "int8", "int8", "int8", Rules("fixed", resize_bits=8)),
     Format("bernoulli", "int8", "int8", "int8", Rules("fixed", "half_step", 8, power_of_two_weights=True)),
     Format(FLOOR, "int16", "int16", "int16", Rules("fixed", "floor")),
     Format("nash-e", "int8", "int8", "int8", REAL),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.backends.bpu import CHIP, CHIP_8, FORMER, REAL
+from fxquant.backends.bpu import CHIP, CHIP_8, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.lowering import Quantized
@@ -82,13 +82,11 @@ def quantized(integers: Tensor, scale: Fraction) -> Quantized:
     return Quantized(integers.float(), Grid(INT8, float32(scale)), tuple(integers.shape))
 
 
-both_arithmetics = pytest.mark.parametrize("arithmetic", [FORMER, CHIP, REAL], ids=["bayes-e/former", "bayes-e", "real"])
+both_arithmetics = pytest.mark.parametrize("arithmetic", [CHIP, REAL], ids=["bayes-e", "real"])
 
-measured_and_real = pytest.mark.parametrize(
-    "arithmetic", [FORMER, CHIP, CHIP_8, REAL], ids=["bayes-e/former", "bayes-e", "bernoulli2", "real"]
-)
+measured_and_real = pytest.mark.parametrize("arithmetic", [CHIP, CHIP_8, REAL], ids=["bayes-e", "bernoulli2", "real"])
 
-RULES = {id(FORMER): oracle.Rules("fixed"), id(CHIP): oracle.Rules("fixed", measured=True), id(REAL): oracle.Rules("real")}
+RULES = {id(CHIP): oracle.Rules("fixed", measured=True), id(REAL): oracle.Rules("real")}
 
 RULES[id(CHIP_8)] = oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)
 

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.files.mutations import mutated_archive
 from fxquant import backends
-from fxquant.ir import graph
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.proof import unproved
@@ -278,9 +277,8 @@ def test_values(value: Any) -> None:
 
 
 def test_records_name_every_field() -> None:
-    said_by_reasons = {(graph.Annotation, "on_host")}  # see `graph.restore_flags`
     for kind, fields in RECORDS.items():
-        assert [field.name for field in dataclasses.fields(kind) if (kind, field.name) not in said_by_reasons] == list(fields)
+        assert [field.name for field in dataclasses.fields(kind)] == list(fields)
 
 
 @pytest.mark.quick
@@ -589,7 +587,7 @@ def test_the_file_of_a_scale_that_stands_still_says_so_in_one_place(save: Save) 
     fxq.set_qparams(model, {"head": 0.5})
     path = save(model)
     tensors = unpack(path.read_bytes())[1]
-    assert not [name for name in tensors if name.endswith("stopped")], "files of earlier versions have none"
+    assert not [name for name in tensors if name.endswith("stopped")]
     loaded = fxq.load(path)
     assert list(loaded.state_dict()) == list(model.state_dict())
     assert equal(dict(loaded.state_dict()), dict(model.state_dict()))

@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxquant as fxq
 from fxquant.cli import _parser
 from fxquant.cli.quantizing import run
 from fxquant.compat import horizon
-from fxquant.tuning.journal import Journal
-from fxquant.tuning.tensor_file import write_tensors
+from fxquant.tuning.checkpoint import Checkpoint
 
 SMALL = 200  # bytes, for a function that has written nothing before
 
@@ -72,9 +71,10 @@ def analysed(world: World, folder: Path) -> None:
     analysis.compare_per_layer()
 
 
-def journal(path: Path) -> None:
-    known = Journal(str(path), {"call": "search"})
-    known.found = {f"layer{index}": index for index in range(100)}
+def checkpoint(path: Path) -> None:
+    """Write a checkpoint with a document and a tensor."""
+    known = Checkpoint(str(path), {"call": "search"})
+    known.document, known.tensors = {f"layer{index}": index for index in range(100)}, {"weight": torch.zeros(500)}
     known.write()
 
 
@@ -87,7 +87,6 @@ def quantized(world: World, folder: Path) -> None:
     run(_parser().parse_args(given))
 
 
-TENSORS: Mapping[str, Tensor] = {"weight": torch.zeros(500)}
 Writer = Callable[[World, Path], Any]
 WRITERS: dict[str, Writer] = {
     "save": lambda world, folder: fxq.save(world.integer, folder / "m.fxq"),
@@ -111,8 +110,7 @@ WRITERS: dict[str, Writer] = {
     "dump": lambda world, folder: fxq.dump(world.integer, folder),
     "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", dump=folder),
     "FXQUANT_DUMP": dumped,
-    "journal": lambda world, folder: journal(folder / "j.json"),
-    "checkpoint": lambda world, folder: write_tensors(str(folder / "t.safetensors"), {"call": "learn"}, [], TENSORS),
+    "checkpoint": lambda world, folder: checkpoint(folder / "checkpoint"),
     "similarity.txt": lambda world, folder: horizon.featuremap_similarity(
         world.prepared, world.integer, world.batches[0], out_dir=str(folder)
     ),

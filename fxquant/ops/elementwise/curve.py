@@ -1,7 +1,7 @@
 """A function of one tensor, element by element, that is made of several operators: one table in integers.
 
 Its meaning is written as a nest, which a file holds as it is: `INPUT` stands for the operand, and ("sub", ("sqrt", INPUT), 1.0, 1) for a
-call of an operator of the table with its arguments in order. Only operators in `POINTWISE` occur.
+call of an operator of the table with its arguments in order. Only operators for which `is_pointwise` holds occur.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class TrainableScale(nn.Module):
                 for parameter in self.trained.values():
                     parameter.requires_grad_(moved)
             self.frozen = not moved and not self.given
-        state_dict[stopped] = self.stopped.clone()  # a state_dict of an earlier version says nothing
+            state_dict[stopped] = self.stopped.clone()
         if saved != self.method and base in state_dict:
             if saved is not None:
                 values = _popped(state_dict, prefix, saved)
