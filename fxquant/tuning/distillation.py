@@ -31,12 +31,11 @@ from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.course import left_out
+from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
-from fxquant.tuning.simulation import real_outputs
 from fxquant.tuning.tensor_file import read_tensors, write_tensors
 from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
@@ -89,8 +88,8 @@ def distill(
         skipped = left_out(prepared)
         nodes = [node for node in weighted_nodes(prepared) if node.name not in skipped]
         pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
-        outputs = OutputNoise(prepared, pupil.judging)
-        if not nodes or not outputs.nodes:
+        outputs = FloatOutputs(prepared, pupil.judging)
+        if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
         course = pupil.learn(steps, checkpoint, {name: str(value) for name, value in call.items()})

@@ -59,19 +59,30 @@ def taken(
     A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
-    whole: list[list[Any]] = []
-    source = as_batches(batches)
-    for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
-        whole.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(whole)))
-    if not whole:
-        raise no_batches(num_batches)
-    found = cut(prepared, whole, size)
+    found = cut(prepared, inputs_of(prepared, batches, num_batches, batch_fn, show_progress), size)
     if len(found.chunks) < 2:
         raise CalibrationError(
             "there is too little to tune with",
             because="`batches` yielded one sample; tuning learns from some and is judged on others",
             remedy="pass at least 2 samples; 64 to 1024 are usual",
         )
+    return found
+
+
+def inputs_of(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None,
+    batch_fn: Callable[[Any], Any] | None,
+    show_progress: bool | None = False,
+) -> list[list[Any]]:
+    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
+    found: list[list[Any]] = []
+    source = as_batches(batches)
+    for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
+        found.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(found)))
+    if not found:
+        raise no_batches(num_batches)
     return found
 
 
