@@ -37,7 +37,7 @@ def keep_statistics(prepared: nn.Module) -> None:
     if not any(operator.live_batch_norm for operator in operators.values()):
         return
     graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
-    normed = {node.name for graph in graphs for node in graph.nodes if _has_batch_norm(node)}
+    normed = {node.name for graph in graphs for node in graph.nodes if node.kwargs.get("batch_norm") is not None}
     cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
     known: dict[Quantizer, bool] = {}
     found: dict[str, list[str]] = {}
@@ -68,11 +68,6 @@ def _decide_anew(prepared: nn.Module, _: Any) -> None:
     """Decide again after a state was loaded in TRAIN."""
     if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
         keep_statistics(prepared)
-
-
-def _has_batch_norm(node: fx.Node) -> bool:
-    """Return whether a node has a batch norm among its arguments."""
-    return node.kwargs.get("batch_norm") is not None
 
 
 def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:

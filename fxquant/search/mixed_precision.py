@@ -93,16 +93,8 @@ class MixedPrecision:
             rows.append((candidate.name, *spent, f"{decibels(candidate.expected):.2f} dB", measured, score, mark))
         limits = ", ".join(f"{name} {most:.6g}" for name, most in self.budget.limits.items())
         head = ("dtypes", *self.budget.limits, "expected", "measured", "metric", "")
-        tensors = [
-            (
-                tensor.name,
-                tensor.dtype,
-                self.chosen.dtypes[tensor.name],
-                f"{decibels(tensor.loss[self.chosen.dtypes[tensor.name]]):.1f} dB",
-                "",
-            )
-            for tensor in self.sensitivity.tensors
-        ]
+        chosen = [(tensor, self.chosen.dtypes[tensor.name]) for tensor in self.sensitivity.tensors]
+        tensors = [(tensor.name, tensor.dtype, dtype, f"{decibels(tensor.loss[dtype]):.1f} dB", "") for tensor, dtype in chosen]
         return f"mixed precision within {limits}\n{table(head, rows)}\n\n{table(('tensor', 'was', 'is', 'alone', ''), tensors)}"
 
 
@@ -170,8 +162,7 @@ class Work:
         Raises NotCalibrated where the observations leave a scale open.
         """
         corrections = corrections or self.corrections
-        seen = self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
-        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=seen)
+        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=self.seen_with(corrections))
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
@@ -181,6 +172,10 @@ class Work:
             first.take(inputs)
         first.use(False, False)
         return found
+
+    def seen_with(self, corrections: Corrections) -> Observations:
+        """Return the observations of a calibration with these corrections."""
+        return self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
 
     @cached_property
     def seen_otherwise(self) -> Observations:

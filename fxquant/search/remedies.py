@@ -66,8 +66,7 @@ class State:
     def untuned(self) -> Work:
         """Return the work with the best mapping so far, before any method."""
         mapping, corrections = self.recipe.mapping, self.recipe.corrections
-        seen = self.work.seen if corrections.equalize == self.work.corrections.equalize else self.work.seen_otherwise
-        prepared = self.work.with_mapping(mapping, corrections)
+        prepared, seen = self.work.with_mapping(mapping, corrections), self.work.seen_with(corrections)
         return replace(self.work, prepared=prepared, base=mapping, seen=seen, corrections=corrections)
 
 

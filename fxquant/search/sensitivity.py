@@ -123,16 +123,8 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         for tensor in self.ranked():
             cells = [f"{decibels(tensor.loss[dtype]):.1f}" if dtype in tensor.loss else "" for dtype in dtypes]
             drops = [f"{tensor.drop[dtype]:+.3g}" if dtype in tensor.drop else "" for dtype in dtypes if self.score is not None]
-            rows.append(
-                (
-                    tensor.name,
-                    tensor.dtype,
-                    *cells,
-                    *drops,
-                    f"{100 * tensor.macs / macs:.1f} %",
-                    f"{100 * _bytes(tensor) / sizes[tensor.kind]:.1f} %",
-                )
-            )
+            shares = f"{100 * tensor.macs / macs:.1f} %", f"{100 * _bytes(tensor) / sizes[tensor.kind]:.1f} %"
+            rows.append((tensor.name, tensor.dtype, *cells, *drops, *shares))
         measured = all(tensor.noise for tensor in self.tensors)
         head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
         told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
@@ -228,7 +220,12 @@ def as_prepared(
             remedy="leave qconfig out, or pass the float model",
         )
     if not is_prepared:
-        _refuse_used_up(batches)
+        if isinstance(batches, Iterator):
+            raise ConfigurationError(
+                f"a {type(batches).__name__} yields its batches only once",
+                because="a search runs the same batches again and again",
+                remedy="pass a list or a DataLoader: list(batches)",
+            )
         as_written, source = float_model(model), as_batches(batches)
         first = next(iter(source), None)
         if first is None:
@@ -241,15 +238,6 @@ def as_prepared(
             operator.output.require()
     assert isinstance(model, fx.GraphModule)
     return model
-
-
-def _refuse_used_up(batches: Any) -> None:
-    if isinstance(batches, Iterator):
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields its batches only once",
-            because="a search runs the same batches again and again",
-            remedy="pass a list or a DataLoader: list(batches)",
-        )
 
 
 def find(
@@ -285,22 +273,11 @@ def find(
                 if metric is not None and score is not None:
                     found = journal.at(f"metric {choice.name} {dtype}", lambda: score_of(metric, prepared))
                     drop[choice.name][dtype] = score - found
-    return Sensitivity(
-        tuple(
-            TensorSensitivity(
-                choice.name,
-                choice.kind,
-                choice.dtype,
-                noise[choice.name],
-                estimates[choice.name],
-                drop[choice.name],
-                choice.macs,
-                choice.elements,
-            )
-            for choice in wanted
-        ),
-        score,
-    )
+    tensors = []
+    for choice in wanted:
+        losses = noise[choice.name], estimates[choice.name], drop[choice.name]
+        tensors.append(TensorSensitivity(choice.name, choice.kind, choice.dtype, *losses, choice.macs, choice.elements))
+    return Sensitivity(tuple(tensors), score)
 
 
 def reference_of(prepared: fx.GraphModule, samples: Sequence[Sequence[Any]]) -> FloatOutputs:

@@ -72,11 +72,7 @@ def correct_bias(
     a batch norm that is trained live takes its place. The inputs are kept, and of what is between the layers two values, float and integer,
     for each that is still to be read.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
-    `checkpoint` continues behind the last layer that was finished.
-
-    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
-    of another call; if anything is raised, the model is what it was.
+    The same model and batches give the same bits, on one machine, with any number of threads. `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)

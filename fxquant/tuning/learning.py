@@ -30,6 +30,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest, straight_throug
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.tuning import weight_scales
+from fxquant.tuning.effects import is_real
 from fxquant.tuning.real import is_weighted, real_result, weight_of
 from fxquant.tuning.settled import Settled, put
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_arguments, operator_at
@@ -171,7 +172,7 @@ class Student:
         rounded, real = self.lesson.operands[index], self.lesson.float_operands[index]
         if self.settings.rounded is None:
             return dict(rounded)
-        return {node: self._partly(real[node], value) if _is_real(value) else value for node, value in rounded.items()}
+        return {node: self._partly(real[node], value) if is_real(value) else value for node, value in rounded.items()}
 
     def _partly(self, real: Tensor, rounded: Tensor) -> Tensor:
         """Each element rounded or real."""
@@ -270,10 +271,6 @@ def _move(quantizer: Quantizer, scale: Tensor) -> None:
     if quantizer.dtype.affine:
         quantizer.ends.mul_(scale / quantizer.current())
     quantizer.assign(scale)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _sharpness(done: float) -> float | None:

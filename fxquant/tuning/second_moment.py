@@ -89,13 +89,11 @@ def round_weights(
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and
     all others, unless the outputs of the model gain 0.2 dB by them. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file
     of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight whose scale is learned it is
-    an `AdaptiveRounding` and the scale
-    that training starts from. Layers with a rounding of the user's own, or a weight that others read as well, are left out.
+    an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own, or a weight that others read
+    as well, are left out.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
-    `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
-    each that is still to be read. Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and
-    ConfigurationError for a checkpoint that is of another call; if anything is raised, the model is what it was.
+    The same model and batches give the same bits, on one machine, with any number of threads. The inputs are kept, and of what is between
+    the layers one value for each that is still to be read. `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)

@@ -98,18 +98,13 @@ def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
 
 def batch_axes(prepared: fx.GraphModule) -> list[int | None]:
     """Return for each input of the model the dimension that is the batch; None if there is none."""
-    return [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    facts = [fact(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    return [known.batch_axis if isinstance(known, TensorFact) else None for known in facts]
 
 
 def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[Any]]:
     """Return the model's inputs of each sample of a chunk; a chunk of a model without a batch is one."""
     return _cut(inputs, axes, 1) if any(axis is not None for axis in axes) else [list(inputs)]
-
-
-def _batch_axis(node: fx.Node) -> int | None:
-    """Return the dimension of an input that is the batch; None if there is none."""
-    known = fact(node)
-    return known.batch_axis if isinstance(known, TensorFact) else None
 
 
 def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
