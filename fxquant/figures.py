@@ -15,9 +15,10 @@ from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.pictures import PICTURE, figure_class, short, write_picture
 from fxquant.search.budget import LIMITS
 from fxquant.search.mixed_precision import Candidate, MixedPrecision
-from fxquant.search.sensitivity import Sensitivity, decibels
+from fxquant.search.sensitivity import Sensitivity
 from fxquant.search.tune import Tuned
 from fxquant.support.arguments import POSITIVE, Kind, checked, choice, instance
+from fxquant.tuning.effects import decibels
 from fxquant.tuning.result import TuningResult
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")  # of Okabe and Ito

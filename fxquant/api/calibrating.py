@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxquant.calibration import calibration
-from fxquant.calibration.left_out import leaving_out
+from fxquant.calibration.left_out import having
 from fxquant.calibration.lost_inputs import warn_of_lost_inputs
 from fxquant.prepared.batches import as_batches
 from fxquant.reporting.forms import Batches
@@ -72,7 +72,7 @@ def calibrate(
     if out:
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
-    with leaving_out(out):
+    with having(out, left_out=True):
         samples = FirstSamples(prepared, round_weights, correct_bias, balance_samples)
         first_inputs: list[Any] = []
 

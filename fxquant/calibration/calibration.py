@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 import fxquant.calibration.distributed as ranks
-from fxquant.calibration.cutting import keep_statistics
-from fxquant.calibration.left_out import in_float
+from fxquant.calibration.cutting import keep_statistics, operand_quantizers
+from fxquant.calibration.left_out import having, in_float
 from fxquant.calibration.unseen import SHOWN, follow_unseen
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.ir.graph import by_name, stage_of
@@ -113,27 +113,24 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
     An operator in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
     """
     out = [operator for operator in quantized_operators(model).values() if operator.left_out]
-    states = [operator.state for operator in out]
     needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
     seen = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
+    unobserved = [operator.intermediate for operator in seen if operator.intermediate is not None]
     try:
-        for operator in out:
-            operator.state = {State.TRAIN: State.VALIDATE}.get(operator.state, operator.state)
-        for operator in seen:
-            operator.state = State.CALIBRATE
-        with _paused(operator.intermediate for operator in seen if operator.intermediate is not None):
+        with (
+            having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
+            having(seen, state=State.CALIBRATE),
+            having(unobserved, paused=True),
+        ):
             yield
     finally:
         for operator in seen:
             operator.output.update_scale()
-        for operator, state in zip(out, states, strict=True):
-            operator.state = state
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
     """Yield the quantizers of an operator's integer operands, and of its own result."""
-    for quantizers in operator.inputs.values():
-        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
+    yield from operand_quantizers(operator)
     if not operator.plain:
         yield operator.output
 
@@ -245,25 +242,12 @@ def calibrate(
 
     with _computing(prepared, open_):
         enter(prepared, open_, State.CALIBRATE)
-        with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
+        with having([quantizer for quantizer in known if only_missing and quantizer.calibrated], paused=True):
             if not (_on_all_ranks(prepared, observe) if several else observe()):
                 raise no_batches(num_batches)
         with repeatable():
             enter(prepared, open_, State.VALIDATE)
     return True
-
-
-@contextmanager
-def _paused(quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    """Inside, these quantizers observe nothing."""
-    chosen = list(quantizers)
-    try:
-        for quantizer in chosen:
-            quantizer.paused = True
-        yield
-    finally:
-        for quantizer in chosen:
-            quantizer.paused = False
 
 
 def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:

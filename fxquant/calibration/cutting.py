@@ -37,12 +37,12 @@ def keep_statistics(prepared: nn.Module) -> None:
     if not any(operator.live_batch_norm for operator in operators.values()):
         return
     graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
-    normed = {node.name for graph in graphs for node in graph.nodes if _has_batch_norm(node)}
+    normed = {node.name for graph in graphs for node in graph.nodes if node.kwargs.get("batch_norm") is not None}
     cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
     known: dict[Quantizer, bool] = {}
     found: dict[str, list[str]] = {}
     for operator in operators.values():
-        source = next((cut[quantizer] for quantizer in _read(operator) if quantizer in cut), None)
+        source = next((cut[quantizer] for quantizer in operand_quantizers(operator) if quantizer in cut), None)
         if source is not None and operator.live_batch_norm:
             operator.live_batch_norm = False
             if operator.name in normed or not graphs:  # a part of a model has no graph
@@ -70,18 +70,10 @@ def _decide_anew(prepared: nn.Module, _: Any) -> None:
         keep_statistics(prepared)
 
 
-def _has_batch_norm(node: fx.Node) -> bool:
-    """Return whether a node has a batch norm among its arguments."""
-    return node.kwargs.get("batch_norm") is not None
-
-
-def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
+def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
     """Yield the quantizers of its operands."""
-    inputs: Any
-    for inputs in operator.inputs.values():
-        for quantizer in inputs if isinstance(inputs, list) else [inputs]:
-            if isinstance(quantizer, Quantizer):
-                yield quantizer
+    for quantizers in operator.inputs.values():
+        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
 
 
 def _equalized(operator: QuantizedOperator) -> bool:

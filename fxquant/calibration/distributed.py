@@ -55,11 +55,12 @@ def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
     Every rank calls this once. `seen` is this rank's number of batches, None if its calibration failed: the other
     ranks then raise CalibrationError instead of waiting for it.
     """
-    gathered: list[tuple[int | None, dict[str, dict[str, Tensor]]]] = [(None, {})] * count()
-    dist.all_gather_object(gathered, (seen, _on_cpu(copy_of(observers)) if seen is not None else {}))
+    own = {} if seen is None else copy_of(observers)
+    on_cpu = {path: {name: value.cpu() for name, value in buffers.items()} for path, buffers in own.items()}
+    every: list[tuple[int | None, Seen]] = gathered((seen, on_cpu))
     if seen is None:
         return 0
-    failed = [rank for rank, (number, _) in enumerate(gathered) if number is None]
+    failed = [rank for rank, (number, _) in enumerate(every) if number is None]
     if failed:
         raise CalibrationError(
             f"the calibration of rank {', '.join(map(str, failed))} failed",
@@ -68,10 +69,10 @@ def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
         )
     for path, observer in observers.items():
         device = next(observer.buffers()).device
-        states = [{name: value.to(device) for name, value in state[path].items()} for _, state in gathered if int(state[path]["count"])]
+        states = [{name: value.to(device) for name, value in state[path].items()} for _, state in every if int(state[path]["count"])]
         if states:
             _merge(observer, states)
-    return sum(number for number, _ in gathered if number is not None)
+    return sum(number for number, _ in every if number is not None)
 
 
 def _merge(observer: Observer, states: list[dict[str, Tensor]]) -> None:
@@ -84,7 +85,3 @@ def _merge(observer: Observer, states: list[dict[str, Tensor]]) -> None:
             because="it has no method `merge`, which calibration with torch.distributed needs",
             remedy="define it, use an observer of fxquant, or calibrate with distributed=False",
         ) from None
-
-
-def _on_cpu(state: Seen) -> Seen:
-    return {path: {name: value.cpu() for name, value in buffers.items()} for path, buffers in state.items()}

@@ -1,9 +1,10 @@
-"""Operators that calibration, or a method of tuning, leaves as they are."""
+"""Operators that calibration, or a method of tuning, leaves as they are, and objects that are otherwise for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -19,13 +20,15 @@ def in_float(model: nn.Module) -> list[QuantizedOperator]:
 
 
 @contextmanager
-def leaving_out(chosen: Iterable[QuantizedOperator]) -> Iterator[None]:
-    """Inside, `left_out` is set on these operators, so that calibration and tuning leave them as they are."""
-    marked = [operator for operator in chosen if not operator.left_out]
+def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Inside, these objects have these values of their attributes, as in `having(operators, left_out=True)`."""
+    before = [(each, {name: getattr(each, name) for name in values}) for each in objects]
     try:
-        for operator in marked:
-            operator.left_out = True
+        for each, _ in before:
+            for name, value in values.items():
+                setattr(each, name, value)
         yield
     finally:
-        for operator in marked:
-            operator.left_out = False
+        for each, had in before:
+            for name, value in had.items():
+                setattr(each, name, value)

@@ -76,30 +76,20 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
     given: Mapping[str, tuple[float, int | None]] = scales  # type: ignore[assignment]  # as `_scales` has made them
     chosen: list[tuple[str, Quantizer, tuple[float, int | None]]] = []
     for name, (scale, zero_point) in given.items():
+        what = f"the scale {scale} for {name!r} is not usable"
         if not 0 < scale < float("inf"):
-            raise ConfigurationError(
-                f"the scale {scale} for {name!r} is not usable",
-                because="a scale is a positive, finite number",
-                remedy="pass a positive scale",
-            )
+            raise ConfigurationError(what, because="a scale is a positive, finite number", remedy="pass a positive scale")
         if not is_scale(float(scale)):
-            raise ConfigurationError(
-                f"the scale {scale} for {name!r} is not usable",
-                because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
-                remedy="pass a scale that is of the size of the tensor's values",
-            )
+            because = "a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38"
+            raise ConfigurationError(what, because=because, remedy="pass a scale that is of the size of the tensor's values")
         if name.endswith(INTERMEDIATE) and name in named:
             chosen.append((name, named[name], (scale, zero_point)))
             continue
         for operator in select(operators, [name]):
             if operator.plain:
-                raise ConfigurationError(
-                    f"the scale of {name!r} cannot be set",
-                    because=f"the result of %{operator.name} is "
-                    + ("float" if operator.operator.dynamic else "boolean or integer")
-                    + ", which has no scale",
-                    remedy="leave it out",
-                )
+                kind = "float" if operator.operator.dynamic else "boolean or integer"
+                because = f"the result of %{operator.name} is {kind}, which has no scale"
+                raise ConfigurationError(f"the scale of {name!r} cannot be set", because=because, remedy="leave it out")
             if operator.output.follows_sum:
                 raise ConfigurationError(
                     f"the scale of {name!r} cannot be set",

@@ -114,6 +114,9 @@ class Coverage(torch.nn.Module):
         return f"channels={self.channels}"
 
 
+Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer, as tuning sets them
+
+
 class QuantizedWeight(NamedTuple):
     """A weight's integers and their scale.
 
@@ -182,6 +185,17 @@ class WeightQuantizer(torch.nn.Module):
     def cover(self, coverage: Coverage | None) -> None:
         """Set the coverage, or remove it."""
         self._have("coverage", coverage)
+
+    @property
+    def parts(self) -> Parts:
+        """The parts that tuning sets: rounding, coverage and correction."""
+        return self.rounding, self.coverage, self.correction
+
+    def put(self, parts: Parts) -> None:
+        """Set the rounding, the coverage and the correction."""
+        self.rounding, coverage, correction = parts
+        self.cover(coverage)
+        self.correct(correction)
 
     def _have(self, name: str, part: torch.nn.Module | None) -> None:
         for place in (self.__dict__, self._modules):

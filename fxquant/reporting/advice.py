@@ -19,7 +19,7 @@ from torch import nn
 
 from fxquant.ir.integer import QParams
 from fxquant.reporting.cures import Cures
-from fxquant.reporting.effects import Effects, Inside, MovedStatistics
+from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Found, Judged, coarse, mask_cure, outlier_channel, own_error
 
@@ -164,7 +164,7 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
         suspects = {
             name: moved
             for name, moved in effects.moved_statistics(mended).items()
-            if name not in mended and (moved.initial or (_far(moved) and not wrong_input))
+            if name not in mended and (moved.initial or (not wrong_input and (moved.mean > 2 or not 1 / 16 <= moved.variance <= 16)))
         }
         if not suspects:
             return
@@ -184,10 +184,6 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
             "train mode over some batches, or fxq.tuning.reestimate_batch_norm(prepared, batches)"
         )
         yield Advice(name, "batch_norm_statistics", cause, cure, effect, math.inf)
-
-
-def _far(moved: MovedStatistics) -> bool:
-    return moved.mean > 2 or not 1 / 16 <= moved.variance <= 16
 
 
 def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cures) -> Iterator[Advice]:

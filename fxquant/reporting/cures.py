@@ -50,6 +50,11 @@ class Cures:
         rule = self.activation(name, reference, f"ActivationConfig({WIDE!r})")
         return f"{WIDE} for it: {rule}" if rule else "no rule changes this inner tensor alone: leave the operator that has it in float"
 
+    def apart(self, what: str, name: str, reference: str) -> str:
+        """Return a cure of tensors, or channels, on one grid: what to change in the model, or more bits, or float."""
+        floats = self.in_float(name, reference)
+        return f"{what}; or {self.wider(name, reference)}" + (f"; or leave it in float, {floats}" if floats and self.has_wide else "")
+
     def activation(self, name: str, reference: str, config: str) -> str:
         """Return the rule that gives a tensor this ActivationConfig; "" where there is none."""
         if self._is_input(reference):

@@ -18,6 +18,7 @@ from fxquant.ir.graph import is_parameter, resolve
 from fxquant.ir.interpreter import Interpreter
 from fxquant.reporting.sides import Side, shifted
 from fxquant.reporting.statistics import Steps
+from fxquant.tuning.effects import Noise, is_real
 
 Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node read
 
@@ -47,15 +48,11 @@ class Effects:
 
     def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
         assert isinstance(side.form, GraphForm)
-        self.side, self.model, self.inputs, self.others = side, side.form.model, list(inputs), others
+        self.model, self.nodes, self.inputs, self.others = side.form.model, side.form.nodes, list(inputs), others
         self.state = side.form.state
         self.outputs = self._run({})
         there = [place for place in results if place < len(self.outputs)]
         self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
-
-    def of_grid(self, reference: str, steps: Steps, exponents: Tensor | None) -> float:
-        """That of rounding a tensor into a grid, which it is multiplied by 2 to the exponents for."""
-        return self.of_grids({reference: (steps, exponents)})
 
     def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
         """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
@@ -115,10 +112,11 @@ class Effects:
 
         return [node.name for node in sorted(self._region(reference, names)[0], key=lambda node: not holds(node))]
 
+    def _group(self, reference: str, names: Sequence[str]) -> list[fx.Node]:
+        return [self.nodes[name] for name in dict.fromkeys((reference, *names)) if name in self.nodes]
+
     def _region(self, reference: str, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
-        assert isinstance(self.side.form, GraphForm)
-        nodes = self.side.form.nodes
-        group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes and nodes[name].op != "placeholder"]
+        group = [node for node in self._group(reference, names) if node.op != "placeholder"]
         hidden: dict[fx.Node, None] = {}
         read: dict[fx.Node, None] = {}
         waiting = [each for node in group for each in node.all_input_nodes]
@@ -154,10 +152,12 @@ class Effects:
         return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(reference, names))
 
     def _constants(self, reference: str, names: Sequence[str]) -> dict[str, Tensor]:
-        assert isinstance(self.side.form, GraphForm)
-        nodes = self.side.form.nodes
-        group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes]
-        paths = [str(each.target) for node in group for each in (node, *node.all_input_nodes) if each.op in ("get_attr", "call_module")]
+        paths = [
+            str(each.target)
+            for node in self._group(reference, names)
+            for each in (node, *node.all_input_nodes)
+            if each.op in ("get_attr", "call_module")
+        ]
         found: dict[str, Tensor] = {}
         for path in dict.fromkeys(paths):
             value = resolve(self.model, path)
@@ -174,7 +174,7 @@ class Effects:
         return noise(wanted, self._run({**before, name: self._with_own(name)}))
 
     def _with_own(self, name: str) -> Change:
-        norm = resolve(self.model, str(self._node(name).target))
+        norm = resolve(self.model, str(self.nodes[name].target))
         return lambda value, read: F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     def moved_statistics(self, mended: Sequence[str] = ()) -> dict[str, MovedStatistics]:
@@ -186,7 +186,7 @@ class Effects:
 
         def look(name: str) -> Change:
             def see(value: Any, read: tuple[Any, ...]) -> Any:
-                norm = resolve(self.model, str(self._node(name).target))
+                norm = resolve(self.model, str(self.nodes[name].target))
                 found[name] = MovedStatistics.of(norm, read[0])
                 return self._with_own(name)(value, read) if name in mended else value
 
@@ -195,11 +195,6 @@ class Effects:
         norms = {node.name: look(node.name) for node in self.model.graph.nodes if _is_batch_norm(self.model, node)}
         if norms:
             self._run(norms)
-        return found
-
-    def _node(self, name: str) -> fx.Node:
-        assert isinstance(self.side.form, GraphForm)
-        found: fx.Node = self.side.form.nodes[name]
         return found
 
     def _run(self, changes: Mapping[str, Change]) -> list[Tensor]:
@@ -225,16 +220,9 @@ def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Compute the mean over floating-point outputs of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
-    shares = []
-    for one, other in zip(wanted, found, strict=True):
-        if one.is_floating_point() and one.shape == other.shape:
-            finite = torch.isfinite(one) & torch.isfinite(other)
-            left, right = one[finite].double(), other[finite].double()
-            signal = float(left.square().sum())
-            if signal:
-                shares.append(float((left - right).square().sum()) / signal)
-    return sum(shares) / len(shares) if shares else 0.0
+    """Return the noise of outputs, on average over those that are floating-point in both forms, and of one shape."""
+    pairs = [(one, other) for one, other in zip(wanted, found, strict=True) if is_real(one) and one.shape == other.shape]
+    return Noise.of([[one for one, _ in pairs]], [[other for _, other in pairs]]).pooled
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,8 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             f"it holds tensors of different ranges on one scale, {steps.scale:.4g}: %{worst.name} loses {loss:.0f} dB by it, and "
             f"{left:.1f} dB are left"
         )
-        floats = cures.in_float(whole.name, whole.reference)
-        cure = (
-            "keep the tensors apart where they are read apart, or bring them to one range before; or "
-            f"{cures.wider(whole.name, whole.reference)}" + (f"; or leave it in float, {floats}" if floats and cures.has_wide else "")
-        )
+        what = "keep the tensors apart where they are read apart, or bring them to one range before"
+        cure = cures.apart(what, whole.name, whole.reference)
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)
 
 
@@ -83,10 +80,7 @@ def _quiet(tensor: Judged, steps: Steps, channels: Tensor, quiet: Tensor, noise:
         f"most, and others {float(channels.max()):.3g}: on one scale, {steps.scale:.4g}, what an output holds of them has "
         f"{decibels(1.0, noise):.1f} dB"
     )
-    floats = cures.in_float(tensor.name, tensor.reference)
-    cure = (
-        "compute these channels by a layer of their own and return them apart, or bring all channels to one range; or "
-        f"{cures.wider(tensor.name, tensor.reference)}" + (f"; or leave it in float, {floats}" if floats and cures.has_wide else "")
-    )
+    what = "compute these channels by a layer of their own and return them apart, or bring all channels to one range"
+    cure = cures.apart(what, tensor.name, tensor.reference)
     gain = gain_of(noise, noise, min((reach / max(steps.high, -steps.low) / steps.scale) ** 2, 1.0))
     return Advice(tensor.name, "quiet_channels", cause, cure, noise, gain, tensor.facts.source)

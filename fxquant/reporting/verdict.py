@@ -90,12 +90,7 @@ def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
 # ---- what the noise is made of ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Share:
-    """A part of the noise in words, and what of `fxq.tune` is to be tried for it."""
-
-    text: str
-    tries: tuple[str, ...] = ()
+_Share = tuple[str, tuple[str, ...]]  # a part of the noise in words, and what of `fxq.tune` is to be tried for it
 
 
 def causes_of(
@@ -120,7 +115,7 @@ def causes_of(
     found += _offsets(errors, effects, total)
     if prepared is not None:
         found += _corrections(prepared, batch, effects)
-    return tuple(each.text for each in found), tuple(dict.fromkeys(name for each in found for name in each.tries))
+    return tuple(text for text, _ in found), tuple(dict.fromkeys(name for _, tries in found for name in tries))
 
 
 def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, total: float) -> _Share:
@@ -134,7 +129,7 @@ def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effec
     share = min(ratio(effects.of_grids(grids), total), 1.0)
     made = f"the noise is spread over {len(grids)} tensors: rounding activations makes about {100 * share:.0f} % of it"
     rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
-    return _Share(f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS)
+    return f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
 
 
 def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
@@ -156,7 +151,7 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
         return
     names = f"%{inside[0].name} to %{inside[-1].name}, {len(inside)} of {len(there)} tensors," if len(inside) > 1 else f"%{inside[0].name}"
     cause, tries = _cause(inside, [each for each in there if each not in inside], errors)
-    yield _Share(f"{names} make{'s' * (len(inside) == 1)} {100 * -noise_of / sum(made):.0f} % of it: {cause}", tries)
+    yield (f"{names} make{'s' * (len(inside) == 1)} {100 * -noise_of / sum(made):.0f} % of it: {cause}", tries)
 
 
 def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
@@ -197,8 +192,9 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
             constants[name] = error.mean([dim for dim in range(error.dim()) if dim != channel], keepdim=True)
     share = ratio(effects.of_errors(constants), total)
     if share >= OFFSET:
-        yield _Share(
-            f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back", ("corrections",)
+        yield (
+            f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back",
+            ("corrections",),
         )
 
 
@@ -208,20 +204,14 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
 @contextmanager
 def _without(weights: Sequence[Any], part: str) -> Iterator[None]:
     """Inside, layers have no correction of their bias, or no rounding by samples."""
-    before = [(weight, weight.correction, weight.rounding, weight.coverage) for weight in weights]
+    before = [weight.parts for weight in weights]
     try:
-        for weight in weights:
-            if part == "bias correction":
-                weight.correct(None)
-            else:
-                weight.rounding = Nearest()
-                weight.cover(None)
+        for weight, (rounding, coverage, correction) in zip(weights, before, strict=True):
+            weight.put((rounding, coverage, None) if part == "bias correction" else (Nearest(), None, correction))
         yield
     finally:
-        for weight, correction, rounding, coverage in before:
-            weight.correct(correction)
-            weight.rounding = rounding
-            weight.cover(coverage)
+        for weight, parts in zip(weights, before, strict=True):
+            weight.put(parts)
 
 
 def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
@@ -246,7 +236,7 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
             without = measured()
         gained = decibels(with_all, without) if without > 0 else math.inf
         if gained >= WORTH:
-            yield _Share(
+            yield (
                 f"{name} costs {gained:.1f} dB: without it the outputs are at {decibels(1.0, without):.1f} dB; on a model that fxq.prepare "
                 f"has just returned, fxq.calibrate(prepared, batches, {setting}) leaves it out",
                 (name,),

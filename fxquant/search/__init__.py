@@ -1,6 +1,6 @@
 """Searches over whole configurations: sensitivity, mixed precision, observers, and `tune`. They prepare and calibrate models themselves.
 
 A search asks `tuning.choices` which tensors and weights of a prepared model a rule of a mapping can change, and for the mapping that
-changes them. A `tuning.simulation.Simulation` rounds some of them in the float model, by hooks, so that a trial prepares nothing.
-The chosen mapping is prepared with `observations` and measured in integers. `remedies` lists what `tune` tries, a record each.
+changes them. `tuning.simulation` rounds some of them in the float model, by hooks, so that a trial prepares nothing, and `tuning.effects`
+measures the outputs. The chosen mapping is prepared with `observations` and measured in integers. `remedies` says what `tune` tries.
 """

@@ -18,17 +18,17 @@ from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.integer_program import optimum
-from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, SearchOptions, Sensitivity, as_prepared, decibels, find, score_of
+from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Metric, SearchOptions, Sensitivity, as_prepared, find, reference_of, score_of
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.first_samples import FirstSamples
-from fxquant.tuning.sample_ranges import is_balanced
-from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
-from fxquant.tuning.simulation import Simulation
+from fxquant.tuning.ranges import is_balanced
 from fxquant.tuning.text_table import table
+from fxquant.tuning.walk import inputs_of
 
 BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
 
@@ -91,16 +91,8 @@ class MixedPrecision:
             rows.append((candidate.name, *spent, f"{decibels(candidate.expected):.2f} dB", measured, score, mark))
         limits = ", ".join(f"{name} {most:.6g}" for name, most in self.budget.limits.items())
         head = ("dtypes", *self.budget.limits, "expected", "measured", "metric", "")
-        tensors = [
-            (
-                tensor.name,
-                tensor.dtype,
-                self.chosen.dtypes[tensor.name],
-                f"{decibels(tensor.loss[self.chosen.dtypes[tensor.name]]):.1f} dB",
-                "",
-            )
-            for tensor in self.sensitivity.tensors
-        ]
+        chosen = [(tensor, self.chosen.dtypes[tensor.name]) for tensor in self.sensitivity.tensors]
+        tensors = [(tensor.name, tensor.dtype, dtype, f"{decibels(tensor.loss[dtype]):.1f} dB", "") for tensor, dtype in chosen]
         return f"mixed precision within {limits}\n{table(head, rows)}\n\n{table(('tensor', 'was', 'is', 'alone', ''), tensors)}"
 
 
@@ -168,8 +160,7 @@ class Work:
         Raises NotCalibrated where the observations leave a scale open.
         """
         corrections = corrections or self.corrections
-        seen = self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
-        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=seen)
+        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=self.seen_with(corrections))
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
@@ -179,6 +170,10 @@ class Work:
             first.take(inputs)
         first.use(False, False)
         return found
+
+    def seen_with(self, corrections: Corrections) -> Observations:
+        """Return the observations of a calibration with these corrections."""
+        return self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
 
     @cached_property
     def seen_otherwise(self) -> Observations:
@@ -199,7 +194,7 @@ def work_of(
 ) -> Work:
     """A float model prepared and calibrated, with what prepares it anew."""
     prepared = as_prepared(model, batches, target, qconfig, None, batch_fn, show_progress, float_only=True)
-    samples = taken(prepared, batches, None, batch_fn)
+    samples = inputs_of(prepared, batches, None, batch_fn)
     first = next(iter(as_batches(batches)))
     example = example_inputs(float_model(model), first if batch_fn is None else batch_fn(first))
     return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples)
@@ -220,12 +215,10 @@ def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision
     before = candidate("as given", choices.dtypes())
     tried = [candidate("optimum", optimum(choices, losses, budget))]
     tried += [uniform for dtypes in _uniform(choices, widths, budget) if fits((uniform := candidate(*dtypes)).costs, budget)]
-    simulation = Simulation(choices)
-    with simulation.running():
-        reference = Reference(simulation, work.samples)
+    reference = reference_of(work.prepared, work.samples)
 
     def judged(made: fx.GraphModule) -> tuple[float, float | None]:
-        noise = reference.noise(lambda inputs: real_outputs_of(made, inputs))
+        noise = reference.noise(partial(outputs_of, made)).pooled
         return noise, None if metric is None else score_of(metric, made)
 
     call = {

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant.errors import ConfigurationError
+from fxquant.numerics.grids import Grid
 from fxquant.quantization.mapping import Chosen, QConfigMapping
 from fxquant.quantization.observers import (
     ClipStdObserver,
@@ -25,14 +26,14 @@ from fxquant.quantization.observers import (
 )
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
 from fxquant.search.mixed_precision import Work, work_of
-from fxquant.search.sensitivity import METRIC, decibels, score_of
+from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
-from fxquant.tuning.samples import Metric, Reference, real_outputs_of
-from fxquant.tuning.simulation import Simulation, grid_for, taking_over
+from fxquant.tuning.effects import FloatOutputs, best_of, decibels, outputs_of
+from fxquant.tuning.simulation import grid_for, rounded, taking_over
 from fxquant.tuning.text_table import table
 
 OBSERVERS: tuple[Any, ...] = (
@@ -51,7 +52,6 @@ OBSERVERS: tuple[Any, ...] = (
     KLObserver,
     MixObserver,
 )
-WORTH = 0.95  # a tensor has another observer where that leaves at most so much of the noise
 
 
 def _observers(value: Any) -> tuple[Any, ...]:
@@ -166,16 +166,13 @@ def search(
             "samples": digest(value for inputs in work.samples for value in inputs if isinstance(value, Tensor)),
         },
     )
-    simulation = Simulation(choices)
-    trials = []
+    reference, trials = reference_of(work.prepared, work.samples), []
 
     def tried(choice: Choice) -> dict[str, Any]:
-        return asdict(_trial(simulation, reference, choice, served))
+        return asdict(_trial(reference, choice, served))
 
-    with simulation.running():
-        reference = Reference(simulation, work.samples)
-        for choice in progress(tensors, len(tensors), "observers", show_progress):
-            trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
+    for choice in progress(tensors, len(tensors), "observers", show_progress):
+        trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
     configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
     if configs:
@@ -189,7 +186,7 @@ def search(
 
     def judged(name: str) -> tuple[float, float | None]:
         made = found[name] = together(name)
-        return reference.noise(lambda inputs: real_outputs_of(made, inputs)), None if metric is None else score_of(metric, made)
+        return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
     for name in progress(mappings, len(mappings), "observers together", show_progress):
         measured[name], score = journal.at(f"together: {name}", partial(judged, name))
@@ -201,25 +198,26 @@ def search(
     return ObserverSearch(mappings[chosen], best, tuple(trials), measured, scores, chosen, left_out)
 
 
-def _trial(simulation: Simulation, reference: Reference, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
+def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
     """Measure the noise of each observer for one tensor; observers with the same grid are measured once."""
     quantizer = choice.operators[0].output
     before = label(quantizer.observer)
     seen: dict[tuple[float, int], float] = {}
     noise = {}
+
+    def measured(grid: Grid) -> float:
+        with rounded({choice.name: choice}, {choice.name: grid}):
+            return reference.noise(reference.float_form).pooled
+
     for name, observer in observers.items():
         grid = grid_for(quantizer, choice.dtype, ActivationConfig(observer=observer))
         key = float(grid.scale), grid.zero_point
         if key not in seen:
-            with simulation.rounded({choice.name: grid}):
-                seen[key] = reference.noise(simulation.outputs)
+            seen[key] = measured(grid)
         noise[name] = seen[key]
     if before not in noise:
-        with simulation.rounded({choice.name: quantizer.grid}):
-            noise[before] = reference.noise(simulation.outputs)
-    best = min(noise, key=noise.__getitem__)
-    chosen = best if best in observers and noise[best] <= WORTH * noise[before] else before
-    return ObserverTrial(choice.name, noise, before, chosen)
+        noise[before] = measured(quantizer.grid)
+    return ObserverTrial(choice.name, noise, before, best_of(noise, before))
 
 
 _TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpObserver: "p", ClipStdObserver: "deviations"}

@@ -15,6 +15,7 @@ from torch import fx
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
+from fxquant.reporting.verdict import TRIED
 from fxquant.search import mixed_precision, observer_search, wide_outputs
 from fxquant.search.budget import Budget
 from fxquant.search.mixed_precision import UNCHANGED, Corrections, Work
@@ -65,8 +66,7 @@ class State:
     def untuned(self) -> Work:
         """Return the work with the best mapping so far, before any method."""
         mapping, corrections = self.recipe.mapping, self.recipe.corrections
-        seen = self.work.seen if corrections.equalize == self.work.corrections.equalize else self.work.seen_otherwise
-        prepared = self.work.with_mapping(mapping, corrections)
+        prepared, seen = self.work.with_mapping(mapping, corrections), self.work.seen_with(corrections)
         return replace(self.work, prepared=prepared, base=mapping, seen=seen, corrections=corrections)
 
 
@@ -178,16 +178,6 @@ def _method(name: str) -> Remedy:
     return Remedy(name, propose)
 
 
-BUDGET = Remedy("mixed precision", _within_budget)
-REMEDIES: tuple[Remedy, ...] = (
-    Remedy("32-bit outputs", _high_precision),
-    Remedy("observers", _observers),
-    Remedy("bias correction", _bias_correction),
-    Remedy("rounding of weights", _rounding),
-    Remedy("equalization", _equalization),
-    Remedy("16 bits", _sixteen),
-    BUDGET,
-    _method("distillation"),
-    _method("AdaRound"),
-    _method("reconstruction"),
-)
+_PROPOSALS = (_high_precision, _observers, _bias_correction, _rounding, _equalization, _sixteen, _within_budget)
+REMEDIES: tuple[Remedy, ...] = (*map(Remedy, TRIED, _PROPOSALS), *map(_method, TRIED[len(_PROPOSALS) :]))
+BUDGET = REMEDIES[_PROPOSALS.index(_within_budget)]

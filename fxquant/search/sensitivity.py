@@ -16,24 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.analysis.recording import still
 from fxquant.api import calibrate, prepare
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
 from fxquant.ir.graph import stage_of
+from fxquant.ir.model import autocast_off
 from fxquant.prepared.batches import as_batches, example_inputs, no_batches
-from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
+from fxquant.quantization.state import State
 from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
-from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits, is_real
-from fxquant.tuning.samples import Metric, Reference, taken
-from fxquant.tuning.simulation import Simulation, grid_for, rounded_weight
+from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
+from fxquant.tuning.effects import FloatOutputs, decibels, is_real
+from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
 from fxquant.tuning.text_table import table
+from fxquant.tuning.walk import inputs_of
 
 WIDTHS = (4, 8, 16)
+Metric = Callable[[Any], float]  # a function of a model, of which more is better
 
 
 def _widths(value: Any) -> tuple[int, ...]:
@@ -116,16 +121,8 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         for tensor in self.ranked():
             cells = [f"{decibels(tensor.loss[dtype]):.1f}" if dtype in tensor.loss else "" for dtype in dtypes]
             drops = [f"{tensor.drop[dtype]:+.3g}" if dtype in tensor.drop else "" for dtype in dtypes if self.score is not None]
-            rows.append(
-                (
-                    tensor.name,
-                    tensor.dtype,
-                    *cells,
-                    *drops,
-                    f"{100 * tensor.macs / macs:.1f} %",
-                    f"{100 * _bytes(tensor) / sizes[tensor.kind]:.1f} %",
-                )
-            )
+            shares = f"{100 * tensor.macs / macs:.1f} %", f"{100 * _bytes(tensor) / sizes[tensor.kind]:.1f} %"
+            rows.append((tensor.name, tensor.dtype, *cells, *drops, *shares))
         measured = all(tensor.noise for tensor in self.tensors)
         head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
         told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
@@ -138,11 +135,6 @@ def _is_asked(tensor: TensorSensitivity, dtype: str, width: int | None) -> bool:
 
 def _bytes(tensor: TensorSensitivity) -> float:
     return tensor.elements * bits(tensor.dtype) / 8
-
-
-def decibels(noise: float) -> float:
-    """Return the signal to noise ratio in dB, given the noise to signal ratio."""
-    return math.inf if noise <= 0 else -10 * math.log10(noise)
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,7 @@ def sensitivity(
     and `calibrate` raise.
     """
     prepared = as_prepared(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
-    samples = taken(prepared, batches, num_batches, batch_fn)
+    samples = inputs_of(prepared, batches, num_batches, batch_fn)
     return find(prepared, samples, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
 
 
@@ -226,7 +218,12 @@ def as_prepared(
             remedy="leave qconfig out, or pass the float model",
         )
     if not is_prepared:
-        _refuse_used_up(batches)
+        if isinstance(batches, Iterator):
+            raise ConfigurationError(
+                f"a {type(batches).__name__} yields its batches only once",
+                because="a search runs the same batches again and again",
+                remedy="pass a list or a DataLoader: list(batches)",
+            )
         as_written, source = float_model(model), as_batches(batches)
         first = next(iter(source), None)
         if first is None:
@@ -239,15 +236,6 @@ def as_prepared(
             operator.output.require()
     assert isinstance(model, fx.GraphModule)
     return model
-
-
-def _refuse_used_up(batches: Any) -> None:
-    if isinstance(batches, Iterator):
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields its batches only once",
-            because="a search runs the same batches again and again",
-            remedy="pass a list or a DataLoader: list(batches)",
-        )
 
 
 def find(
@@ -269,37 +257,37 @@ def find(
             "samples": digest(value for inputs in samples for value in inputs if isinstance(value, Tensor)),
         },
     )
-    simulation = Simulation(choices)
-    with simulation.running():
-        reference = Reference(simulation, samples)
-        estimates = journal.at("estimate", lambda: _estimated(simulation, reference, wanted, options.seed))
+    reference = reference_of(prepared, samples)
+    with still(prepared, State.FLOAT), autocast_off():
+        estimates = journal.at("estimate", lambda: _estimated(reference, wanted, options.seed))
         trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if measured or metric is not None else []
         score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
         noise: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
         drop: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
         for choice, dtype in progress(trials, len(trials), "sensitivity", options.show_progress):
-            with simulation.rounded({choice.name: dtype}):
+            with rounded(choices, {choice.name: dtype}):
                 if measured:
-                    noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(simulation.outputs))
+                    noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(reference.float_form).pooled)
                 if metric is not None and score is not None:
                     found = journal.at(f"metric {choice.name} {dtype}", lambda: score_of(metric, prepared))
                     drop[choice.name][dtype] = score - found
-    return Sensitivity(
-        tuple(
-            TensorSensitivity(
-                choice.name,
-                choice.kind,
-                choice.dtype,
-                noise[choice.name],
-                estimates[choice.name],
-                drop[choice.name],
-                choice.macs,
-                choice.elements,
-            )
-            for choice in wanted
-        ),
-        score,
-    )
+    tensors = []
+    for choice in wanted:
+        losses = noise[choice.name], estimates[choice.name], drop[choice.name]
+        tensors.append(TensorSensitivity(choice.name, choice.kind, choice.dtype, *losses, choice.macs, choice.elements))
+    return Sensitivity(tuple(tensors), score)
+
+
+def reference_of(prepared: fx.GraphModule, samples: Sequence[Sequence[Any]]) -> FloatOutputs:
+    """Return the outputs of the float form for these inputs. Raises ConfigurationError if none is a floating-point tensor."""
+    reference = FloatOutputs(prepared, samples)
+    if not reference.there:
+        raise ConfigurationError(
+            "the model returns no float tensor to measure an error of",
+            because="noise is measured in float outputs",
+            remedy="pass a metric, or a model that returns its scores as well",
+        )
+    return reference
 
 
 def score_of(metric: Metric, model: nn.Module) -> float:
@@ -322,7 +310,7 @@ def score_of(metric: Metric, model: nn.Module) -> float:
 # ---- the estimate --------------------------------------------------------------------------------------------------------
 
 
-def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
+def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
     """Return the second-order estimate of every choice in every dtype."""
     found: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in wanted}
     generator = torch.Generator().manual_seed(seed)
@@ -330,18 +318,21 @@ def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Ch
     curvature: dict[str, Tensor] = {}  # of weights: Σ over batches of the squared gradient
     seen: list[tuple[Choice, Tensor, Mapping[str, Any] | None]] = []
 
-    def watch(choice: Choice, value: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
-        if choice.name in found and is_real(value):
+    def watch(choice: Choice, value: Any, arguments: Mapping[str, Any] | None = None) -> Any:
+        if is_real(value):
             value = value.detach().clone().requires_grad_() if arguments is not None or not value.requires_grad else value
             seen.append((choice, value, arguments))
         return value
 
-    simulation.observe = watch
-    try:
-        for inputs in reference.samples:
+    def watch_weight(choice: Choice, operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Any:
+        return watch(choice, arguments[weight_name(operator, arguments)], arguments)
+
+    power = [sum(float(output.double().square().sum()) for output in each) or 1.0 for each in zip(*reference.wanted, strict=True)]
+    with changed(wanted, watch, watch_weight):
+        for inputs in reference.chunks:
             seen.clear()
             with torch.enable_grad(), torch.inference_mode(False):
-                probe = _probe(simulation.outputs(inputs), reference, generator)
+                probe = _probe(reference.float_form(inputs), power, generator)
                 known = [value for _, value, _ in seen]
                 gradients = torch.autograd.grad(probe, known, allow_unused=True) if known and probe.requires_grad else [None] * len(known)
             for (choice, value, arguments), gradient in zip(seen, gradients, strict=True):
@@ -354,8 +345,6 @@ def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Ch
                     continue
                 for dtype in choice.dtypes:
                     found[choice.name][dtype] += float((squared * _error(choice, dtype, value.detach())).sum())
-    finally:
-        simulation.observe = None
     for choice in wanted:
         if choice.name in weights:
             weight, arguments = weights[choice.name]
@@ -365,10 +354,10 @@ def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Ch
     return found
 
 
-def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Generator) -> Tensor:
+def _probe(outputs: Sequence[Tensor], powers: Sequence[float], generator: torch.Generator) -> Tensor:
     """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
     total = torch.zeros((), device="cpu", dtype=torch.float32)
-    for output, power in zip(outputs, reference.power, strict=True):
+    for output, power in zip(outputs, powers, strict=True):
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1
         total = total.to(output.device) + (output * signs).sum() / (power * len(outputs)) ** 0.5
     return total

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
-from fxquant.search.sensitivity import METRIC, SearchOptions, decibels, score_of
+from fxquant.search.sensitivity import METRIC, Metric, SearchOptions, reference_of, score_of
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import Choices
-from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
-from fxquant.tuning.simulation import Simulation
+from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.text_table import table
+from fxquant.tuning.walk import inputs_of
 
 logger = logging.getLogger("fxquant")
 
@@ -164,7 +165,7 @@ def tune(
     held_out = range(HELD_OUT_OF - 1, len(every), HELD_OUT_OF) if len(every) >= HELD_OUT_OF else range(len(every) - 1, len(every))
     teaching = [batch for index, batch in enumerate(every) if index not in held_out]
     work = work_of(model, teaching, target, qconfig, batch_fn, show_progress)
-    judging = taken(work.prepared, [every[index] for index in held_out], None, batch_fn)
+    judging = inputs_of(work.prepared, [every[index] for index in held_out], None, batch_fn)
     call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
     call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
@@ -185,8 +186,7 @@ class _Session:
     ) -> None:
         self.work, self.journal, self.steps, self.budget = work, journal, steps, budget
         self.metric, self.seed, self.show = options.metric, options.seed, options.show_progress
-        with Simulation(Choices(work.prepared)).running() as simulation:
-            self.judge = Reference(simulation, judging)
+        self.judge = reference_of(work.prepared, judging)
         self.recipe = Recipe(work.base)
         self.made: fx.GraphModule | None = work.prepared
         self.best: TuneStep | None = None
@@ -226,7 +226,7 @@ class _Session:
                 if index < len(known["tried"]):
                     continue
                 made = self._built(recipe)
-                noise = self.judge.noise(lambda inputs, made=made: real_outputs_of(made, inputs))  # type: ignore[misc]
+                noise = self.judge.noise(partial(outputs_of, made)).pooled
                 score = -100 * noise**0.5 if self.metric is None else score_of(self.metric, made)
                 gain = 0.0 if self.best is None else score - self.best.score
                 better = self.best is None or (score, -noise) > (self.best.score, -self.best.noise)

@@ -6,7 +6,7 @@ block. What is learned passes through the layer's own `lower`, by a lowering tha
 `round_weights` needs no walk in integers. The terms of an output come from the layer's float function of an identity in place of the
 weight (`second_moment`). Gradients of the float model give the effect of output errors (`output_effect`). `calibrate` runs it after the
 observers, and then `correct_bias`, on the first samples (`first_samples`). The outputs on held-out samples judge what
-each method did, and undo it without a clear gain (`output_noise`); `equalize` runs before there are scales, and
+each method did, and undo it without a clear gain (`effects`); `equalize` runs before there are scales, and
 an estimate judges it. `distill` runs the whole graph in every step, in integers with gradients and in float.
 
 The result is an `AdaptiveRounding`, a scale, a `Coverage` of a weight's scale or a `BiasCorrection`. `lower` reads it in every

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
+from fxquant.calibration.left_out import having
 from fxquant.ir.graph import by_name
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
@@ -120,27 +121,16 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
 @contextmanager
 def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
     """Batches count equally in the statistics of these batch norms, which start anew; nothing else moves."""
-    momenta = [norm.momentum for _, _, norm in found]
-    lives = [operator.live_batch_norm for _, operator, _ in found]
-    tracks = [(norm.training, norm.track_running_stats) for _, _, norm in found]
-    quantizers = [q for _, operator, _ in found for q in (operator.output, operator.intermediate) if q is not None]
-    modes = [quantizer.mode for quantizer in quantizers]
-    try:
-        for _, operator, norm in found:
-            norm.num_batches_tracked.zero_()
-            norm.momentum = None
-            norm.training = norm.track_running_stats = True
-            operator.live_batch_norm, operator.state, operator.training = True, State.TRAIN, True
-        for quantizer in quantizers:
-            quantizer.mode = FROZEN
+    norms, operators = [norm for _, _, norm in found], [operator for _, operator, _ in found]
+    quantizers = [q for operator in operators for q in (operator.output, operator.intermediate) if q is not None]
+    for norm in norms:
+        norm.num_batches_tracked.zero_()
+    with (
+        having(norms, momentum=None, training=True, track_running_stats=True),
+        having(operators, live_batch_norm=True, state=State.TRAIN, training=True),
+        having(quantizers, mode=FROZEN),
+    ):
         yield
-    finally:
-        for quantizer, mode in zip(quantizers, modes, strict=True):
-            quantizer.mode = mode
-        for (_, _, norm), (training, track) in zip(found, tracks, strict=True):
-            norm.training, norm.track_running_stats = training, track
-        for (_, operator, norm), momentum, live in zip(found, momenta, lives, strict=True):
-            norm.momentum, operator.live_batch_norm, operator.state, operator.training = momentum, live, State.VALIDATE, False
 
 
 def _statistic(value: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ A rectifier turns noise of mean zero into noise with a positive mean. So matchin
 the next layers accumulate. The left side grows with c, and Newton's method finds c for each channel.
 
 Layers are corrected one after the other. Then all corrections are judged together by the outputs of the model on held-out samples
-(`output_noise`): corrections that do not lower the noise are halved, and dropped if that does not lower it either.
+(`effects`): corrections that do not lower the noise are halved, and dropped if that does not lower it either.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fxquant.quantization.weights import BiasCorrection
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.effects import FloatOutputs, judged
 from fxquant.tuning.guard import Tuned, tuning
-from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
@@ -70,11 +70,7 @@ def correct_bias(
     a batch norm that is trained live takes its place. The inputs are kept, and of what is between the layers two values, float and integer,
     for each that is still to be read.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
-    `checkpoint` continues behind the last layer that was finished.
-
-    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
-    of another call; if anything is raised, the model is what it was.
+    The same model and batches give the same bits, on one machine, with any number of threads. `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
@@ -114,7 +110,7 @@ def _correct(
     checkpoint: Checkpoint,
     show_progress: bool | None,
 ) -> TuningResult:
-    outputs, operators = OutputNoise(prepared, judging), tuned.operators
+    outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
     units = layer_units(prepared)
@@ -144,7 +140,7 @@ def _shares(operators: Mapping[str, QuantizedOperator], previous: Mapping[str, B
         for name, value in tuned.items():
             had = previous[name]
             start = torch.zeros_like(value) if had is None else had.value
-            _put(operators[name], (start + share * (value - start)).tolist())
+            _put(operators[name], start + share * (value - start))
 
     return [partial(put, share) for share in SHARES]
 
@@ -160,10 +156,10 @@ def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: Quan
     return {"row": asdict(row), "value": added.value.tolist() if row.kept and added is not None else None}
 
 
-def _put(operator: QuantizedOperator, value: list[float]) -> None:
-    added = BiasCorrection(len(value))
-    added.value.copy_(torch.tensor(value, dtype=torch.float32, device="cpu"))
-    operator.weight_quantizer.correct(added.to(next(operator.buffers(), added.value).device))
+def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
+    added = BiasCorrection(len(value)).to(next(operator.buffers(), torch.empty(0, device="cpu")).device)
+    added.value.copy_(torch.as_tensor(value, dtype=torch.float32))
+    operator.weight_quantizer.correct(added)
 
 
 @torch.no_grad()
@@ -221,9 +217,7 @@ def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> T
     """Apply the correction, and keep it if it lowers the error on held-out samples."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.correction
     before = lesson.error()
-    added = BiasCorrection(len(correction)).to(correction.device)
-    added.value.copy_(correction if previous is None else previous.value + correction)
-    quantizer.correct(added)
+    _put(operator, correction if previous is None else previous.value + correction)
     after = lesson.error()
     if not after < before:
         quantizer.correct(previous)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxquant.analysis.layers import layers
@@ -265,8 +264,3 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
         if name != "residual":
             found += [one for one in (quantizer if isinstance(quantizer, list) else [quantizer]) if isinstance(one, Quantizer)]
     return found
-
-
-def is_real(value: Any) -> bool:
-    """Return whether a value is a floating-point tensor."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

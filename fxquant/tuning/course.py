@@ -11,9 +11,9 @@ from torch import fx
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, digest, model_digest
+from fxquant.tuning.effects import FloatOutputs, is_lower, judged
 from fxquant.tuning.guard import Tuned
 from fxquant.tuning.learning import Settings, Student
-from fxquant.tuning.output_noise import OutputNoise, is_lower, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk
@@ -37,7 +37,7 @@ def learn(
     known = LayerCheckpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
     skipped = left_out(prepared)
     tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
-    outputs = OutputNoise(prepared, [samples.chunks[index] for index in samples.judging])
+    outputs = FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging])
     start = noise = outputs.measure()
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
@@ -61,7 +61,7 @@ def learn(
 
 
 def _taught(
-    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: OutputNoise, noise: float
+    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: FloatOutputs, noise: float
 ) -> Generator[None, None, float]:
     """Train one unit, and keep what it learned if its error falls and the outputs are not clearly noisier; return their least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)

@@ -31,11 +31,10 @@ from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.course import left_out
+from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.simulation import real_outputs
 from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
 
@@ -73,12 +72,7 @@ def distill(
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
 
-    The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
-    kill, the same call with the same `checkpoint` continues behind the last tenth of its steps that was done, and ends with the bits of
-    one that was not interrupted.
-
-    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
-    of another call; if anything is raised, the model is what it was.
+    `seed`, `checkpoint` and errors are as in `adaround`; a call that is repeated continues after the last finished tenth of its steps.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
@@ -87,8 +81,8 @@ def distill(
         skipped = left_out(prepared)
         nodes = [node for node in weighted_nodes(prepared) if node.name not in skipped]
         pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
-        outputs = OutputNoise(prepared, pupil.judging)
-        if not nodes or not outputs.nodes:
+        outputs = FloatOutputs(prepared, pupil.judging)
+        if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
         course = pupil.learn(steps, Checkpoint(checkpoint, call))
@@ -264,7 +258,7 @@ class _Pupil:
 
     def _drawn(self) -> list[Any]:
         """Return some samples to learn from, all of one size; their floating-point tensors are mixed with those of other samples."""
-        alike = self.items[self._number(len(self.items))]
+        alike = self.items[int(torch.randint(len(self.items), (), generator=self.generator, device="cpu"))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu", dtype=torch.float32)
         return self._moved([self._mixed([item[place] for item in alike], place, order, other, shares) for place in range(len(self.axes))])
@@ -280,17 +274,9 @@ class _Pupil:
         images = [value for value, moves in zip(inputs, self.moves, strict=True) if moves]
         if not images:
             return inputs
-        ways = (
-            2
-            * torch.rand(
-                len(images[0]), max(image.dim() for image in images) - 2, generator=self.generator, device="cpu", dtype=torch.float32
-            )
-            - 1
-        )
+        shape = len(images[0]), max(image.dim() for image in images) - 2
+        ways = 2 * torch.rand(shape, generator=self.generator, device="cpu", dtype=torch.float32) - 1
         return [_shifted(value, ways) if moves else value for value, moves in zip(inputs, self.moves, strict=True)]
-
-    def _number(self, below: int) -> int:
-        return int(torch.randint(below, (), generator=self.generator, device="cpu"))
 
     def _mixed(self, values: list[Any], place: int, order: Tensor, other: Tensor, shares: Tensor) -> Any:
         """Return one input of the chosen samples, each with its share of another."""

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
 from fxquant.calibration.calibration import out_of_calibration, require_prepared
-from fxquant.calibration.left_out import leaving_out
+from fxquant.calibration.left_out import having
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_parameter, parameter_value
 from fxquant.ir.model import repeatable
@@ -89,7 +89,7 @@ def equalize(
             yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
             seen += 1
 
-    with leaving_out(out_of_calibration(prepared)):
+    with having(out_of_calibration(prepared), left_out=True):
         _equalize(prepared, inputs(), together if distributed else None)
     if not seen and ranks.count() == 1:
         raise no_batches(num_batches)

@@ -1,7 +1,7 @@
 """The first samples of a calibration, by which ranges are judged, weights are rounded and biases are corrected after it.
 
 Ranges are chosen by the squared error of all samples, or by the noise of each, whichever leaves less noise in the outputs
-(`sample_ranges`), if there are samples enough to judge by.
+(`ranges`), if there are samples enough to judge by.
 Weights of few bits are rounded by them (`second_moment`).
 
 Biases are corrected (`bias`) if there are samples enough for a mean. They take back the mean of three errors: the remainder of the errors
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,12 +24,10 @@ from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
 from fxquant.ir.model import SAMPLES
-from fxquant.numerics.rounding import Rounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import BiasCorrection, Coverage
-from fxquant.tuning import bias, input_ranges, sample_ranges, second_moment
+from fxquant.quantization.weights import Parts
+from fxquant.tuning import bias, ranges, second_moment
 from fxquant.tuning.units import weighted_nodes
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
 
@@ -42,7 +39,6 @@ CHUNK = 16  # samples
 Found = TypeVar("Found")
 
 
-Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer
 Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
 
 
@@ -88,7 +84,7 @@ class FirstSamples:
         observed: bool = False,
     ) -> None:
         self.prepared = prepared
-        self.balances, self.observed_before = balance_samples, {} if observed else sample_ranges.counts(prepared)
+        self.balances, self.observed_before = balance_samples, {} if observed else ranges.counts(prepared)
         counts, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = known if known is not None and known.counts == counts else Kept(counts=counts)
         self.lost = counts > 0 and self.kept is not known
@@ -132,8 +128,7 @@ class FirstSamples:
         """Round and correct by them; where ranks calibrate together, by those of the first."""
         seen = self._seen_by_all(distributed)
         corrects = self.corrects and seen >= self.enough
-        self._balance(seen, distributed, show_progress)
-        self._narrow(distributed, show_progress)
+        self._choose_ranges(seen, distributed, show_progress)
         if not self.rounds and not corrects:
             return
         with _all_or_nothing(self.prepared):
@@ -147,24 +142,24 @@ class FirstSamples:
             )
             self.kept.roundings, self.kept.corrections = roundings, corrections
 
-    def _balance(self, seen: int, distributed: bool, show_progress: bool | None) -> None:
-        """Choose ranges by the noise of each sample where that is asked for, or better for the outputs."""
-        quantizers = sample_ranges.observed_since(self.prepared, self.observed_before)
-        chosen = self.balances
-        if chosen is None:
-            wanted = seen >= ENOUGH and bool(quantizers)
-            chosen = wanted and self._of_first_rank(distributed, partial(self._balances_better, quantizers, show_progress), False)
-        if chosen or any(quantizer.balanced for quantizer in quantizers.values()):
-            sample_ranges.put(quantizers, chosen)
+    def _choose_ranges(self, seen: int, distributed: bool, show_progress: bool | None) -> None:
+        """Choose ranges by the noise of each sample, and narrow those of lost inputs, where that is asked for or better for the outputs."""
+        prepared, observed = self.prepared, ranges.observed_since(self.prepared, self.observed_before)
+        free = [quantizer for quantizer in observed.values() if quantizer.can_balance_samples]
+        balanced = self.balances
+        if balanced is None:
 
-    def _balances_better(self, quantizers: Mapping[str, Quantizer], show_progress: bool | None) -> bool:
-        return sample_ranges.balances_better(self.prepared, quantizers, self._few()[0].chunks, show_progress)
+            def better() -> bool:
+                return ranges.balances_better(prepared, free, self._few()[0].chunks, show_progress)
 
-    def _narrow(self, distributed: bool, show_progress: bool | None) -> None:
-        """Narrow the ranges of inputs that lose most of their values, where the outputs are better for it."""
+            balanced = bool(free) and seen >= ENOUGH and self._of_first_rank(distributed, better, False)
+        ranges.put(free, balanced)
         if self.balances is not False:
-            find = lambda: input_ranges.narrower(self.prepared, self._few()[0].chunks, self.observed_before, show_progress)  # noqa: E731
-            input_ranges.narrow(self.prepared, self._of_first_rank(distributed, find, {}))
+
+            def factors() -> dict[str, float]:
+                return ranges.narrower(prepared, observed, self._few()[0].chunks, show_progress)
+
+            ranges.narrow(prepared, self._of_first_rank(distributed, factors, {}))
 
     def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
         """Run a method again and return what it gives layers; those that are left out keep what is known."""
@@ -238,17 +233,13 @@ def _counts(prepared: fx.GraphModule) -> int:
 
 def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
     """Return the rounding, coverage and correction of every layer."""
-    weights = {name: operator.weight_quantizer for name, operator in quantized_operators(prepared).items()}
-    return {name: (each.rounding, each.coverage, each.correction) for name, each in weights.items()}
+    return {name: operator.weight_quantizer.parts for name, operator in quantized_operators(prepared).items()}
 
 
 def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
     operators = quantized_operators(prepared)
-    for name, (rounding, coverage, correction) in parts.items():
-        weight = operators[name].weight_quantizer
-        weight.rounding = rounding
-        weight.cover(coverage)
-        weight.correct(correction)
+    for name, each in parts.items():
+        operators[name].weight_quantizer.put(each)
 
 
 def _same(one: Parts, other: Parts) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.calibration.calibration import enter, require_prepared
-from fxquant.calibration.left_out import in_float, leaving_out
+from fxquant.calibration.left_out import having, in_float
 from fxquant.ir.model import autocast_off
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
+from fxquant.quantization.weights import Parts, WeightQuantizer
 
 
 class Tuned(NamedTuple):
@@ -36,8 +37,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
     operators = quantized_operators(prepared)
     modes = {module: module.training for module in prepared.modules()}
     states = {operator: operator.state for operator in operators.values()}
-    weights = {operator: operator.weight_quantizer for operator in operators.values()}
-    parts = {operator: (quantizer.rounding, quantizer.correction, quantizer.coverage) for operator, quantizer in weights.items()}
+    parts = {quantizer: quantizer.parts for quantizer in (operator.weight_quantizer for operator in operators.values())}
     trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
     numbers = _numbers(prepared, {})
     out = {operator for operator in operators.values() if operator.left_out}.union(in_float(prepared))
@@ -49,7 +49,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
                 operator.output.require()
         for parameter in trained:
             parameter.requires_grad_(False)  # the tuned tensors are not parameters of the model
-        with leaving_out(out), autocast_off(), torch.inference_mode(False), torch.enable_grad():
+        with having(out, left_out=True), autocast_off(), torch.inference_mode(False), torch.enable_grad():
             # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
             yield Tuned(prepared, operators, partial(_restore, prepared, parts, _numbers(prepared, numbers)))
     except BaseException:
@@ -72,10 +72,8 @@ def _numbers(prepared: fx.GraphModule, known: Mapping[str, Tensor]) -> dict[str,
 
 
 @torch.no_grad()
-def _restore(prepared: fx.GraphModule, parts: Mapping[QuantizedOperator, tuple[Any, ...]], numbers: Mapping[str, Tensor]) -> None:
-    for operator, (rounding, correction, coverage) in parts.items():
-        operator.weight_quantizer.rounding = rounding
-        operator.weight_quantizer.correct(correction)
-        operator.weight_quantizer.cover(coverage)
+def _restore(prepared: fx.GraphModule, parts: Mapping[WeightQuantizer, Parts], numbers: Mapping[str, Tensor]) -> None:
+    for quantizer, before in parts.items():
+        quantizer.put(before)
     for name, value in prepared.state_dict(keep_vars=True).items():
         value.copy_(numbers[name])

@@ -29,9 +29,10 @@ from fxquant.numerics.clamping import clamped
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, straight_through
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import Coverage
 from fxquant.tuning import weight_scales
+from fxquant.tuning.effects import is_real
 from fxquant.tuning.real import is_weighted, real_result, weight_of
+from fxquant.tuning.settled import Settled, put
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_arguments, operator_at
 from fxquant.tuning.walk import Values, run
 
@@ -103,8 +104,7 @@ class Student:
         self.generator = torch.Generator().manual_seed(seed)
         operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
         self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
-        quantizers_of_weights = {node: self.operators[node].weight_quantizer for node in self.unit.weighted}
-        self.before = {node: (quantizer.rounding, quantizer.coverage) for node, quantizer in quantizers_of_weights.items()}
+        self.before = {node: self.operators[node].weight_quantizer.parts for node in self.unit.weighted}
         self.shares: dict[fx.Node, Tensor] = {}
         self.choices = {node: _Choice(self._shape(node)) for node in self.unit.weighted}
         quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
@@ -172,7 +172,7 @@ class Student:
         rounded, real = self.lesson.operands[index], self.lesson.float_operands[index]
         if self.settings.rounded is None:
             return dict(rounded)
-        return {node: self._partly(real[node], value) if _is_real(value) else value for node, value in rounded.items()}
+        return {node: self._partly(real[node], value) if is_real(value) else value for node, value in rounded.items()}
 
     def _partly(self, real: Tensor, rounded: Tensor) -> Tensor:
         """Each element rounded or real."""
@@ -220,9 +220,8 @@ class Student:
     @torch.no_grad()
     def undo(self) -> None:
         """Everything is as it was."""
-        for node, (rounding, coverage) in self.before.items():
-            self.operators[node].weight_quantizer.rounding = rounding
-            self.operators[node].weight_quantizer.cover(coverage)
+        for node, parts in self.before.items():
+            self.operators[node].weight_quantizer.put(parts)
         for number, before in self.numbers:
             number.copy_(before)
 
@@ -242,16 +241,7 @@ class Learned:
             operator = operator_at(prepared, node)
             if operator is None:
                 continue
-            if node.name in self.offsets:
-                offset = self.offsets[node.name]
-                rounding = AdaptiveRounding(tuple(offset.shape)).to(offset.device)
-                rounding.offset.copy_(offset)
-                operator.weight_quantizer.rounding = rounding
-            if node.name in self.shares:
-                share = self.shares[node.name]
-                coverage = Coverage(len(share)).to(share.device)
-                coverage.share.copy_(share)
-                operator.weight_quantizer.cover(coverage)
+            put(operator, Settled(self.offsets.get(node.name), self.shares.get(node.name)))
             if not operator.plain and operator.owns_output and operator.output.name in self.scales:
                 _move(operator.output, self.scales[operator.output.name])
 
@@ -281,10 +271,6 @@ def _move(quantizer: Quantizer, scale: Tensor) -> None:
     if quantizer.dtype.affine:
         quantizer.ends.mul_(scale / quantizer.current())
     quantizer.assign(scale)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _sharpness(done: float) -> float | None:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from fxquant.tuning.effects import real_outputs
 from fxquant.tuning.real import weight_of
-from fxquant.tuning.simulation import real_outputs
 from fxquant.tuning.units import bound_arguments, operator_at
 from fxquant.tuning.walk import Values, run
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxquant.calibration.left_out import having
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
@@ -45,14 +46,15 @@ from fxquant.quantization.learning import LSQ
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
+from fxquant.tuning.effects import FloatOutputs, judged
 from fxquant.tuning.gains import gain_of
 from fxquant.tuning.guard import tuning
+from fxquant.tuning.learning import Learned
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
-from fxquant.tuning.output_noise import OutputNoise, judged
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.settled import Settled, learned_of, put, settled
+from fxquant.tuning.settled import Settled, put, settled
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
@@ -86,13 +88,11 @@ def round_weights(
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and
     all others, unless the outputs of the model gain 0.2 dB by them. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file
     of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight whose scale is learned it is
-    an `AdaptiveRounding` and the scale
-    that training starts from. Layers with a rounding of the user's own, or a weight that others read as well, are left out.
+    an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own, or a weight that others read
+    as well, are left out.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
-    `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
-    each that is still to be read. Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and
-    ConfigurationError for a checkpoint that is of another call; if anything is raised, the model is what it was.
+    The same model and batches give the same bits, on one machine, with any number of threads. The inputs are kept, and of what is between
+    the layers one value for each that is still to be read. `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
@@ -163,7 +163,7 @@ def _round(
             row = known.rows[node.name]
             if row.kept:
                 learned = known.learned(row)
-                put(operator, Settled(*(of.get(node.name) for of in (learned.offsets, learned.shares, learned.scales))))  # type: ignore[arg-type]
+                put(operator, Settled(*(of.get(node.name) for of in (learned.offsets, learned.shares, learned.scales))))
             found.append(row)
             continue
         values = walk.at((*node.all_input_nodes, node))
@@ -181,19 +181,27 @@ def _round(
             put(operator, Settled(integers - layer.clipped))
             if few:
                 _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
-        known.add(row, learned_of(node.name, operator.weight_quantizer) if row.kept else None)
+        known.add(row, _learned(node.name, settled(operator.weight_quantizer)) if row.kept else None)
         found.append(row)
-    rows = _judged(prepared, found, OutputNoise(prepared, [samples.chunks[index] for index in samples.judging]), undo)
+    rows = _judged(prepared, found, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
     result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
     return result
+
+
+def _learned(name: str, decided: Settled) -> Learned:
+    """Return the decisions of a layer in the form that a checkpoint holds."""
+    offsets, shares, scales = ({} if each is None else {name: each} for each in decided)
+    return Learned(offsets, scales, shares)
 
 
 def _has_few_bits(operator: QuantizedOperator) -> bool:
     return operator.weight_quantizer.dtype.bits <= FEW_BITS
 
 
-def _judged(prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: OutputNoise, undo: Callable[[], None]) -> tuple[TunedLayer, ...]:
+def _judged(
+    prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: FloatOutputs, undo: Callable[[], None]
+) -> tuple[TunedLayer, ...]:
     """Return the rows, judged by the outputs: the layers of few bits together, and after them those of 8 bits, which gain less."""
     operators, put_back, found = quantized_operators(prepared), undo, {row.name: row for row in rows}
     decided = {row.name: settled(operators[row.name].weight_quantizer) for row in rows if row.kept}
@@ -273,11 +281,8 @@ class _Layer(NamedTuple):
     def of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values]) -> _Layer | None:
         quantizer = operator.weight_quantizer
         seen, previous = _Seen(), quantizer.rounding
-        quantizer.rounding = seen
-        try:
+        with having([quantizer], rounding=seen):
             real_result(operator, bound_arguments(node, operator, values[0]))
-        finally:
-            quantizer.rounding = previous
         calls = [operator.multiplied(*arguments_of(node, each))[0] for each in values]
         operands = [operator.operator.bind_call(positional, {}) for positional in calls]
         weight = weight_of(operator, operands[0])

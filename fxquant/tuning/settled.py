@@ -10,24 +10,23 @@ from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import Coverage, WeightQuantizer
-from fxquant.tuning.learning import Learned
 
 
 class Settled(NamedTuple):
     """The rounding decision of one layer.
 
-    offset  of its roundings, in steps, shape of the weight
+    offset  of its roundings, in steps, shape of the weight; None: its rounding stays
     share   of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
     scale   where a learned scale starts, (C,) or (1,); None: the scale is not learned
     """
 
-    offset: Tensor
+    offset: Tensor | None
     share: Tensor | None = None
     scale: Tensor | None = None
 
     def cpu(self) -> Settled:
         """Return the same numbers in the memory of the host."""
-        return Settled(*(None if each is None else each.cpu() for each in self))  # type: ignore[arg-type]
+        return Settled(*(None if each is None else each.cpu() for each in self))
 
 
 def settled(quantizer: WeightQuantizer) -> Settled:
@@ -38,19 +37,17 @@ def settled(quantizer: WeightQuantizer) -> Settled:
     return Settled(quantizer.rounding.offset, share, None if learned is None else learned.current())
 
 
-def learned_of(name: str, quantizer: WeightQuantizer) -> Learned:
-    """Return the decisions in the form that a checkpoint holds."""
-    offset, share, scale = settled(quantizer)
-    return Learned({name: offset}, {} if scale is None else {name: scale}, {} if share is None else {name: share})
-
-
 def put(operator: QuantizedOperator, decided: Settled) -> None:
-    """Give the operator this rounding, and where they are not None, this coverage and this learned scale."""
+    """Give the operator this rounding, this coverage and this learned scale, those of them that are not None."""
     offset, share, scale = decided
-    quantizer, device = operator.weight_quantizer, next(operator.buffers(), offset).device
-    rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
-    rounding.offset.copy_(offset)
-    quantizer.rounding = rounding
+    present = [each for each in decided if each is not None]
+    if not present:
+        return
+    quantizer, device = operator.weight_quantizer, next(operator.buffers(), present[0]).device
+    if offset is not None:
+        rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
+        rounding.offset.copy_(offset)
+        quantizer.rounding = rounding
     if share is not None:
         coverage = Coverage(len(share)).to(device)
         coverage.share.copy_(share)

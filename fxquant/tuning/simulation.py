@@ -1,19 +1,15 @@
-"""A prepared model in float in which only chosen tensors and weights are rounded, without preparing it again."""
+"""Chosen tensors and weights of a prepared model rounded, without preparing it again."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from fxquant.analysis.recording import still
-from fxquant.ir.graph import by_name
-from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
@@ -21,85 +17,29 @@ from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.observers import Observer, gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.tuning.choices import WEIGHT, Choice, Choices, is_real
+from fxquant.tuning.choices import WEIGHT, Choice
+from fxquant.tuning.effects import is_real
 from fxquant.tuning.real import weight_of
 
 Way = str | Grid  # in which a choice is rounded: to a dtype with its observer's scale, or a tensor to this grid
 
 
-class Simulation:
-    """The float model of a prepared one, with chosen tensors and weights rounded as their integers would be.
+Result = Callable[[Choice, Tensor], Any]  # what a tensor becomes
+Weight = Callable[[Choice, QuantizedOperator, dict[str, Any]], Tensor]  # what a weight becomes, given the arguments of the call
 
-    What else the integer model does is left out: sums are those of floats, and what only moves or joins values rounds none of them.
-    """
 
-    def __init__(self, choices: Choices) -> None:
-        self.choices, self.prepared = choices, choices.prepared
-        self._grids: dict[QuantizedOperator, Grid] = {}
-        self._weights: dict[QuantizedOperator, str] = {}
-        self.observe: Any = None  # called with the choice's name and its values: see `watched`
+@contextmanager
+def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterator[None]:
+    """Inside, the operators of these choices return what `result` makes of theirs, and read what `weight` makes of their weights."""
 
-    @contextmanager
-    def running(self) -> Iterator[Simulation]:
-        """Inside, the model runs in float, and nothing of it changes by that."""
-        handles = []
-        for choice in self.choices.values():
-            for operator in choice.operators:
-                if choice.kind == WEIGHT:
-                    handles.append(operator.register_forward_pre_hook(self._rounded_weight(choice), with_kwargs=True))
-                else:
-                    handles.append(operator.register_forward_hook(self._rounded(choice)))
-        try:
-            with still(self.prepared, State.FLOAT), autocast_off():
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+    def of_result(choice: Choice) -> Any:
+        return lambda module, read, value: result(choice, value)
 
-    @contextmanager
-    def rounded(self, ways: Mapping[str, Way]) -> Iterator[None]:
-        """Inside, the choices of these names are rounded, each in its way."""
-        for name, way in ways.items():
-            choice = self.choices[name]
-            for operator in choice.operators:
-                if choice.kind == WEIGHT:
-                    assert isinstance(way, str)
-                    self._weights[operator] = way
-                else:
-                    self._grids[operator] = grid_for(operator.output, way) if isinstance(way, str) else way
-        try:
-            yield
-        finally:
-            self._grids.clear()
-            self._weights.clear()
-
-    def outputs(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return the floating-point outputs of the model."""
-        return real_outputs(self.prepared(**by_name(self.prepared, inputs)))
-
-    def _rounded(self, choice: Choice) -> Any:
-        def hook(module: QuantizedOperator, _: Any, result: Tensor) -> Tensor:
-            if self.observe is not None:
-                result = self.observe(choice, result)
-            grid = self._grids.get(module)
-            return result if grid is None or not is_real(result) else grid.dequantize(grid.quantize(result))
-
-        return hook
-
-    def _rounded_weight(self, choice: Choice) -> Any:
+    def of_weight(choice: Choice) -> Any:
         def hook(module: QuantizedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            dtype = self._weights.get(module)
-            if dtype is None and self.observe is None:
-                return None
             arguments = module.operator.bind_call(args, kwargs)
-            name = weight_name(module, arguments)
-            if self.observe is not None:
-                value = self.observe(choice, arguments[name], arguments)
-            else:
-                assert dtype is not None
-                value = rounded_weight(module, arguments, dtype)
+            name, value = weight_name(module, arguments), weight(choice, module, arguments)
             names = list(module.operator.parameter_names)[: len(args)]
             return tuple(value if known == name else arg for known, arg in zip(names, args, strict=True)), {
                 key: value if key == name else held for key, held in kwargs.items()
@@ -107,10 +47,41 @@ class Simulation:
 
         return hook
 
+    handles = [
+        operator.register_forward_pre_hook(of_weight(choice), with_kwargs=True)
+        if choice.kind == WEIGHT
+        else operator.register_forward_hook(of_result(choice))
+        for choice in choices
+        for operator in choice.operators
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-def real_outputs(result: Any) -> list[Tensor]:
-    """Return the floating-point tensors among a model's outputs."""
-    return [value for value in pytree.tree_leaves(result) if is_real(value)]
+
+def rounded(choices: Mapping[str, Choice], ways: Mapping[str, Way]) -> AbstractContextManager[None]:
+    """Return a context in which the choices of these names are rounded, each in its way; in float, nothing else is.
+
+    What else the integer model does is left out: sums are those of floats, and what only moves or joins values rounds none of them.
+    """
+    grids = {
+        name: grid_for(choices[name].operators[0].output, way) if isinstance(way, str) else way
+        for name, way in ways.items()
+        if choices[name].kind != WEIGHT
+    }
+
+    def on_grid(choice: Choice, value: Any) -> Any:
+        grid = grids[choice.name]
+        return grid.dequantize(grid.quantize(value)) if is_real(value) else value
+
+    def of_dtype(choice: Choice, operator: QuantizedOperator, arguments: dict[str, Any]) -> Tensor:
+        dtype = ways[choice.name]
+        assert isinstance(dtype, str)
+        return rounded_weight(operator, arguments, dtype)
+
+    return changed([choices[name] for name in ways], on_grid, of_dtype)
 
 
 # ---- grids and weights ---------------------------------------------------------------------------------------------------

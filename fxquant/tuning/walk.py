@@ -59,19 +59,30 @@ def taken(
     A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
-    whole: list[list[Any]] = []
-    source = as_batches(batches)
-    for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
-        whole.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(whole)))
-    if not whole:
-        raise no_batches(num_batches)
-    found = cut(prepared, whole, size)
+    found = cut(prepared, inputs_of(prepared, batches, num_batches, batch_fn, show_progress), size)
     if len(found.chunks) < 2:
         raise CalibrationError(
             "there is too little to tune with",
             because="`batches` yielded one sample; tuning learns from some and is judged on others",
             remedy="pass at least 2 samples; 64 to 1024 are usual",
         )
+    return found
+
+
+def inputs_of(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None,
+    batch_fn: Callable[[Any], Any] | None,
+    show_progress: bool | None = False,
+) -> list[list[Any]]:
+    """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
+    found: list[list[Any]] = []
+    source = as_batches(batches)
+    for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
+        found.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(found)))
+    if not found:
+        raise no_batches(num_batches)
     return found
 
 
@@ -87,18 +98,13 @@ def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
 
 def batch_axes(prepared: fx.GraphModule) -> list[int | None]:
     """Return for each input of the model the dimension that is the batch; None if there is none."""
-    return [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    facts = [fact(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    return [known.batch_axis if isinstance(known, TensorFact) else None for known in facts]
 
 
 def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[Any]]:
     """Return the model's inputs of each sample of a chunk; a chunk of a model without a batch is one."""
     return _cut(inputs, axes, 1) if any(axis is not None for axis in axes) else [list(inputs)]
-
-
-def _batch_axis(node: fx.Node) -> int | None:
-    """Return the dimension of an input that is the batch; None if there is none."""
-    known = fact(node)
-    return known.batch_axis if isinstance(known, TensorFact) else None
 
 
 def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:

@@ -75,7 +75,7 @@ def test_no_method_moves_a_pruned_weight(method: str) -> None:
 
 @pytest.mark.parametrize("options", [{"target": "x86"}, {"bits": "int8"}, {"per_channel": False}, {"power_of_two": True}], ids=str)
 def test_nor_does_any_grid(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxquant.tuning.output_noise.is_lower", lambda *_: True)  # whatever the outputs say of roundings of 8 bits
+    monkeypatch.setattr("fxquant.tuning.effects.is_lower", lambda *_: True)  # whatever the outputs say of roundings of 8 bits
     prepared = calibrated("all layers", **options)
     assert roundings(prepared)
     assert returned(prepared) == 0

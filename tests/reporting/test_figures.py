@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.figures import pareto_front
 from fxquant.reporting.layout import drawing
-from fxquant.search.sensitivity import decibels
+from fxquant.tuning.effects import decibels
 from fxquant.tuning.result import TunedLayer, TuningResult
 from tests.shared.written import written
 

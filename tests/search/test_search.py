@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.budget import costs, fits
@@ -25,7 +24,7 @@ from fxquant.search.integer_program import optimum
 from fxquant.search.mixed_precision import work_of
 from fxquant.search.remedies import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
-from fxquant.tuning import samples
+from fxquant.tuning import effects
 from fxquant.tuning.choices import Choices
 from tests.shared import networks as shared
 
@@ -413,7 +412,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     assert {step.remedy for step in whole.steps} >= {"calibration", "32-bit outputs", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
 
-    judge, judged = samples.real_outputs_of, 0
+    judge, judged = effects.outputs_of, 0
 
     def killing(*given: Any) -> Any:
         nonlocal judged
@@ -422,7 +421,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
             raise KeyboardInterrupt
         return judge(*given)
 
-    monkeypatch.setattr(tuner, "real_outputs_of", killing)
+    monkeypatch.setattr(tuner, "outputs_of", killing)
     with pytest.raises(KeyboardInterrupt):
         fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
     resumed = fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
@@ -472,8 +471,3 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         wanted = fxq.calibrate(prepared, batches, **asdict(recipe.corrections), show_progress=False)
         assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
         assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
-
-
-def test_the_verdict_names_what_tune_tries() -> None:
-    assert [remedy.name for remedy in REMEDIES] == list(TRIED)
-    assert {*OF_ACTIVATIONS, *OF_WEIGHTS} <= set(TRIED)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import course, distillation, output_noise
+from fxquant.tuning import course, distillation, effects
 from fxquant.tuning.blocks import block_units
 from fxquant.tuning.units import layer_units
 from tests.shared import contract
@@ -156,7 +156,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     fxq.calibrate(prepared, LEARNED, round_weights=False, correct_bias=False, show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
-    monkeypatch.setattr(output_noise.OutputNoise, "measure", lambda self: next(noise))
+    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: next(noise))
     result = JUDGED[name](prepared)
     assert len(result)
     assert not result.kept
@@ -169,7 +169,7 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
     prepared, noise = fxq.prepare(network, LEARNED[0], "bayes-e"), itertools.count(1)
     fxq.set_state(prepared, fxq.State.CALIBRATE)
     prepared(LEARNED[0])
-    monkeypatch.setattr(output_noise.OutputNoise, "measure", lambda self: next(noise))
+    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: next(noise))
     assert not fxq.tuning.adaround(prepared, LEARNED, **SHORT).kept
     fxq.convert(prepared)
 
