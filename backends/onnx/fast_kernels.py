@@ -78,6 +78,9 @@ class FastWriter(Writer):
     def zero_point(self, node: fx.Node, name: str) -> int:
         return stored_zero_point(node) if self.emitter.types[name] == torch.uint8 else 0
 
+    def stored(self, node: fx.Node, value: Tensor) -> Tensor:
+        return value if value.is_floating_point() else (value.to(torch.int16) + moved_by(node)).to(torch.uint8)
+
     def returned_integers(self, node: fx.Node) -> str:
         value = str(self.values[node])
         if not self._is_shifted(value) or fact(node).dtype == torch.uint8:

@@ -192,6 +192,10 @@ class Writer:
         """Return whether a node dequantizes integers for the outputs alone."""
         return node.target is dequantize and all(user.op == "output" for user in node.users)
 
+    def stored(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Return the value of a node of the integer graph as the file stores it. Here: as it is."""
+        return value
+
     def returned_integers(self, node: fx.Node) -> str:
         """Return the name of a quantized tensor as the file returns it if it returns integers; it is described under this name."""
         return str(self.values[node])
