@@ -31,7 +31,6 @@ from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range,
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import requantize_real
@@ -41,12 +40,12 @@ from fxquant.support.offers import disagreed
 logger = logging.getLogger("fxquant")
 
 
-def has_kernels(arithmetic: Arithmetic) -> bool:
-    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does.
+def has_kernels(integer: fx.GraphModule) -> bool:
+    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as the model's arithmetic does.
 
     If they cannot, they compute sums of products only.
     """
-    return requantize_real in arithmetic.primitives
+    return requantize_real in integer.meta["target"].arithmetic.primitives
 
 
 def write_fast(
@@ -62,7 +61,7 @@ def write_fast(
 
     If `plain`, return None if the model has no kernels, or one is not exact here in a session without options.
     """
-    if not has_kernels(integer.meta["target"].arithmetic):
+    if not has_kernels(integer):
         return _write_sums(integer, io, opset, input_names, output_names)
     settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
