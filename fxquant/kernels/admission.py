@@ -116,7 +116,6 @@ def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
         return of_any_range(site.sizes[node], generator)
     arguments: Any = root.args
     scale, low, high = site.constant(arguments[1]), int(arguments[2]), int(arguments[3])
-    assert scale is not None
     steps = torch.randint(2 * (low - 2), 2 * (high + 3), site.sizes[node], generator=generator, device="cpu")
     value = steps.to(torch.float32) / 2 * scale  # whole steps, and ties
     noise = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float32) * scale

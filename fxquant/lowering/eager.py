@@ -22,6 +22,7 @@ from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
+from fxquant.training.reference_kernels import Rounded, form_of
 
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
 
@@ -213,7 +214,7 @@ class FusedLowering(EagerLowering):
         self._set(to, observed)
         return self._on(to.grid, *fused_elementwise.joined(join, self._rounded(end, to), step))
 
-    def _rounded(self, end: Epilogue, to: Quantizer) -> fused_layers.Rounded:
+    def _rounded(self, end: Epilogue, to: Quantizer) -> Rounded:
         """Return the requantization of an accumulator to the grid of `to`."""
         least, most = end.clamp or (None, None)
         limits = -math.inf if least is None else least, math.inf if most is None else most
@@ -274,7 +275,7 @@ class FusedLowering(EagerLowering):
             and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         )
         factors = ratio.approximate().to(torch.float32)
-        form = fused_layers.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
+        form = form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
         if form is None:
             return super().complete(accumulator, end, bias, residual, multiplier, statistics)
         added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
