@@ -236,4 +236,5 @@ def random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Genera
     if reader is None or not value.is_floating_point():
         return value
     low, high = (int(limit) for limit in reader.args[2:4])  # type: ignore[arg-type]
-    return value * (float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2)  # type: ignore[union-attr]
+    scaled: Tensor = value * (float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2)  # type: ignore[union-attr]
+    return scaled
