@@ -18,10 +18,7 @@ ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
 def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:
     """Return the first arguments of an elementwise call over several operands: count, rank, sizes, and the strides of each."""
     sizes, *moved = joined(call.shape, *(steps(operand.shape, call.shape) for operand in operands))
-    count = 1
-    for size in sizes:
-        count *= size
-    return (count, len(sizes), sizes, *moved)
+    return (call.count, len(sizes), sizes, *moved)
 
 
 def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
@@ -36,106 +33,79 @@ def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
 @form(quantization.quantize)
 def _quantize(call: Call, input: Value, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
     assert scale.constant is not None
-    y = call.result()
-    call.emit("quantize", [input.dtype, y.dtype], y.count, input, float(scale.constant), low, high, zero_point, y)
+    call.emit("quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point)
 
 
 @form(quantization.dequantize)
 def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> None:
-    y = call.result()
-    call.emit("dequantize", [input.dtype, y.dtype], *_beside(call, scale), input, scale, zero_point, y)
+    call.emit("dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point)
 
 
 @form(requantize.requantize_fixed)
 def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
     bits, rounding, low, high, _ = settings
-    y, constants = call.result(), _in_one_shape(call, shift, multiplier, right)
+    constants = _in_one_shape(call, shift, multiplier, right)
     call.emit(
-        "requantize_fixed", [acc.dtype, y.dtype], *_beside(call, constants[0]), acc, *constants, bits, ROUNDINGS[rounding], low, high, y
+        "requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, bits, ROUNDINGS[rounding], low, high
     )
 
 
 @form(requantize.requantize_real)
 def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
-    y = call.result()
-    call.emit("requantize_real", [acc.dtype, y.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point, y)
+    call.emit("requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point)
 
 
 @form(requantize.clamp_accumulator)
 def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> None:
-    y, limits = call.result(), _in_one_shape(call, low, high)
-    call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, y.dtype], *_beside(call, limits[0]), input, *limits, y)
+    limits = _in_one_shape(call, low, high)
+    call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, call.dtype], *_beside(call, limits[0]), input, *limits)
 
 
 @form(elementwise.align_fixed)
 def _align_fixed(call: Call, input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> None:
-    y, constants = call.result(), _in_one_shape(call, multiplier, right_shift)
-    call.emit("align_fixed", [input.dtype, y.dtype], *_beside(call, constants[0]), input, *constants, y)
+    constants = _in_one_shape(call, multiplier, right_shift)
+    call.emit("align_fixed", [input.dtype, call.dtype], *_beside(call, constants[0]), input, *constants)
 
 
 @form(elementwise.align_real)
 def _align_real(call: Call, input: Value, multiplier: Value, wide: bool = False) -> None:
-    y = call.result()
-    call.emit("align_real", [input.dtype, y.dtype], *_beside(call, multiplier), input, multiplier, y)
+    call.emit("align_real", [input.dtype, call.dtype], *_beside(call, multiplier), input, multiplier)
 
 
 @form(accumulate.add_residual)
 def _add_residual(call: Call, accumulator: Value, residual: Value, multiplier: Value) -> None:
-    y = call.result()
     call.emit(
         "add_residual",
-        [accumulator.dtype, residual.dtype, y.dtype],
+        [accumulator.dtype, residual.dtype, call.dtype],
         *_beside(call, residual, multiplier),
         accumulator,
         residual,
         multiplier,
-        y,
     )
 
 
 @form(accumulate.add_residual_shifted)
 def _add_residual_shifted(call: Call, accumulator: Value, residual: Value, multiplier: Value, right_shift: Value) -> None:
-    y, constants = call.result(), _in_one_shape(call, multiplier, right_shift)
-    dtypes = [accumulator.dtype, residual.dtype, y.dtype]
-    call.emit("add_residual_shifted", dtypes, *_beside(call, residual, constants[0]), accumulator, residual, *constants, y)
-
-
-@form(elementwise.centre)
-def _centre(call: Call, input: Value, zero_point: int) -> None:
-    y = call.result()
-    call.emit("centre", [input.dtype, y.dtype], y.count, input, zero_point, y)
-
-
-@form(elementwise.shift_right)
-def _shift_right(call: Call, input: Value, bits: int) -> None:
-    y = call.result()
-    call.emit("shift_right", [input.dtype, y.dtype], y.count, input, bits, y)
-
-
-@form(elementwise.clamp)
-def _clamp(call: Call, input: Value, low: int, high: int) -> None:
-    y = call.result()
-    call.emit("clamp", [input.dtype, y.dtype], y.count, input, low, high, y)
+    constants = _in_one_shape(call, multiplier, right_shift)
+    dtypes = [accumulator.dtype, residual.dtype, call.dtype]
+    call.emit("add_residual_shifted", dtypes, *_beside(call, residual, constants[0]), accumulator, residual, *constants)
 
 
 @form(elementwise.lookup)
 def _lookup(call: Call, input: Value, table: Value, first: int | None = None) -> None:
-    y = call.result()
-    call.emit("lookup", [input.dtype, y.dtype], y.count, input, table, -(table.count // 2) if first is None else first, y)
+    call.emit("lookup", [input.dtype, call.dtype], call.count, input, table, -(table.count // 2) if first is None else first)
 
 
 @form(product.rectify)
 def _rectify(call: Call, input: Value, positive: int, negative: Value, wide: bool = False) -> None:
-    y = call.result()
-    call.emit("rectify", [input.dtype, negative.dtype, y.dtype], *_beside(call, negative), input, positive, negative, y)
+    call.emit("rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative)
 
 
 @form(product.scale_channels, product.scale_channels_wide)
 def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None, trailing: int) -> None:
-    y = call.result()
     place = _beside(call, Value("", weight.dtype, (weight.count, *[1] * trailing)))
     call.emit(
-        "scale_channels", [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, y.dtype], *place, input, weight, bias, y
+        "scale_channels", [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype], *place, input, weight, bias
     )
 
 
@@ -143,25 +113,26 @@ def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None,
 def _truncated(call: Call, input: Value, scale: Value, margin: Value) -> None:
     assert scale.constant is not None
     assert margin.constant is not None
-    y = call.result()
-    call.emit("truncated", [input.dtype], y.count, input, float(scale.constant), float(margin.constant), y)
+    call.emit("truncated", [input.dtype], call.count, input, float(scale.constant), float(margin.constant))
 
 
-def _plain(name: str) -> Any:
-    """Declare the form of a primitive that reads a single tensor."""
+def _each(name: str, numbers: int = 0) -> Any:
+    """Return the form of a primitive that reads a single tensor, and this many numbers."""
 
-    def written(call: Call, input: Value, *_: Any) -> None:
-        y = call.result()
-        call.emit(name, [input.dtype, y.dtype], y.count, input, y)
+    def written(call: Call, input: Value, *rest: Any) -> None:
+        call.emit(name, [input.dtype, call.dtype], call.count, input, *rest[:numbers])
 
     return written
 
 
-form(requantize.accumulator_output)(_plain("accumulator_output"))
-form(elementwise.widen)(_plain("widen"))
-form(elementwise.negate)(_plain("negate"))
-form(comparison.opposite)(_plain("opposite"))
-form(whole.converted)(_plain("converted"))
+form(requantize.accumulator_output)(_each("accumulator_output"))
+form(elementwise.widen)(_each("widen"))
+form(elementwise.negate)(_each("negate"))
+form(comparison.opposite)(_each("opposite"))
+form(whole.converted)(_each("converted"))
+form(elementwise.centre)(_each("centre", 1))
+form(elementwise.shift_right)(_each("shift_right", 1))
+form(elementwise.clamp)(_each("clamp", 2))
 
 
 # ---- two operands -----------------------------------------------------------------------------------------------------
@@ -185,13 +156,8 @@ DIVISIONS = {
 
 def pair(call: Call, name: str, document: str, expression: str, input: Value, other: Value) -> None:
     """Emit a function of two tensors, element by element."""
-    y = call.result()
-    words = {"DOCUMENT": document, "EXPRESSION": _typed(expression, y.dtype)}
-    call.emit(name, [input.dtype, other.dtype, y.dtype], *_beside(call, input, other), input, other, y, template="PAIR", replaced=words)
-
-
-def _typed(expression: str, dtype: torch.dtype) -> str:
-    return expression.replace("(Y)", f"({C_TYPES[dtype]})")
+    words = {"DOCUMENT": document, "EXPRESSION": expression.replace("(Y)", f"({C_TYPES[call.dtype]})")}
+    call.emit(name, [input.dtype, other.dtype, call.dtype], *_beside(call, input, other), input, other, template="PAIR", replaced=words)
 
 
 def _pair_form(primitive: Any, document: str, expression: str) -> None:
@@ -228,14 +194,12 @@ def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     if operation in WHOLE:
         pair(call, f"joined_{operation}", "Section 16: two whole numbers, modulo 2^64.", WHOLE[operation], input, other)
         return
-    y = call.result()
     words = dict(zip(("DOCUMENT", "EXPRESSION"), DIVISIONS[operation], strict=True))
     place = _beside(call, input, other)
-    call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, y, template="DIVISION", replaced=words, fails=True)
+    call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, template="DIVISION", replaced=words, fails=True)
 
 
 @form(comparison.choose, whole.chosen)
 def _choose(call: Call, input: Value, other: Value, condition: Value) -> None:
-    y = call.result()
-    types = [input.dtype, other.dtype, condition.dtype, y.dtype]
-    call.emit("choose", types, *_beside(call, input, other, condition), input, other, condition, y)
+    types = [input.dtype, other.dtype, condition.dtype, call.dtype]
+    call.emit("choose", types, *_beside(call, input, other, condition), input, other, condition)

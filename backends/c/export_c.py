@@ -142,7 +142,8 @@ def _source(program: Program, name: str, path: Path, external: bool) -> str:
     ]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
-    memory = sum(pool.size * torch.empty(0, dtype=_dtype(kind), device="cpu").element_size() for kind, pool in program.pools.items())
+    sizes = {name: dtype.itemsize for dtype, name in C_TYPES.items()}
+    memory = sum(pool.size * sizes[kind] for kind, pool in program.pools.items())
     constants = "\n".join(_constants(program, external))
     includes += ["<math.h>"] if re.search(r"\b(NAN|INFINITY)\b", constants + body) else []
     parts = [
@@ -160,10 +161,6 @@ def _source(program: Program, name: str, path: Path, external: bool) -> str:
         f"{_signature(program, name)}\n{{\n{''.join(unused)}{body}    return 0;\n}}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _dtype(kind: str) -> torch.dtype:
-    return next(dtype for dtype, name in C_TYPES.items() if name == kind)
 
 
 def _constants(program: Program, external: bool) -> Iterator[str]:

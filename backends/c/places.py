@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fxquant.backends.c.broadcast import around, joined, steps, strides_of
@@ -14,10 +15,9 @@ MODES = {"zeros": 0, "border": 1, "reflection": 2}
 
 def _moved(call: Call, input: Value, size: list[int], step: list[int], start: int = 0) -> None:
     """Emit a copy of the elements from `start` on, with these strides along dimensions of these sizes, into a contiguous result."""
-    y = call.result()
     sizes, moved = joined(size, step)
     first = Value(f"{input.text} + {start}", input.dtype, input.shape) if start else input
-    call.emit("moved", [input.dtype], y.count, len(sizes), sizes, moved, first, y)
+    call.emit("moved", [input.dtype], call.count, len(sizes), sizes, moved, first)
 
 
 VIEWS.add(shape.reshape)
@@ -65,20 +65,18 @@ def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
     for tensor in tensors:
         length = around(tensor.shape, dim)[1] * inner
         part = Value(f"{y.text} + {start}", y.dtype, y.shape) if start else y
-        call.emit("concatenate", [y.dtype], outer, length, whole * inner, tensor, part)
+        call.emit("concatenate", [y.dtype], outer, length, whole * inner, tensor, into=part)
         start += length
 
 
 @form(shape.pad)
 def _pad(call: Call, input: Value, begin: list[int], end: list[int], value: int) -> None:
-    y = call.result()
-    call.emit("pad", [input.dtype], y.count, len(y.shape), list(y.shape), list(begin), list(input.shape), value, input, y)
+    call.emit("pad", [input.dtype], call.count, len(call.shape), list(call.shape), list(begin), list(input.shape), value, input)
 
 
 def _pick(call: Call, input: Value, dim: int, index: Value) -> None:
-    y = call.result()
     outer, terms, inner = around(input.shape, dim)
-    call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, y, fails=True)
+    call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, fails=True)
 
 
 form(shape.select, selection.pick)(_pick)
@@ -89,66 +87,60 @@ def _rows(call: Call, table: Value, indices: Value) -> None:
     _pick(call, table, 0, indices)
 
 
-def _along(input: Value, index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
-    """Return how an index is traversed and what it addresses in a tensor apart from one dimension: count, rank, sizes, strides; then the
-    size of the dimension, and its stride.
-    """  # noqa: D205
-    dim %= len(input.shape)
-    strides = strides_of(input.shape)
+def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
+    """Return how an index is traversed, and what it addresses in a tensor of this shape apart from one dimension.
+
+    These are count, rank, sizes and strides; then the size of the dimension, and its stride.
+    """
+    dim %= len(shape)
+    strides = strides_of(shape)
     fixed = [0 if d == dim else step for d, step in enumerate(strides)]
     sizes, *moved = joined(index.shape, fixed, *(strides_of(other.shape) if other.shape else [0] * len(index.shape) for other in others))
-    return (index.count, len(sizes), sizes, *moved, input.shape[dim], strides[dim])
+    return (index.count, len(sizes), sizes, *moved, shape[dim], strides[dim])
 
 
 @form(selection.take_along)
 def _take_along(call: Call, input: Value, dim: int, index: Value) -> None:
-    y = call.result()
-    call.emit("take_along", [input.dtype, index.dtype], *_along(input, index, dim), input, index, y, fails=True)
+    call.emit("take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True)
 
 
 @form(selection.put_along)
 def _put_along(call: Call, input: Value, source: Value, dim: int, index: Value, number: bool = False) -> None:
-    y = call.result()
-    places = _along(input, index, dim, source)
-    call.emit("put_along", [input.dtype, source.dtype, index.dtype], y.count, *places, input, source, index, y, fails=True)
+    places = _along(input.shape, index, dim, source)
+    call.emit("put_along", [input.dtype, source.dtype, index.dtype], call.count, *places, input, source, index, fails=True)
 
 
 @form(scatter.sum_along)
 def _sum_along(call: Call, source: Value, dim: int, index: Value, size: int, wide: bool) -> None:
-    y = call.result()
-    call.emit("sum_along", [source.dtype, index.dtype, y.dtype], y.count, *_along(y, index, dim), source, index, y, fails=True)
+    call.emit("sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True)
 
 
 @form(scatter.extremum_along)
 def _extremum_along(call: Call, input: Value, source: Value, dim: int, index: Value, terms: int, largest: bool) -> None:
-    y = call.result()
-    places = _along(input, index, dim)
-    call.emit("extremum_along", [input.dtype, index.dtype], y.count, *places, largest, input, source, index, y, fails=True)
+    places = _along(input.shape, index, dim)
+    call.emit("extremum_along", [input.dtype, index.dtype], call.count, *places, largest, input, source, index, fails=True)
 
 
 @form(position.unpool)
 def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside: int) -> None:
-    y = call.result()
     planes, count = math.prod(input.shape[:2]), math.prod(sizes)
-    call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, y, fails=True)
+    call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, fails=True)
 
 
 @form(selection.arg_extremum)
 def _arg_extremum(call: Call, input: Value, dim: int, keepdim: bool, largest: bool) -> None:
-    y = call.result()
-    call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input, y)
+    call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input)
 
 
 @form(selection.ranking)
 def _ranking(call: Call, input: Value, dim: int, count: int, largest: bool) -> None:
-    y = call.result()
-    call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input, y)
+    call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input)
 
 
 @form(sampling.sample)
 def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *settings: Any) -> None:
     bits, mode, padding, corners, outside, _ = settings
-    y, rank = call.result(), len(sizes)
+    rank = len(sizes)
     positions = math.prod(coordinates.shape[1:-1])
     numbers = bits, mode == "nearest", MODES[padding], corners, outside
-    call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *numbers, input, coordinates, y)
+    call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *numbers, input, coordinates)

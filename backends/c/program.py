@@ -18,6 +18,7 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import annotation, argument_name, fact, resolve, source
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
+from fxquant.support.offers import declaring
 
 WIDTH = 140  # of a line of numbers
 Shape = tuple[int, ...]
@@ -79,6 +80,11 @@ class Call:
         self._program, self.node = program, node
         self.shape, self.dtype = known.at(program.batch), known.dtype
 
+    @property
+    def count(self) -> int:
+        """The number of elements of the result."""
+        return math.prod(self.shape)
+
     def result(self) -> Value:
         """Return memory for the result."""
         return self._program.store(self.node, self.dtype, self.shape)
@@ -95,8 +101,13 @@ class Call:
         template: str | None = None,
         replaced: Mapping[str, str] | None = None,
         fails: bool = False,
+        into: Value | None = None,
     ) -> None:
-        """Append a call of a function for these element types; with `fails`, the program ends if the function returns other than 0."""
+        """Append a call of a function for these element types, which writes the result, or a part of its memory, `into`.
+
+        With `fails`, the program ends if the function returns other than 0.
+        """
+        arguments = (*arguments, into or self.result())
         function = self._program.functions.name(template or name, name, types, replaced)
         line = f"{function}({', '.join(map(self._program.argument, arguments))})"
         self._program.lines.append(f"if ({line} != 0) return 1;" if fails else f"{line};")
@@ -112,20 +123,13 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> str:
 
 
 Form = Callable[..., Value | None]
-FORMS: dict[Callable[..., Any], Form] = {}
+FORMS: dict[Any, Form] = {}
 
 
-def form(*primitives: Callable[..., Any]) -> Callable[[Form], Form]:
-    """Declare the decorated function the C form of primitives: it receives a `Call` and the arguments of the primitive, tensors as
-    `Value`s. It emits calls, or returns a value that is the result without any call.
-    """  # noqa: D205
+form = declaring(FORMS)
+"""Declare the decorated function the C form of primitives: it takes a `Call` and the arguments of the primitive, tensors as `Value`s.
 
-    def declare(function: Form) -> Form:
-        for primitive in primitives:
-            FORMS[primitive] = function
-        return function
-
-    return declare
+It emits calls, or returns a value that is the result without any call."""
 
 
 class Program:
@@ -150,8 +154,11 @@ class Program:
                 for pool in self.pools.values():
                     pool.taken.pop(finished.name, None)
         for node, output in zip(returned(integer), self.outputs, strict=True):
-            if not self._stands(node, output):
-                self._copy(self.values[node], output)
+            value = self.values[node]
+            value = self.constant(value) if isinstance(value, Tensor) else value
+            if value.text != output.text:
+                function = self.functions.name("moved", "moved", [output.dtype])
+                self.lines.append(f"\n{function}({', '.join(map(self.argument, (output.count, 1, [output.count], [1], value, output)))});")
         words = set(re.findall(r"\w+", "\n".join(self.lines)))
         self.arrays = [value for value in self.constants.values() if value.text in words]  # the other constants are literals in the calls
 
@@ -298,9 +305,6 @@ class Program:
             self.constants[key] = Value(f"constant_{len(self.constants)}", tensor.dtype, tuple(tensor.shape), tensor)
         return self.constants[key]
 
-    def _stands(self, node: fx.Node, output: Value) -> bool:
-        return isinstance(self.values[node], Value) and self.values[node].text == output.text
-
     def argument(self, value: object) -> str:
         """Return an argument of a call as C text."""
         if isinstance(value, Value):
@@ -322,11 +326,6 @@ class Program:
     def _window(self, window: Window) -> str:
         text = ", ".join("{" + ", ".join(map(str, row)) + "}" for row in window)
         return self.windows.setdefault(text, f"window_{len(self.windows)}")
-
-    def _copy(self, value: Any, output: Value) -> None:
-        value = self.constant(value) if isinstance(value, Tensor) else value
-        function = self.functions.name("moved", "moved", [output.dtype])
-        self.lines.append(f"\n{function}({', '.join(map(self.argument, (output.count, 1, [output.count], [1], value, output)))});")
 
 
 VIEWS: set[Any] = set()  # primitives whose result shares their operand's memory

@@ -45,41 +45,38 @@ class Convolution(NamedTuple):
 @form(accumulate.convolution, accumulate.convolution_wide)
 def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     layer = Convolution(*settings)
-    y, kernel = call.result(), list(weight.shape[2:])
+    kernel = list(weight.shape[2:])
     window = _window(call, input, kernel, layer.stride, layer.padding, layer.dilation)
     batch = _planes(input, len(kernel) + 1)
     sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], layer.groups
-    call.emit("convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
+    call.emit("convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
 def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     stride, padding, _, *rest = settings  # the output's own padding is in its shape
     layer = Convolution(stride, padding, *rest)
-    y, kernel = call.result(), list(weight.shape[2:])
+    kernel = list(weight.shape[2:])
     window = _window(call, input, kernel, stride, padding, layer.dilation)
     sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * layer.groups, layer.groups
-    call.emit("transposed_convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
+    call.emit("transposed_convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(accumulate.linear, accumulate.linear_wide)
 def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None:
-    y = call.result()
     columns, terms = weight.shape
-    call.emit("linear", _sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias, y)
+    call.emit("linear", _sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias)
 
 
 @form(runtime_scales.dynamic_linear)
 def _dynamic_linear(call: Call, input: Value, weight: Value, scale: Value, bias: Value | None) -> None:
-    y = call.result()
     columns, terms = weight.shape
     step = 1 if scale.count > 1 else 0
-    call.emit("dynamic_linear", [weight.dtype], math.prod(input.shape[:-1]), terms, columns, input, weight, scale, step, bias, y)
+    call.emit("dynamic_linear", [weight.dtype], math.prod(input.shape[:-1]), terms, columns, input, weight, scale, step, bias)
 
 
 @form(product.matrix_product, product.matrix_product_wide)
 def _matrix_product(call: Call, input: Value, other: Value) -> None:
-    y = call.result()
     rows, terms = input.shape[-2:]
     columns = other.shape[-1]
     batch = call.shape[:-2]
@@ -89,7 +86,7 @@ def _matrix_product(call: Call, input: Value, other: Value) -> None:
     sizes, *found = joined(batch, *moved)
     call.emit(
         "matrix_product",
-        [input.dtype, other.dtype, y.dtype],
+        [input.dtype, other.dtype, call.dtype],
         math.prod(batch),
         len(sizes),
         sizes,
@@ -99,26 +96,23 @@ def _matrix_product(call: Call, input: Value, other: Value) -> None:
         columns,
         input,
         other,
-        y,
     )
 
 
 @form(matrix.transform)
 def _transform(call: Call, input: Value, matrix: Value, dim: int, rank: int, wide: bool) -> None:
-    y = call.result()
     outer, terms, inner = around(input.shape, dim)
-    call.emit("transform", [input.dtype, matrix.dtype, y.dtype], outer, terms, matrix.shape[0], inner, input, matrix, y)
+    call.emit("transform", [input.dtype, matrix.dtype, call.dtype], outer, terms, matrix.shape[0], inner, input, matrix)
 
 
 @form(resize.resize_linear)
 def _resize_linear(
     call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool, nearest: bool = True
 ) -> None:
-    y = call.result()
     weights = [matrix for matrix in (rows, columns) if matrix is not None]
     call.emit(
         "resize_linear",
-        [input.dtype, weights[0].dtype, y.dtype],
+        [input.dtype, weights[0].dtype, call.dtype],
         _planes(input, 2),
         *input.shape[-2:],
         *call.shape[-2:],
@@ -127,7 +121,6 @@ def _resize_linear(
         columns,
         bits * len(weights),
         int(nearest),
-        y,
     )
 
 
@@ -138,23 +131,20 @@ def _resize_linear(
 def _max_pool(
     call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
 ) -> None:
-    y = call.result()
     window = _window(call, input, kernel, stride, begin, dilation)
-    call.emit("max_pool", [input.dtype, y.dtype], _planes(input, len(kernel)), window, input, y)
+    call.emit("max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), window, input)
 
 
 @form(pool.sum_pool)
 def _sum_pool(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> None:
-    y = call.result()
-    call.emit("sum_pool", [input.dtype, y.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input, y)
+    call.emit("sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input)
 
 
 @form(position.pool_indices)
 def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], *rest: Any) -> None:
     _, dilation, _, _, places = rest if len(rest) == 5 else (*rest, None)
-    y = call.result()
     window = _window(call, input, kernel, stride, begin, dilation)
-    call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places, y)
+    call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places)
 
 
 # ---- whole dimensions -------------------------------------------------------------------------------------------------
@@ -164,7 +154,7 @@ REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": 
 
 
 def _reduce(call: Call, name: str, document: str, expression: str, input: Value, dim: list[int], start: int = 0) -> None:
-    y, rank = call.result(), len(input.shape)
+    rank = len(input.shape)
     gone = {d % rank for d in dim}
     along, kept, strides = sorted(gone), [d for d in range(rank) if d not in gone], strides_of(input.shape)
     arguments: list[Any] = []
@@ -172,7 +162,7 @@ def _reduce(call: Call, name: str, document: str, expression: str, input: Value,
         sizes, moved = joined([input.shape[d] for d in dims], [strides[d] for d in dims])
         arguments += [math.prod(input.shape[d] for d in dims), len(sizes), sizes, moved]
     words = {"DOCUMENT": document, "EXPRESSION": expression, "START": str(start)}
-    call.emit(name, [input.dtype, y.dtype], *arguments, input, y, template="REDUCE", replaced=words)
+    call.emit(name, [input.dtype, call.dtype], *arguments, input, template="REDUCE", replaced=words)
 
 
 @form(pool.sum)
@@ -205,5 +195,4 @@ def _reduced(call: Call, input: Value, dim: list[int], keepdim: bool, operation:
 
 @form(whole.running)
 def _running(call: Call, input: Value, dim: int) -> None:
-    y = call.result()
-    call.emit("running", [input.dtype], *around(input.shape, dim), input, y)
+    call.emit("running", [input.dtype], *around(input.shape, dim), input)

@@ -67,11 +67,9 @@ class Call:
 
 
 def _per_channel(tensor: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).flatten().expand(channels).contiguous() if tensor.numel() in (1, channels) else _uneven()
-
-
-def _uneven() -> Tensor:
-    raise NotApplicable("its requantization is not one for each channel")
+    if tensor.numel() not in (1, channels):
+        raise NotApplicable("its requantization is not one for each channel")
+    return tensor.to(dtype).flatten().expand(channels).contiguous()
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,11 @@ class Requantization:
             _, factor, epilogue.low, epilogue.high, _, *rest = root.args
             zero_point = rest[0] if rest else 0  # type: ignore[assignment]
             epilogue.mode = REAL
-            constants["factor"] = _per_channel(site.constant(factor), channels, torch.float32)  # type: ignore[arg-type]
+            constants["factor"] = _per_channel(site.constant(factor), channels, torch.float32)
         else:
             _, shift, multiplier, right_shift, bits, rounding, epilogue.low, epilogue.high, _ = root.args
             shift, multiplier, right_shift = (
-                _per_channel(site.constant(node), channels, torch.int64)  # type: ignore[arg-type]
-                for node in (shift, multiplier, right_shift)
+                _per_channel(site.constant(node), channels, torch.int64) for node in (shift, multiplier, right_shift)
             )
             if rounding in requantize.TIES:
                 raise NotApplicable("its ties are not rounded by an added constant")
@@ -132,22 +129,6 @@ class Requantization:
 
 
 # ---- sums of products -----------------------------------------------------------------------------------------------
-
-
-def _structure(site: Site, layer: Layer, own: Requantization) -> tuple[Sum, tuple[Tensor, ...]]:
-    """Return the structure without weights, and the tensors that it points to. Channels that are only padding have no bias."""
-    input, result = site.held(site.match.reads[0]), site.result()
-    outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
-    bias = _padded(layer.bias(input.zero), result.pixel)
-    made = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=layer.window["groups"])
-    made.batch, made.height, made.width, _ = input.grid
-    made.channels = input.pixel
-    _, made.out_height, made.out_width, made.out_channels = result.grid
-    made.out_pixel = result.pixel
-    for name, values in (("kernel", layer.weight.shape[2:]), *((key, layer.window[key]) for key in ("stride", "padding", "dilation"))):
-        setattr(made, f"{name}_height", values[0])
-        setattr(made, f"{name}_width", values[1])
-    return made, (outside, bias, *own.keeps)
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
@@ -184,6 +165,35 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
     return full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4).contiguous()
 
 
+def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], None], weight: Tensor, joins: bool = False) -> Summed:
+    """Return the call that sums with this weight, once its requantization is proved; `joins` allows the taps of a row to be one sum.
+
+    Channels that are only padding have no bias.
+    """
+    own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
+    outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
+    bias = _padded(layer.bias(input.zero), result.pixel)
+    made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1)
+    made.groups = layer.window["groups"]
+    made.batch, made.height, made.width, _ = input.grid
+    made.channels = input.pixel
+    _, made.out_height, made.out_width, made.out_channels = result.grid
+    made.out_pixel = result.pixel
+    _set_window(made, layer.weight.shape[2:], *(layer.window[key] for key in ("stride", "padding", "dilation")))
+    made.joined = joins and made.kernel_width > 1 and made.dilation_width == 1
+    names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
+    summed = Summed(function, made, names, keeps, _area(input), finish=loaded.fxq_finish)
+    layer.prove_requantization(site, summed.requantized)
+    return summed
+
+
+def _set_window(structure: Sum | Move, *window: Sequence[int]) -> None:
+    """Set the kernel, the stride, the padding and the dilation, each a height and a width."""
+    for name, (height, width) in zip(("kernel", "stride", "padding", "dilation"), window, strict=True):
+        setattr(structure, f"{name}_height", height)
+        setattr(structure, f"{name}_width", width)
+
+
 class Convolution:
     """Sums of products of bytes over all channels or those of a group, requantized in registers."""
 
@@ -191,19 +201,11 @@ class Convolution:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded = loaded_library(dot_products=True)
-        layer = Layer.of(site)
+        loaded, layer = loaded_library(dot_products=True), Layer.of(site)
         groups, input = layer.window["groups"], site.held(site.match.reads[0])
         if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
             raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
-        own = Requantization.of(site, layer)
-        structure, keeps = _structure(site, layer, own)
-        weight = packed(layer.weight, groups, input.pixel)
-        structure.weight = address(weight)
-        structure.joined = groups == 1 and structure.kernel_width > 1 and structure.dilation_width == 1
-        return _proved(
-            site, layer, Summed(loaded.fxq_convolution, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
-        )
+        return _summed(site, layer, loaded, loaded.fxq_convolution, packed(layer.weight, groups, input.pixel), groups == 1)
 
 
 class Depthwise:
@@ -213,34 +215,20 @@ class Depthwise:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded = loaded_library()
-        layer = Layer.of(site)
+        loaded, layer = loaded_library(), Layer.of(site)
         outer, inner, *_ = layer.weight.shape
         input = site.held(site.match.reads[0])
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
             raise NotApplicable("it is not a depthwise convolution")
-        own = Requantization.of(site, layer)
-        structure, keeps = _structure(site, layer, own)
-        weight = _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
-        structure.weight = address(weight)
-        return _proved(
-            site, layer, Summed(loaded.fxq_depthwise, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
+        return _summed(
+            site, layer, loaded, loaded.fxq_depthwise, _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
         )
-
-
-def _proved(site: Site, layer: Layer, made: Summed) -> Summed:
-    layer.prove_requantization(site, made.requantized)
-    return made
 
 
 def _area(form: Held) -> int:
     """Return the number of pixels of an image."""
     return form.grid[1] * form.grid[2]
-
-
-def _read(site: Site) -> tuple[str, ...]:
-    return ("input", "residual")[: len(site.match.reads)]
 
 
 # ---- kernels without weights ----------------------------------------------------------------------------------------
@@ -270,10 +258,8 @@ class Quantize:
 
     def build(self, site: Site) -> Built:
         loaded, root, result = loaded_library(), site.match.root, site.result()
-        scale = site.constant(root.args[1])  # type: ignore[arg-type]
-        assert scale is not None
         made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
-        made.scale = float(scale)
+        made.scale = float(site.constant(root.args[1]))
         return _Contiguous(Call(loaded.fxq_quantize, made, ("input",)))
 
 
@@ -301,9 +287,7 @@ class MaxPool:
             raise NotApplicable("its result and its operand have different memory layouts")
         made = _move(input, result)
         made.channels = input.pixel
-        for name, key in (("kernel", "kernel"), ("stride", "stride"), ("padding", "begin"), ("dilation", "dilation")):
-            setattr(made, f"{name}_height", parts[key][0])
-            setattr(made, f"{name}_width", parts[key][1])
+        _set_window(made, *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
         return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
-from fxquant.support.addresses import point
 from fxquant.training import fused_elementwise, saturation_masks
 from fxquant.training.fused_elementwise import Join
 from fxquant.training.reference_kernels import Rounded
@@ -152,7 +151,5 @@ def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
     """Call a function of `joining.c`."""
-    made.threads = torch.get_num_threads()
-    held = point(made, [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None])
-    getattr(native.joining_library(), f"fxq_{function}")(ctypes.addressof(made))
-    del held
+    plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None]
+    native.run(native.joining_library(), function, made, plain)

@@ -16,10 +16,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fxquant.backends.cpu.cache import cached, load
+from fxquant.support.addresses import point
 
 logger = logging.getLogger("fxquant")
 
@@ -114,6 +119,15 @@ class Count(ctypes.Structure):
         *((name, _int64) for name in ("rows", "columns", "step", "count", "bins", "threads")),
         *((name, ctypes.c_float) for name in ("first", "last")),
     ]
+
+
+def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str, Tensor | None]]) -> Any:
+    """Call a function of a library on a structure, whose fields get the addresses of these tensors; return the structure."""
+    structure.threads = torch.get_num_threads()
+    held = point(structure, tensors)
+    getattr(library, f"fxq_{function}")(ctypes.addressof(structure))
+    del held
+    return structure
 
 
 @functools.cache

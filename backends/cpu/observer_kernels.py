@@ -12,7 +12,7 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import Count
 from fxquant.quantization.observers import counting
-from fxquant.support.addresses import address, point, readable
+from fxquant.support.addresses import address, readable
 from fxquant.support.offers import disagreed
 
 
@@ -26,18 +26,15 @@ class NativeCounting:
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
-        made = Count(rows=len(rows), columns=rows.shape[1], threads=torch.get_num_threads())
-        held = point(made, (("value", rows), ("low", low), ("high", high)))
-        native.training_library().fxq_row_ends(ctypes.addressof(made))
-        del held
+        made = Count(rows=len(rows), columns=rows.shape[1])
+        native.run(native.training_library(), "row_ends", made, (("value", rows), ("low", low), ("high", high)))
         return low, high
 
     def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
         counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
         made = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
-        held = point(made, (("value", value), ("counts", counts), ("negative", negative), ("places", places)))
-        native.training_library().fxq_magnitudes(ctypes.addressof(made))
-        del held
+        tensors = ("value", value), ("counts", counts), ("negative", negative), ("places", places)
+        native.run(native.training_library(), "magnitudes", made, tensors)
         return counts, negative
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:

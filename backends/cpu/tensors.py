@@ -24,8 +24,7 @@ CACHED = 2**20  # bytes of float32 sums that are computed at a time
 Requantization = Callable[[Tensor], Tensor]  # of float32 sums, which it may overwrite, with the zero added
 
 
-def _shaped(tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    assert tensor is not None
+def _shaped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).reshape(1, -1, 1, 1)
 
 
@@ -72,11 +71,6 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         return requantized
 
     return of
-
-
-def _forms(site: Site) -> list[Callable[[Site], Requantization]]:
-    target = site.match.root.target
-    return [_real] if target is requantize.requantize_real else [_fixed(torch.float32), _fixed(torch.float64)]
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,8 @@ class OneDnn:
         residual = factor = None
         if site.match.parts["factor"] is not None:
             residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
-        *shorter, last = _forms(site)
+        is_real = site.match.root.target is requantize.requantize_real
+        *shorter, last = [_real] if is_real else [_fixed(torch.float32), _fixed(torch.float64)]
         for form in (*shorter, last):
             try:
                 requantized = form(site)

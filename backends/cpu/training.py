@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,11 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Pass
-from fxquant.support.addresses import point
 from fxquant.training import fused_layers
-from fxquant.training.fused_layers import Accumulator, Form, Gradients, Rounded
+from fxquant.training.reference_kernels import Accumulator, Form, Gradients, Passes, Rounded
 
 
-class NativePasses(fused_layers.Passes):
+class NativePasses(Passes):
     """`Passes` in C with bit-equal results, except gradients, whose sums are accumulated in another order."""
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -59,10 +57,6 @@ class NativePasses(fused_layers.Passes):
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        of_integers, of_real = gradients
-        if of_integers is None:
-            assert of_real is not None
-            of_integers, of_real = of_real * scale, None
         of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
         _call(
@@ -72,8 +66,7 @@ class NativePasses(fused_layers.Passes):
             inside=inside,
             factor=None if factor is None else _each(factor, form),
             ratio=_each(ratio, form),
-            of_integers=_like(of_integers, of_sums),
-            of_real=None if of_real is None else _like(of_real, of_sums),
+            **_gradients(gradients, scale, of_sums),
             of_sums=of_sums,
             of_residual=of_residual,
             totals=totals,
@@ -83,10 +76,7 @@ class NativePasses(fused_layers.Passes):
     def finish_back(
         self, accumulator: Accumulator, ratio: Tensor, how: Rounded, gradients: Gradients
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
-        (sums, form, _, residual, _), (of_integers, of_real) = accumulator, gradients
-        if of_integers is None:
-            assert of_real is not None
-            of_integers, of_real = of_real * how.scale, None
+        sums, form, _, residual, _ = accumulator
         of_sums = torch.empty_like(sums)
         of_residual = None if residual is None else torch.empty_like(sums)
         totals = _vector(3 * form.channels, torch.float64)
@@ -97,8 +87,7 @@ class NativePasses(fused_layers.Passes):
             sums=sums,
             **_added(accumulator),
             ratio=_each(ratio, form),
-            of_integers=_like(of_integers, sums),
-            of_real=None if of_real is None else _like(of_real, sums),
+            **_gradients(gradients, how.scale, sums),
             of_sums=of_sums,
             of_residual=of_residual,
             totals=totals,
@@ -137,10 +126,8 @@ fused_layers.OFFERS.add(NativePasses())
 
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
     """Call a function of training.c, and return its arguments; all tensors are contiguous or have equal strides."""
-    made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, threads=torch.get_num_threads(), **(numbers or {}))
-    held = point(made, tensors.items())
-    getattr(native.training_library(), f"fxq_{function}")(ctypes.addressof(made))
-    del held
+    made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, **(numbers or {}))
+    native.run(native.training_library(), function, made, tensors.items())
     return made
 
 
@@ -167,6 +154,14 @@ def _added(accumulator: Accumulator) -> dict[str, Any]:
     if residual is not None and factor is not None:
         found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
     return found
+
+
+def _gradients(gradients: Gradients, scale: Tensor, like: Tensor) -> dict[str, Tensor]:
+    """Return the gradients as arguments of a kernel, which always reads that of the integers; with the strides of another tensor."""
+    of_integers, of_real = gradients
+    if of_integers is None or of_real is None:
+        return {"of_integers": _like(gradients.of_steps(scale), like)}
+    return {"of_integers": _like(of_integers, like), "of_real": _like(of_real, like)}
 
 
 def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:

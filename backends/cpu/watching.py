@@ -36,8 +36,4 @@ class NativeWatch:
         return bool(self.structure.changed)
 
 
-def _made(always: Sequence[Span], by_turns: Sequence[Span]) -> NativeWatch | None:
-    return None if isinstance(native.library(), str) else NativeWatch(always, by_turns)
-
-
-constants.WATCHES.add(_made)
+constants.WATCHES.add(lambda *spans: None if isinstance(native.library(), str) else NativeWatch(*spans))

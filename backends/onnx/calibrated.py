@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.onnx.horizon import BITS, DOMAIN, HorizonCall, HorizonWriter
-from fxquant.errors import ExportError
 from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.ops.core.form import channel_axis
 
 OPSET = 19  # the largest that hb_compile's documents name
 
@@ -25,27 +23,14 @@ OPSET = 19  # the largest that hb_compile's documents name
 class CalibratedCall(HorizonCall):
     """One operator, whose constants are rounded by HzCalibration nodes."""
 
-    def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
-        integers, scale, axis = self._per_channel(role)
-        if axis is not None and integers.shape[axis] != scale.numel():
-            raise ExportError(
-                f"the weight scales of %{self.node.name} cannot be carried to the chip",
-                node=self.node,
-                because="an HzCalibration node has one scale for each index of one dimension, and this weight has more",
-                remedy="quantize this layer with one scale per output channel, or without groups",
-            )
-        value = self.e.constant(arrange(self.grouped(role)).contiguous())
-        channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
-        return calibration(self.e, value, scale, integers.dtype, channels)
+    uncarried = "an HzCalibration node has one scale for each index of one dimension, and this weight has more"
+    remedy = "quantize this layer with one scale per output channel, or without groups"
 
-    def operand(self, role: str) -> str:
-        if isinstance(self.arguments.get(role), str) or role not in self.constants:
-            return super().operand(role)
-        integers, scale, axis = self.constants[role]
-        value = self.e.constant(self.real(role))
-        if scale.numel() == 0 or integers.dtype not in BITS:
-            return value
-        return calibration(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+    def stays(self, role: str) -> bool:
+        return False
+
+    def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
+        return calibration(self.e, value, scale, storage, axis)
 
 
 def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:

@@ -27,6 +27,7 @@ from fxquant.ops.movement import repeating, shape
 from fxquant.ops.normalization import layer_norm
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
+from fxquant.support.offers import declaring
 
 OPSET = 18  # the first in which all of these operators have their present definition
 
@@ -36,14 +37,7 @@ FORMS: dict[Any, Callable[..., Plan | None]] = {}  # by the operator's function:
 MOVING = ("view", "reshape", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")  # methods that are called on constants
 
 
-def form(*functions: Any) -> Callable[[Callable[..., Plan | None]], Callable[..., Plan | None]]:
-    """Declare the decorated function the form of these functions."""
-
-    def declare(function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
-        FORMS.update(dict.fromkeys(functions, function))
-        return function
-
-    return declare
+form = declaring(FORMS)
 
 
 class Direct:
@@ -78,10 +72,7 @@ class Direct:
         for node, plan in plans:
             values[node] = plan(emitter, read)
             if node in outputs:
-                emitter.types[node.name] = emitter.types.pop(emitter.node("Identity", values[node]))
-                made = emitter.producers[node.name] = emitter.nodes[-1]
-                made.output[0] = made.name = node.name
-                values[node] = node.name
+                values[node] = emitter.named(emitter.node("Identity", values[node]), node.name)
 
     def _plan(self, node: fx.Node) -> Plan | None:
         own = FORMS.get(node.target) if node.op == "call_function" else None
@@ -261,37 +252,17 @@ def _attention(
     return write
 
 
-def _recorded(node: fx.Node, input: fx.Node, **settings: Any) -> Plan:
+@form(F.silu, torch.sigmoid, torch.tanh, unary.gelu)
+def _as_recorded(node: fx.Node, *_: Any, **__: Any) -> Plan:
     """Return the plan of an operator of one tensor, as its record writes it."""
     record = OPERATORS[node.target]  # type: ignore[index]
+    settings = record.arguments(node)
+    form = record.onnx
+    assert form is not None
 
     def write(e: Any, read: Read) -> str:
-        arguments = {"input": read(input), **settings}
-        assert record.onnx is not None
-        return record.onnx(Call(e, record.name, arguments, {}, None, lambda value: value, node, [node], str, whole=True))
-
-    return write
-
-
-@form(F.silu, torch.sigmoid, torch.tanh)
-def _as_recorded(node: fx.Node, input: fx.Node) -> Plan:
-    return _recorded(node, input)
-
-
-@form(unary.gelu)
-def _gelu(node: fx.Node, input: fx.Node, approximate: str = "none") -> Plan:
-    """Return the plan as its record says, except for old opsets: the order of float operators matters, and existing files have this one."""
-
-    def write(e: Any, read: Read) -> str:
-        if e.opset >= WHOLE_OPSET:
-            return _recorded(node, input, approximate=approximate)(e, read)
-        x = read(input)
-        if approximate == "tanh":
-            cube = e.node("Mul", e.node("Mul", x, e.node("Mul", x, x)), e.constant(0.044715))
-            inner = e.node("Tanh", e.node("Mul", e.node("Add", x, cube), e.constant(math.sqrt(2 / math.pi))))
-        else:
-            inner = e.node("Erf", e.node("Mul", x, e.constant(math.sqrt(0.5))))
-        return str(e.node("Mul", e.node("Mul", x, e.constant(0.5)), e.node("Add", inner, e.constant(1.0))))
+        arguments = {**settings, "input": read(settings["input"])}
+        return form(Call(e, record.name, arguments, {}, None, lambda value: value, node, [node], str, whole=e.opset >= WHOLE_OPSET))
 
     return write
 

@@ -76,6 +76,13 @@ class Emitter:
         self.types[output] = self._result_type(operator, inputs, attributes)
         return output
 
+    def named(self, result: str, name: str) -> str:
+        """Give the result of the last node, and the node, another name, and return it."""
+        last = self.producers[name] = self.nodes[-1]
+        last.output[0] = last.name = name
+        self.types[name] = self.types.pop(result)
+        return name
+
     def results(self, operator: str, dtypes: Sequence[torch.dtype], *inputs: str, **attributes: Any) -> list[str]:
         output = self._fresh(operator)
         names = [f"{output}/{index}" for index in range(len(dtypes))]
@@ -163,7 +170,7 @@ class FunctionEmitter(Emitter):
 
 def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.ValueInfoProto:
     """Return the type of a value; the batch is symbolic."""
-    dims: list[int | str] = [_dimension(size) for size in shape]
+    dims: list[int | str] = [str(size).replace("B", "batch") if isinstance(size, BatchDim) else size for size in shape]
     if dtype not in TYPES:
         raise ExportError(
             f"the value {name!r} cannot be written",
@@ -171,7 +178,3 @@ def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.Val
             remedy="convert it to another dtype in forward",
         )
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
-
-
-def _dimension(size: Size) -> int | str:
-    return str(size).replace("B", "batch") if isinstance(size, BatchDim) else size

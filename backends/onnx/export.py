@@ -17,19 +17,18 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.prepared.stage import require_integer
-from fxquant.target import Target
 
 logger = logging.getLogger("fxquant")
 
 # For each style: the opsets that it can be written in, and the default.
 FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
-STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
+STYLES = {**dict.fromkeys(("auto", "exact", "fast"), (range(17, 22), 21)), "qdq": (range(11, 22), 17)}
 
 
 def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style: str, io: str, options: FileOptions) -> Path:
     """Write an integer model, and return the path; style and io are those of `fxq.export_onnx`."""
     check_arguments(integer, style, io, options.opset)
-    version = STYLES[_strict(style)][1] if options.opset is None else options.opset
+    version = STYLES[style][1] if options.opset is None else options.opset
     model = build(integer, style, io, version, options.input_names, options.output_names)
     # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
     save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data, opened=bool(float_nodes(integer)))
@@ -41,7 +40,7 @@ def build(
 ) -> onnx.ModelProto:
     """Return the model in memory."""
     if style == "auto":
-        found = _fast_if_exact(integer, io, opset, input_names, output_names) if _has_kernels(integer) else None
+        found = _fast_if_exact(integer, io, opset, input_names, output_names) if has_kernels(integer) else None
         logger.info("style 'auto': written in style '%s'", "exact" if found is None else "fast")
         return Writer(integer, io, opset).write(input_names, output_names) if found is None else found
     if style == "fast":
@@ -72,22 +71,12 @@ def _fast_if_exact(
         return None
 
 
-def _strict(style: str) -> str:
-    """Return the style with the same restrictions on opsets."""
-    return "exact" if style == "auto" else style
-
-
-def _has_kernels(integer: fx.GraphModule) -> bool:
-    target: Target = integer.meta["target"]
-    return has_kernels(target.arithmetic)
-
-
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
     """Raise ConfigurationError or ExportError for unsupported arguments."""
     require_integer(integer)
-    check_choice("style", style, ["auto", *STYLES])
+    check_choice("style", style, list(STYLES))
     check_choice("io", io, ["float", "integer"])
-    opsets, default = STYLES[_strict(style)]
+    opsets, default = STYLES[style]
     check_choice("opset", default if opset is None else opset, list(opsets))
 
 

@@ -24,12 +24,11 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` of tensors with any number of dimensions."""
+    """Compute the operator `scaled_dot_product_attention` of tensors with any number of dimensions."""
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     # The scores are scaled, not the query: onnxruntime fuses two scalings of one tensor into a graph that it cannot open.
@@ -44,17 +43,11 @@ def attention(
     return (torch.softmax(scores, -1) @ value).masked_fill(hidden, 0.0)
 
 
-def own_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
 ) -> Tensor:
-    """Compute `attention` with the arguments of the operator in the table."""
-    return attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    """Compute the same with the arguments of `F.scaled_dot_product_attention`, whose fifth is the dropout."""
+    return attention(query, key, value, attn_mask, *rest, **options)
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -162,9 +155,9 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         values = all(reader.target is operator.getitem and reader.args[1] == 0 for reader in node.users)
         return RUNNING[node.target] if sized and "dtype" not in node.kwargs and (values or RUNNING[node.target] is cumprod) else None
     if node.target is F.scaled_dot_product_attention:
-        return None if node.kwargs.get("dropout_p") else attention
+        return None if node.kwargs.get("dropout_p") else torch_attention
     if node.target is scaled_dot_product_attention:
-        return own_attention
+        return attention
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import torch
 from onnx import helper
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from fxquant.backends.onnx.agreement import random_value
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
-from fxquant.backends.onnx.fast_kernels import FastWriter, moved_by
+from fxquant.backends.onnx.fast_kernels import FastWriter
 from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter
+from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ExportError
-from fxquant.ir.facts import BATCH_SIZES, TensorFact
+from fxquant.ir.facts import BATCH_SIZES
 from fxquant.ir.graph import by_name, fact, resolve
-from fxquant.ir.integer import qparams, zero_point
-from fxquant.kernels.admission import DRAWN, MOST_DRAWS, pairs_of_ends, whole_range
+from fxquant.ir.integer import qparams
+from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
+from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import requantize_real
@@ -37,12 +40,12 @@ from fxquant.support.offers import disagreed
 logger = logging.getLogger("fxquant")
 
 
-def has_kernels(arithmetic: Arithmetic) -> bool:
-    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does.
+def has_kernels(integer: fx.GraphModule) -> bool:
+    """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as the model's arithmetic does.
 
     If they cannot, they compute sums of products only.
     """
-    return requantize_real in arithmetic.primitives
+    return requantize_real in integer.meta["target"].arithmetic.primitives
 
 
 def write_fast(
@@ -58,7 +61,7 @@ def write_fast(
 
     If `plain`, return None if the model has no kernels, or one is not exact here in a session without options.
     """
-    if not has_kernels(integer.meta["target"].arithmetic):
+    if not has_kernels(integer):
         return _write_sums(integer, io, opset, input_names, output_names)
     settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
@@ -118,10 +121,13 @@ def _images(operands: Iterable[fx.Node]) -> int:
     return min(MOST_DRAWS, -(-DRAWN // max(1, smallest))) * BATCH_SIZES[0]
 
 
+Draw = Callable[[fx.Node, int, torch.Generator], Tensor]  # returns an operand of a proof at a batch size
+
+
 def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
     """Return integers of the whole range; every second item of the batch has pairs of its ends (`pairs_of_ends`)."""
-    described, known = qparams(operand), fact(operand)
-    dtype, zero = (INT8, 0) if described is None else (ACTIVATION_TYPES[described.dtype], described.zero_point)
+    grid, known = qparams(operand), fact(operand)
+    dtype, zero = (INT8, 0) if grid is None else (ACTIVATION_TYPES[grid.dtype], grid.zero_point)
     value = whole_range(dtype, known.at(images), dtype.low, generator)
     if known.batch_axis is None:
         return value
@@ -130,53 +136,54 @@ def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> T
     return torch.where(odd, pairs_of_ends(dtype, value.shape, dtype.low, zero, generator), value)
 
 
-def _every_byte(operand: fx.Node) -> Tensor:
+def _every_byte(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
     stored = fact(operand).dtype
     return torch.arange(torch.iinfo(stored).min, torch.iinfo(stored).max + 1, device="cpu").to(stored)
 
 
+def _any_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
+    return of_any_range(fact(operand).at(images), generator)
+
+
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
-    """Return whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
+    """Return whether one kernel, alone, gives PyTorch's values for operands of the whole range."""
     if node.target is dynamic_linear:
-        return _dynamic_is_exact(integer, node, opset, settings)
+        return _is_exact(FastWriter(integer, "float", opset), node, (), _any_range, settings)
     writer = FastWriter(integer, "integer", opset)
-    parts = writer.parts_of(node)
-    generator = torch.Generator().manual_seed(0)
-    given: dict[fx.Node, Tensor] = {}
+    return _is_exact(writer, node, writer.parts_of(node), _every_byte if node.target is lookup else _whole_range, settings)
+
+
+def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | None:
+    """Return the same of a layer as a sum of products of bytes; None if onnxruntime does not run it."""
+    try:
+        return _is_exact(SumsWriter(integer, "integer", opset), node, (), _whole_range, {})
+    except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
+        logger.debug("%s: %s", node.name, error.because)
+        return None
+
+
+def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw, settings: Mapping[str, str]) -> bool:
+    """Return whether a node that is written with these parts, as a file of its own, gives PyTorch's values for the drawn operands."""
     operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
-    images = _images(operand for operand in operands if operand.op != "get_attr")
-    for operand in operands:
-        if operand.op == "get_attr":
-            given[operand] = writer.values[operand] = resolve(integer, str(operand.target)).cpu()
-        elif operand not in parts:
-            given[operand] = _every_byte(operand) if node.target is lookup else _whole_range(operand, images, generator)
-            writer.values[operand] = operand.name
-            writer.emitter.types[operand.name] = torch.uint8
-    fed = {
-        operand.name: (given[operand].to(torch.int16) + moved_by(operand)).to(torch.uint8) for operand in given if operand.op != "get_attr"
-    }
+    constants = {each: resolve(writer.integer, str(each.target)).detach().cpu() for each in operands if each.op == "get_attr"}
+    images, generator = _images(each for each in operands if each not in constants), torch.Generator().manual_seed(0)
+    drawn = {each: draw(each, images, generator) for each in operands if each not in constants and each not in parts}
+    fed = {each.name: writer.stored(each, value) for each, value in drawn.items()}
+    writer.values.update(constants)
+    writer.values.update((each, each.name) for each in drawn)
+    e = writer.emitter
+    e.types.update((name, value.dtype) for name, value in fed.items())
     result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
     assert result is not None
-    sizes = {name: value_info(name, torch.uint8, value.shape) for name, value in fed.items()}
-    graph = helper.make_graph(
-        writer.emitter.nodes,
-        "kernel",
-        list(sizes.values()),
-        [helper.make_tensor_value_info(result, onnx.TensorProto.UINT8, None)],
-        writer.emitter.initializers,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    with torch.no_grad():
-        for part in parts:
-            for centred in part.all_input_nodes:
-                if centred not in given:
-                    given[centred] = given[plain(centred)].to(torch.int32) - zero_point(plain(centred))
-            given[part] = part.target(*fx.map_arg(part.args, given.__getitem__))  # type: ignore[operator]
-        wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
-    return all(
-        torch.equal(_run(model, fed, settings, runtime)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
-        for runtime in MEASURED_RUNTIMES  # without VNNI it may be that only one of them saturates
-    )
+    inputs = [value_info(name, value.dtype, value.shape) for name, value in fed.items()]
+    outputs = [helper.make_tensor_value_info(result, TYPES[e.dtype(result)], None)]
+    graph = helper.make_graph(e.nodes, "kernel", inputs, outputs, e.initializers)
+    own = [helper.make_opsetid(DOMAIN, 1)] if e.functions else []
+    opsets = [helper.make_opsetid("", writer.opset), *own]
+    model = helper.make_model(graph, opset_imports=opsets, functions=list(e.functions.values()), ir_version=10)
+    wanted = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})).to(e.dtype(result))
+    # Without VNNI it may be that only one of the runtimes saturates.
+    return all(torch.equal(_run(model, fed, settings, runtime)[result], wanted) for runtime in MEASURED_RUNTIMES)
 
 
 def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
@@ -185,92 +192,32 @@ def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
     disagreed(integer, "onnxruntime's kernel", [f"%{name}" for name in refused], because, "they are written as in style 'exact'")
 
 
-def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | None:
-    """Return whether a layer as a sum of products of bytes, alone, gives PyTorch's integers for operands of the whole range.
-
-    Return None if onnxruntime does not run it.
-    """
-    writer = SumsWriter(integer, "integer", opset)
-    operand, *constants = (argument for argument in node.args if isinstance(argument, fx.Node))
-    given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
-    given[operand] = _whole_range(operand, _images([operand]), torch.Generator().manual_seed(0))
-    writer.values.update(given)
-    writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.int8
-    result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
-    assert result is not None
-    dtype = writer.emitter.dtype(result)
-    model = helper.make_model(
-        helper.make_graph(
-            writer.emitter.nodes,
-            "kernel",
-            [value_info(operand.name, torch.int8, given[operand].shape)],
-            [helper.make_tensor_value_info(result, TYPES[dtype], None)],
-            writer.emitter.initializers,
-        ),
-        opset_imports=[helper.make_opsetid("", opset)],
-        ir_version=10,
-    )
-    with torch.no_grad():
-        wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
-    try:
-        return all(
-            torch.equal(_run(model, {operand.name: given[operand]}, {}, runtime)[result], wanted.to(dtype)) for runtime in MEASURED_RUNTIMES
-        )
-    except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
-        logger.debug("%s: %s", node.name, error.because)
-        return None
-
-
-def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
-    """Return whether a dynamically quantized layer, alone, gives PyTorch's values for an operand with all possible integers."""
-    writer = FastWriter(integer, "float", opset)
-    operand, constants = node.args[0], [value for value in node.args[1:] if isinstance(value, fx.Node)]
-    assert isinstance(operand, fx.Node)
-    given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
-    generator = torch.Generator().manual_seed(0)
-    size = fact(operand).at(_images([operand]))
-    ends = torch.tensor([-128, 127], device="cpu", dtype=torch.int64)[
-        torch.randint(0, 2, size, generator=generator, device="cpu", dtype=torch.int64)
-    ]
-    within = torch.randint(-128, 128, size, generator=generator, device="cpu")
-    value = torch.where(torch.rand(size, generator=generator, device="cpu", dtype=torch.float32) < 0.5, ends, within).float()
-    writer.values.update(given)
-    writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.float32
-    result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
-    assert result is not None
-    known = value_info(operand.name, torch.float32, value.shape)
-    outputs = [helper.make_tensor_value_info(result, onnx.TensorProto.FLOAT, None)]
-    graph = helper.make_graph(writer.emitter.nodes, node.name, [known], outputs, writer.emitter.initializers)
-    own = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=own, functions=list(writer.emitter.functions.values()), ir_version=8)
-    with torch.no_grad():
-        wanted: Tensor = dynamic_linear(value, *(given.get(argument, argument) for argument in node.args[1:]))  # type: ignore[arg-type]
-    return all(torch.equal(_run(model, {operand.name: value}, settings, runtime)[result], wanted) for runtime in MEASURED_RUNTIMES)
-
-
 def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequence[Mapping[str, str]]) -> None:
     """Raise ExportError if the model's outputs, with any of these session options, differ from the integer graph's on random inputs."""
-    generator = torch.Generator().manual_seed(0)
-    placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
-    inputs = [random_input(integer, node, generator) for node in placeholders]
     if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
-    with torch.no_grad():
-        wanted: list[Tensor] = []
-        device = next((buffer.device for buffer in integer.buffers()), torch.device("cpu"))
-        results = integer(**by_name(integer, [value.to(device) for value in inputs]))
-        fx.node.map_aggregate(results, lambda value: wanted.append(value.cpu()) if isinstance(value, Tensor) else None)
-    fed = dict(zip((info.name for info in model.graph.input), inputs, strict=True))
     for settings in sessions:
-        found = _run(model, fed, settings)
-        for value, output in zip(wanted, model.graph.output, strict=True):
-            if not torch.equal(found[output.name], value):
+        for name, found, wanted in results_of(integer, model, settings):
+            if not torch.equal(found, wanted):
                 raise ExportError(
                     "the model in style 'fast' does not give the integer model's numbers in this onnxruntime",
-                    because=f"{int((found[output.name] != value).sum())} elements of the output {output.name!r} differ on random inputs, "
+                    because=f"{int((found != wanted).sum())} elements of the output {name!r} differ on random inputs, "
                     "though every kernel alone is exact",
                     remedy="export with style='exact', and report this with the version of onnxruntime and the processor",
                 )
+
+
+def results_of(graph: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[str, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each output of a model, and its value on random inputs in onnxruntime and in PyTorch, from its graph."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [random_input(graph, node, generator) for node in graph.graph.find_nodes(op="placeholder")]
+    device = next((buffer.device for buffer in graph.buffers()), torch.device("cpu"))
+    with torch.no_grad():
+        results = pytree.tree_leaves(graph(**by_name(graph, [value.to(device) for value in inputs])))
+    wanted = [value.cpu() for value in results if isinstance(value, Tensor)]
+    outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
+    for info, value in zip(model.graph.output, wanted, strict=True):
+        yield info.name, outputs[info.name], value
 
 
 def float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
@@ -284,13 +231,10 @@ def float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
 
 def random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Generator) -> Tensor:
     """Return float values over the range of the quantize that reads them; without one they are normal, and integers are 0 or 1."""
-    known: TensorFact = fact(node)
-    size = known.at(BATCH_SIZES[0])
-    if not known.dtype.is_floating_point:
-        return torch.randint(0, 2, size, generator=generator, device="cpu").to(known.dtype)
+    value: Tensor = random_value(fact(node), generator)
     reader = next((user for user in node.users if user.target is quantize), None)
-    step = 1.0
-    if reader is not None:
-        low, high = (int(limit) for limit in reader.args[2:4])  # type: ignore[arg-type]
-        step = float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2  # type: ignore[union-attr]
-    return (torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") * step).to(known.dtype)
+    if reader is None or not value.is_floating_point():
+        return value
+    low, high = (int(limit) for limit in reader.args[2:4])  # type: ignore[arg-type]
+    scaled: Tensor = value * (float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2)  # type: ignore[union-attr]
+    return scaled

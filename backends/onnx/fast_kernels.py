@@ -28,6 +28,7 @@ from fxquant.primitives.quantization import as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.runtime_scales import emit as emit_dynamic
+from fxquant.support.offers import declaring
 
 # Their ONNX forms commute with adding a constant to all elements; the rows of a table are int8, as constants are.
 SHIFTED = [
@@ -77,6 +78,9 @@ class FastWriter(Writer):
 
     def zero_point(self, node: fx.Node, name: str) -> int:
         return stored_zero_point(node) if self.emitter.types[name] == torch.uint8 else 0
+
+    def stored(self, node: fx.Node, value: Tensor) -> Tensor:
+        return value if value.is_floating_point() else (value.to(torch.int16) + moved_by(node)).to(torch.uint8)
 
     def returned_integers(self, node: fx.Node) -> str:
         value = str(self.values[node])
@@ -164,17 +168,10 @@ class FastWriter(Writer):
 # ---- forms ----------------------------------------------------------------------------------------------------------
 # Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
 
-FORMS: dict[Callable[..., Any], Callable[..., str | None]] = {}
+FORMS: dict[Any, Callable[..., str | None]] = {}
 
 
-def form(*primitives: Callable[..., Any]) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
-    """Declare the decorated function the form of these primitives."""
-
-    def declare(function: Callable[..., str | None]) -> Callable[..., str | None]:
-        FORMS.update(dict.fromkeys(primitives, function))
-        return function
-
-    return declare
+form = declaring(FORMS)
 
 
 def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:

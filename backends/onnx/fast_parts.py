@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.backends.onnx import fast_tables, gates
+from fxquant.backends.onnx import gates
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import zero_point
@@ -16,6 +16,7 @@ from fxquant.primitives import Role, elementwise, role_of
 from fxquant.primitives.requantize import requantize_real
 
 ZERO_POINT = 128  # of tensors that other styles store as int8
+OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 EIGHT_BITS = (torch.int8, torch.uint8)
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
 _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
@@ -61,7 +62,7 @@ def divisor(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) 
     """Return the divisor of a product of two 8-bit tensors; None if the product is not a kernel."""
     left, right = (plain(operand) for operand in total.args[:2])
     multiplier = resolve(integer, str(node.args[1].target))  # type: ignore[union-attr]
-    if opset < fast_tables.OPSET or not (is_8_bits(left) and is_8_bits(right)) or multiplier.numel() != 1:
+    if opset < OPSET or not (is_8_bits(left) and is_8_bits(right)) or multiplier.numel() != 1:
         return None
     return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
 
@@ -69,7 +70,7 @@ def divisor(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) 
 def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) -> bool:
     """Return whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
     terms = _terms(total)
-    if opset < fast_tables.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
+    if opset < OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
         return False
     if not all(len(term.users) == 1 and is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
         return False

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.emitter import Emitter
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, resolve
+from fxquant.backends.onnx.fast_parts import OPSET, is_8_bits
+from fxquant.ir.graph import resolve
 from fxquant.ir.integer import Operation, QParams, operation, qparams
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
@@ -25,7 +24,6 @@ from fxquant.primitives.elementwise import lookup
 
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
-OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 
 
 def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
@@ -37,7 +35,7 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     assert isinstance(table, fx.Node)
     entries: Tensor = resolve(integer, str(table.target)).cpu()
     given, made, known = qparams(operand), qparams(node), operation(node)
-    if given is None or made is None or known is None or entries.numel() != _BYTES or any(_bytes(end) is None for end in (operand, node)):
+    if given is None or made is None or known is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
         return False
     function = exact(known.name, known.arguments)
     return function is not None and _is_of(function, entries, given, made) and _has_form(node, known, opset)
@@ -95,12 +93,6 @@ def _scale(node: fx.Node) -> Tensor:
     known = qparams(node)
     assert known is not None
     return torch.tensor(known.scale, dtype=torch.float32, device="cpu")
-
-
-def _bytes(node: fx.Node) -> Any:
-    """Return the dtype of an 8-bit tensor; None for any other value."""
-    known = fact(node)
-    return known.dtype if isinstance(known, TensorFact) and known.dtype in (torch.int8, torch.uint8) else None
 
 
 class _Exported(Exception):

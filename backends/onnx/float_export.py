@@ -82,18 +82,16 @@ class FloatRegions:
         region = self.regions.get(node)
         if region is None:
             return
+        for value in filter(is_pick, region.inputs):
+            emit_pick(value, emitter, values)
         plans = self.plans[node]
         if plans is not None:
-            for value in filter(is_pick, region.inputs):
-                emit_pick(value, emitter, values)
             self.direct.emit(plans, region.outputs, emitter, values)
             return
         if region.key not in self.exported:
             self._export_together()
         if region.key not in self.exported:
             self.exported[region.key] = self._export(region)
-        for value in filter(is_pick, region.inputs):
-            emit_pick(value, emitter, values)
         outputs = region.outputs
         named = {output.name: fact(output) for output in outputs}
         self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, outputs[0])

@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import onnx
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.backends.onnx.agreement import LARGEST, apart
 from fxquant.backends.onnx.export import FLOAT_OPSETS, check_choice
-from fxquant.backends.onnx.fast import random_input
+from fxquant.backends.onnx.fast import results_of
 from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.model_files import FileOptions, save_model
-from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ExportError
-from fxquant.ir.graph import by_name
 
 logger = logging.getLogger("fxquant")
 
@@ -49,23 +45,14 @@ def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: 
 
 
 def _check(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = [random_input(traced, node, generator) for node in traced.graph.find_nodes(op="placeholder")]
-    wanted: list[Tensor] = []
-    with torch.no_grad():
-        results = traced(**by_name(traced, inputs))
-        fx.node.map_aggregate(results, lambda value: wanted.append(value.cpu()) if isinstance(value, Tensor) else None)
-    _, level, threads = RUNTIMES[0]
-    found: Any = Runner(model, level, threads)(dict(zip((info.name for info in model.graph.input), inputs, strict=True)))
-    for value, output in zip(wanted, model.graph.output, strict=True):
-        other = found[output.name]
-        if not value.is_floating_point() and value.shape == other.shape:
+    for name, found, wanted in results_of(traced, model, {}):
+        if not wanted.is_floating_point() and wanted.shape == found.shape:
             continue  # an index may change if two values are nearly equal
-        far = apart(other, value)
-        logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", output.name, far)
+        far = apart(found, wanted)
+        logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", name, far)
         if far > LARGEST:
             raise ExportError(
-                f"the file would not compute the model's output {output.name!r}",
+                f"the file would not compute the model's output {name!r}",
                 because=f"onnxruntime is up to {far:.3g} of its largest number away from PyTorch on random inputs",
                 remedy="export with another opset, and report this with the model",
             )

@@ -39,21 +39,31 @@ class HorizonCall(Call):
 
     by_layers = True  # GlobalAveragePool and AveragePool round twice in the tool
 
+    uncarried = "a transposed convolution of groups has several scales for an index of its weight, which the file cannot say"
+    remedy = "quantize its weight by statistics, which the compiler computes again: fxq.WeightConfig()"
+
+    def stays(self, role: str) -> bool:
+        """Return whether a weight needs no nodes that round it, because the tool derives its scales."""
+        return _derived(*self._per_channel(role))
+
+    def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
+        """Write the nodes that round a float value, and return its float value on the grid."""
+        return pair(self.e, value, scale, storage, axis)
+
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
-        """Return a weight's float values on their grid; followed by a pair if the tool would derive other scales from them."""
+        """Return a weight's float values on their grid, rounded by nodes of the tool's own unless it `stays`."""
         integers, scale, axis = self._per_channel(role)
         value = self.e.constant(arrange(self.grouped(role)).contiguous())
-        if _derived(integers, scale, axis):
+        if self.stays(role):
             return value
         if axis is not None and integers.shape[axis] != scale.numel():
             raise ExportError(
                 f"the weight scales of %{self.node.name} cannot be carried to the chip",
                 node=self.node,
-                because="a transposed convolution of groups has several scales for an index of its weight, which the file cannot say",
-                remedy="quantize its weight by statistics, which the compiler computes again: fxq.WeightConfig()",
+                because=self.uncarried,
+                remedy=self.remedy,
             )
-        channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
-        return pair(self.e, value, scale, integers.dtype, channels)
+        return self.on_grid(value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
         """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
@@ -67,9 +77,9 @@ class HorizonCall(Call):
             return super().operand(role)
         integers, scale, axis = self.constants[role]
         value = self.e.constant(self.real(role))
-        if scale.numel() == 0 or integers.dtype not in BITS or _derived(*self._per_channel(role)):
+        if scale.numel() == 0 or integers.dtype not in BITS or self.stays(role):
             return value
-        return pair(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+        return self.on_grid(value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 
     def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
         """Return a weight's integers and scales; the tool takes one scale for each output channel."""

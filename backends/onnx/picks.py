@@ -35,7 +35,4 @@ def emit_pick(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
     axis = next(position for position, each in enumerate(index) if type(each) is int)  # type: ignore[arg-type]
     read = str(values[operand])  # type: ignore[index]
     number = emitter.constant(torch.tensor(index[axis], dtype=torch.int64, device="cpu"))  # type: ignore[index]
-    emitter.types[node.name] = emitter.types.pop(emitter.node("Gather", read, number, axis=axis))
-    made = emitter.producers[node.name] = emitter.nodes[-1]
-    made.output[0] = made.name = node.name
-    values[node] = node.name
+    values[node] = emitter.named(emitter.node("Gather", read, number, axis=axis), node.name)

@@ -172,8 +172,12 @@ def run_segments(
 
 def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], given: list[Tensor]) -> dict[str, Any]:
     """Return the outputs of a segment without a file, by name."""
-    name, outputs, function = entry["outputs"][0], entry["outputs"], _function(entry, python)
+    name, outputs = entry["outputs"][0], entry["outputs"]
     wanted = f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(outputs)}"
+    if name not in python:
+        because = f"it has no file: {', '.join(entry['python'])} were kept as Python"
+        raise ConfigurationError(f"the segment that gives {name!r} cannot be run", because=because, remedy=wanted)
+    function = python[name]
     try:
         inspect.signature(function).bind(*given)
     except TypeError as error:
@@ -193,18 +197,6 @@ def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], giv
             remedy=wanted,
         )
     return dict(zip(outputs, results, strict=True))
-
-
-def _function(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the function that runs a segment without a file."""
-    name = entry["outputs"][0]
-    if name not in python:
-        raise ConfigurationError(
-            f"the segment that gives {name!r} cannot be run",
-            because=f"it has no file: {', '.join(entry['python'])} were kept as Python",
-            remedy=f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(entry['outputs'])}",
-        )
-    return python[name]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -192,20 +192,18 @@ class Writer:
         """Return whether a node dequantizes integers for the outputs alone."""
         return node.target is dequantize and all(user.op == "output" for user in node.users)
 
+    def stored(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Return the value of a node of the integer graph as the file stores it. Here: as it is."""
+        return value
+
     def returned_integers(self, node: fx.Node) -> str:
         """Return the name of a quantized tensor as the file returns it if it returns integers; it is described under this name."""
         return str(self.values[node])
 
     def _named(self, result: str, name: str) -> str:
         """Return the value under its graph name."""
-        last = self.emitter.nodes[-1] if self.emitter.nodes else None
-        if last is None or last.output[0] != result:
-            result = self.emitter.node("Identity", result)
-            last = self.emitter.nodes[-1]
-        last.output[0] = last.name = name
-        self.emitter.producers[name] = last
-        self.emitter.types[name] = self.emitter.types.pop(result)
-        return name
+        nodes = self.emitter.nodes
+        return self.emitter.named(result if nodes and nodes[-1].output[0] == result else self.emitter.node("Identity", result), name)
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         entry: dict[str, Any] = {"kind": kind}
@@ -224,7 +222,13 @@ class Writer:
 
     def _graph(self, inputs: dict[str, str], output_names: Sequence[str] | None) -> onnx.GraphProto:
         """Return the graph, whose inputs and outputs have the names that the user gave; `inputs` has those of all inputs."""
-        results = _returned(self.integer)
+        results = returned(self.integer)
+        if not results:
+            raise ExportError(
+                "what the model returns cannot be written",
+                because="it returns no tensor, and an ONNX file returns tensors alone",
+                remedy="return a tensor; numbers and None among the results are left out of the file",
+            )
         given = _given(output_names, len(results), "output")
         known = {node: self._value(node) for node in dict.fromkeys(results)}
         values = [known[node][0] for node in results]
@@ -296,21 +300,6 @@ class Writer:
 def _read_as_real(node: fx.Node) -> bool:
     """Return whether a primitive reads the dequantized tensor of a node."""
     return any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
-
-
-def _returned(integer: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes of the tensors that the model returns, in order; numbers and None among the outputs are left out.
-
-    Raises ExportError if there are none.
-    """
-    found = returned(integer)
-    if not found:
-        raise ExportError(
-            "what the model returns cannot be written",
-            because="it returns no tensor, and an ONNX file returns tensors alone",
-            remedy="return a tensor; numbers and None among the results are left out of the file",
-        )
-    return found
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:

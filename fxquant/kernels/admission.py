@@ -113,10 +113,9 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
 def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
     root = site.match.root
     if root.target is dynamic_linear:
-        return _of_any_range(site.sizes[node], generator)
+        return of_any_range(site.sizes[node], generator)
     arguments: Any = root.args
     scale, low, high = site.constant(arguments[1]), int(arguments[2]), int(arguments[3])
-    assert scale is not None
     steps = torch.randint(2 * (low - 2), 2 * (high + 3), site.sizes[node], generator=generator, device="cpu")
     value = steps.to(torch.float32) / 2 * scale  # whole steps, and ties
     noise = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float32) * scale
@@ -127,7 +126,7 @@ def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
     return value
 
 
-def _of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw integers of a grid whose scale is 1, some of them at its ends, and some between its steps, ties among them."""
     value = torch.randint(int(SMALLEST_REAL), int(LARGEST_REAL) + 1, sizes, generator=generator, device="cpu").float()
     choice = torch.randint(0, EXTREMES, sizes, generator=generator, device="cpu")

@@ -92,11 +92,8 @@ class Constants:
                 return False
             if alias is not None and memory_start(value) != place:
                 return False
-        return not self.found or self._lies_as_it_did(self.found[self._next()])
-
-    def _next(self) -> int:
-        self.turn = (self.turn + 1) % len(self.found)
-        return self.turn
+        self.turn = (self.turn + 1) % max(1, len(self.found))
+        return not self.found or self._lies_as_it_did(self.found[self.turn])
 
     @staticmethod
     def _lies_as_it_did(found: _Found) -> bool:

@@ -143,14 +143,13 @@ class Site:
     sizes: Mapping[fx.Node, SIZES]
     non_negative: frozenset[fx.Node]
 
-    def constant(self, node: fx.Node | None) -> Tensor | None:
-        """Return the tensor of a constant."""
+    def constant(self, node: Any) -> Any:
+        """Return the tensor of a constant; None for None."""
         return None if node is None else resolve(self.model, str(node.target)).detach()
 
     def tensor(self, name: str) -> Tensor:
         """Return a constant among the parts, by name."""
-        found = self.constant(self.match.parts[name])
-        assert found is not None
+        found: Tensor = self.constant(self.match.parts[name])
         return found
 
     def held(self, node: fx.Node) -> Held:

@@ -31,11 +31,6 @@ def magnitude(node: fx.Node) -> int:
     return max(known.zero_point, 255 - known.zero_point) if known.dtype == "uint8" else 128
 
 
-def _flat(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.flatten()
-
-
 @dataclass(frozen=True)
 class Layer:
     """The constants of a sum of products.
@@ -96,11 +91,9 @@ class Layer:
         root, channels = site.match.root, self.weight.shape[0]
         arguments: Any = root.args
         if root.target is requantize.requantize_real:
-            factor = site.constant(arguments[1])
-            assert factor is not None
-            ratio, low, high = factor.double().flatten(), int(arguments[2]), int(arguments[3])
+            ratio, low, high = site.constant(arguments[1]).double().flatten(), int(arguments[2]), int(arguments[3])
         else:
-            shift, multiplier, right_shift = (_flat(site.constant(node)) for node in arguments[1:4])
+            shift, multiplier, right_shift = (site.constant(node).flatten() for node in arguments[1:4])
             ratio = multiplier.double() * power_of_two(-shift - right_shift)
             low, high = int(arguments[6]), int(arguments[7])
         steps = torch.arange(low - 1, high + 2, dtype=torch.float64, device="cpu")

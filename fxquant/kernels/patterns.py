@@ -53,11 +53,6 @@ def _dimensions(count: int) -> str:
     return "1 dimension" if count == 1 else f"{count} dimensions"
 
 
-def _read_once(node: Any) -> bool:
-    """Return whether a value is a node with exactly one reader."""
-    return isinstance(node, fx.Node) and len(node.users) == 1
-
-
 def sum_of_products(root: fx.Node) -> Matched:
     """Match a 2d convolution, a linear layer or a sum over windows, on bytes; the residual added to it, and the requantization to bytes.
 
@@ -81,7 +76,7 @@ def sum_of_products(root: fx.Node) -> Matched:
     if window is None or isinstance(window, str):
         return window
     covers.append(total)
-    if not all(map(_read_once, covers[1:])):
+    if any(len(covered.users) != 1 for covered in covers[1:]):
         return "its accumulator has other readers; kernels keep it to themselves"
     if requantized and not known_tensor(root, *BYTES):
         return _lacking("write", root)

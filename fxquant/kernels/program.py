@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import is_python, resolve
-from fxquant.ir.interpreter import arguments_of
+from fxquant.ir.interpreter import called, own
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
+Maker = Callable[[list[int], int, Tensor | None], Step]  # from the places that are read, the place that is written, and its memory
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,6 @@ class _At:
     place: int
 
 
-def returned(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Return the output of a graph, in plain containers as its code has them, with `read` applied to nodes."""
-    if isinstance(value, fx.Node | _At):
-        return read(value)
-    if isinstance(value, dict):
-        return {key: returned(item, read) for key, item in value.items()}
-    if isinstance(value, list):
-        return [returned(item, read) for item in value]
-    if isinstance(value, tuple):
-        items = [returned(item, read) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
-
-
 class Program:
     """An integer model for inputs of these sizes and strides: one step after another, on values in a list."""
 
@@ -76,7 +64,8 @@ class Program:
     ) -> None:
         self.model, self.layouts, self.non_negative, self.chosen = model, layouts, non_negative, chosen
         self.places: dict[tuple[fx.Node, bool], int] = {}  # of values, held or plain
-        self.steps: list[tuple[Any, list[int], int]] = []  # what makes the steps of an instance, what it reads, what it writes
+        self.steps: list[tuple[Maker, list[int], int]] = []  # what makes the steps of an instance, what it reads, what it writes
+        self.alone: list[fx.Node] = []  # the nodes that run as they are in the graph
         self.buffers: dict[int, Held] = {}  # values in memory of the instance's own
         self.inputs: list[int] = []
         self.result: Any = None
@@ -100,19 +89,19 @@ class Program:
             if node.op == "placeholder":
                 self.inputs.append(self._place(node, False))
             elif node.op == "output":
-                self.result = returned(node.args[0], self._output)
+                self.result = own(node.args[0], self._output)
             elif node not in needed or node.op == "get_attr":
                 continue
             elif node in self.chosen and self.chosen[node].built is not None:
                 self._write_kernel(node, self.chosen[node])
             else:
                 reads = [self._plain(read) for read in node.all_input_nodes if read.op != "get_attr"]
-                self.steps.append((_Primitive(self.model, node, self.places), reads, self._place(node, False)))
+                self.steps.append((partial(_primitive, self.model, node, self.places), reads, self._place(node, False)))
+                self.alone.append(node)
 
     def computed(self) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
         """Return the choice at each node with a kernel, and the other nodes that run as they are in the graph, both in its order."""
-        alone = [maker.node for maker, _, _ in self.steps if isinstance(maker, _Primitive)]
-        return {node: chosen.choice for node, chosen in self.chosen.items()}, [node for node in alone if node not in self.chosen]
+        return {node: chosen.choice for node, chosen in self.chosen.items()}, [node for node in self.alone if node not in self.chosen]
 
     def _output(self, read: fx.Node) -> Any:
         """Return the place of a node that is returned, or its value where it is a constant."""
@@ -132,13 +121,13 @@ class Program:
         assert chosen.implementation is not None
         if self._is_real(node):
             reads = [self._plain(read) for read in chosen.match.reads]
-            self.steps.append((_RealKernel(chosen.built, self.layouts[node]), reads, self._place(node, False)))  # type: ignore[arg-type]
+            self.steps.append((partial(_real_kernel, chosen.built, self.layouts[node]), reads, self._place(node, False)))  # type: ignore[arg-type]
             return
         reads_held = chosen.implementation.reads_held
         reads = [self._held(read) if reads_held and not self._is_real(read) else self._plain(read) for read in chosen.match.reads]
         place = self._place(node, True)
         self.buffers[place] = self.held(node)
-        self.steps.append((_Kernel(chosen.built), reads, place))  # type: ignore[arg-type]
+        self.steps.append((partial(_kernel, chosen.built), reads, place))  # type: ignore[arg-type]
 
     def _is_real(self, node: fx.Node) -> bool:
         return self.layouts[node][2].is_floating_point
@@ -147,7 +136,7 @@ class Program:
         """Return the place of a value as primitives have it."""
         if (node, False) not in self.places and (node, True) in self.places:
             place = self._place(node, False)
-            self.steps.append((_Plain(self.held(node), self.layouts[node]), [self.places[node, True]], place))
+            self.steps.append((partial(_plain, self.held(node), self.layouts[node]), [self.places[node, True]], place))
         return self._place(node, False)
 
     def _held(self, node: fx.Node) -> int:
@@ -155,7 +144,7 @@ class Program:
         if (node, True) not in self.places:
             place = self._place(node, True)
             self.buffers[place] = self.held(node)
-            self.steps.append((_Hold(self.buffers[place]), [self._plain(node)], place))
+            self.steps.append((partial(_hold, self.buffers[place]), [self._plain(node)], place))
         return self.places[node, True]
 
     def _share(self) -> tuple[list[int], dict[int, int]]:
@@ -225,11 +214,11 @@ class _Instance:
             self.buffers[place] = memory[program.slot_of[place]][:size].view(form.dtype).view(form.rows, form.pixel)
         last = {place: index for index, (_, reads, _) in enumerate(program.steps) for place in reads}
         kept: set[int] = set()
-        returned(program.result, lambda at: kept.add(at.place))
+        own(program.result, lambda at: kept.add(at.place), _At)
         self.steps: list[tuple[Step, int, tuple[int, ...]]] = []
         for index, (maker, reads, writes) in enumerate(program.steps):
             gone = tuple(place for place in set(reads) if last[place] == index and place not in kept and place not in self.buffers)
-            self.steps.append((maker.step(reads, writes, self.buffers.get(writes)), writes, gone))
+            self.steps.append((maker(reads, writes, self.buffers.get(writes)), writes, gone))
 
     def run(self, inputs: Sequence[Any], show: Callable[[int, Any], None] | None = None) -> Any:
         program = self.program
@@ -242,73 +231,54 @@ class _Instance:
                 show(writes, values[writes])
             for place in gone:
                 values[place] = None
-        return returned(program.result, lambda at: values[at.place])
+        return own(program.result, lambda at: values[at.place], _At)
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    built: Built
+def _kernel(built: Built, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    bound: Bound = built.bind()
+    assert buffer is not None
 
-    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-        bound: Bound = self.built.bind()
-        assert buffer is not None
+    def run(values: list[Any]) -> None:
+        bound([values[place] for place in reads], buffer)
+        values[writes] = buffer
 
-        def run(values: list[Any]) -> None:
-            bound([values[place] for place in reads], buffer)
-            values[writes] = buffer
-
-        return run
+    return run
 
 
-@dataclass(frozen=True)
-class _RealKernel:
-    """A kernel with a float result, which is in memory of its own: the model may return it."""
+def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    """Return the step of a kernel with a float result, which is in memory of its own: the model may return it."""
+    bound: Bound = built.bind()
+    sizes, strides, dtype = layout
 
-    built: Built
-    layout: Layout
+    def run(values: list[Any]) -> None:
+        made = torch.empty(sizes, dtype=dtype, device="cpu")
+        bound([values[place] for place in reads], made)
+        if made.stride() != strides:
+            made = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(made)
+        values[writes] = made
 
-    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-        bound: Bound = self.built.bind()
-        sizes, strides, dtype = self.layout
-
-        def run(values: list[Any]) -> None:
-            made = torch.empty(sizes, dtype=dtype, device="cpu")
-            bound([values[place] for place in reads], made)
-            if made.stride() != strides:
-                made = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(made)
-            values[writes] = made
-
-        return run
+    return run
 
 
-@dataclass(frozen=True)
-class _Hold:
-    form: Held
+def _hold(form: Held, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    (read,) = reads
+    assert buffer is not None
 
-    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-        (read,) = reads
-        assert buffer is not None
+    def run(values: list[Any]) -> None:
+        form.hold(values[read], buffer)
+        values[writes] = buffer
 
-        def run(values: list[Any]) -> None:
-            self.form.hold(values[read], buffer)
-            values[writes] = buffer
-
-        return run
+    return run
 
 
-@dataclass(frozen=True)
-class _Plain:
-    form: Held
-    layout: Layout
+def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    (read,) = reads
+    _, strides, dtype = layout
 
-    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-        (read,) = reads
-        _, strides, dtype = self.layout
+    def run(values: list[Any]) -> None:
+        values[writes] = form.plain(values[read], dtype, strides)
 
-        def run(values: list[Any]) -> None:
-            values[writes] = self.form.plain(values[read], dtype, strides)
-
-        return run
+    return run
 
 
 def _holds_nodes(value: Any) -> bool:
@@ -320,43 +290,27 @@ def _holds_nodes(value: Any) -> bool:
     return bool(found)
 
 
-@dataclass(frozen=True)
-class _Primitive:
-    """A node that runs as it is in the graph."""
+def _primitive(
+    model: fx.GraphModule, node: fx.Node, held: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, buffer: Tensor | None
+) -> Step:
+    """Return the step of a node that runs as it is in the graph."""
+    places = {read: held[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
+    constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
+    if node.op == "call_function" and not is_python(node) and not any(map(_holds_nodes, (*node.args, node.kwargs))):
+        target: Any = node.target
+        kwargs = dict(node.kwargs)
+        given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
+        taken = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
 
-    model: fx.GraphModule
-    node: fx.Node
-    places: Mapping[tuple[fx.Node, bool], int]
+        def call(values: list[Any]) -> None:
+            arguments = given.copy()
+            for index, place in taken:
+                arguments[index] = values[place]
+            values[writes] = target(*arguments, **kwargs)
 
-    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-        node, model = self.node, self.model
-        places = {read: self.places[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
-        constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
-        module = resolve(model, str(node.target)) if node.op == "call_module" else None
-        if node.op == "call_function" and not is_python(node) and not any(map(_holds_nodes, (*node.args, node.kwargs))):
-            target: Any = node.target
-            kwargs = dict(node.kwargs)
-            given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
-            taken = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
+        return call
 
-            def call(values: list[Any]) -> None:
-                arguments = given.copy()
-                for index, place in taken:
-                    arguments[index] = values[place]
-                values[writes] = target(*arguments, **kwargs)
+    def run(values: list[Any]) -> None:
+        values[writes] = called(model, node, lambda read: constants[read] if read in constants else values[places[read]])
 
-            return call
-
-        def run(values: list[Any]) -> None:
-            def value(read: fx.Node) -> Any:
-                return constants[read] if read in constants else values[places[read]]
-
-            args, kwargs = arguments_of(node, value)
-            if node.op == "call_function":
-                values[writes] = node.target(*args, **kwargs)  # type: ignore[operator]
-            elif module is not None:
-                values[writes] = module(*args, **kwargs)
-            else:
-                values[writes] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-
-        return run
+    return run

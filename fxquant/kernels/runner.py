@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.integer import kernel
-from fxquant.ir.interpreter import Interpreter
+from fxquant.ir.interpreter import Interpreter, own
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import without_negatives
-from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
+from fxquant.kernels.program import Choice, Chosen, Layout, Program
 from fxquant.support.forks import free_in_child
 from fxquant.support.offers import disagreed
 from fxquant.support.progress import progress
@@ -242,4 +242,4 @@ class _Recorder(Interpreter):
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert isinstance(self.module, fx.GraphModule)
         (node,) = self.module.graph.find_nodes(op="output")
-        return returned(node.args[0], self.env.__getitem__)
+        return own(node.args[0], self.env.__getitem__)

@@ -1,4 +1,4 @@
-"""The lowering that computes values: that of the prepared model in states TRAIN and VALIDATE."""
+"""The lowerings that compute values: as primitives mean them, and, with the same bits, by fused kernels where a prepared model runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
+from fxquant.training.reference_kernels import Rounded, form_of
 
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
 
@@ -69,26 +70,9 @@ class EagerLowering(Lowering):
         self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
-        if type(self) is EagerLowering and fused_elementwise.defers(primitive, arguments):
-            return fused_elementwise.Deferred(primitive, arguments)
-        arguments = tuple(self.computed(argument) for argument in arguments)
-        return self._called(primitive, arguments)
-
-    def computed(self, value: Any) -> Any:
-        """Compute a deferred call; return anything else as it is."""
-        if not isinstance(value, fused_elementwise.Deferred):
-            return value
-        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments), value.slope)
-
-    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...], slope: float | None = None) -> Tensor:
         record = PRIMITIVES[primitive]
-        if slope is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                exact = primitive(*arguments)
-            value = straight_through(arguments[0] * slope, exact)
-        elif record.surrogate is None or not torch.is_grad_enabled():
-            with saved_activations.kept_narrow(primitive, arguments):
-                value = primitive(*arguments)
+        if record.surrogate is None or not torch.is_grad_enabled():
+            value = primitive(*arguments)
         else:
             with torch.no_grad():
                 exact = primitive(*arguments)
@@ -133,11 +117,8 @@ class EagerLowering(Lowering):
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         to = to or self.output
         follows = self._follows(to)
-        if to is self.intermediate and not follows:
-            to.require()
         value = real() if follows or torch.is_grad_enabled() else None
-        if follows and value is not None:
-            to.follow(limited(value if self.seen is None else self.seen, self.observed) if to is self.output else value)
+        self._set(to, lambda: value if self.seen is None or to is not self._output else self.seen)  # type: ignore[arg-type, return-value]
         with torch.no_grad():
             integers = exact()
         grid = to.grid
@@ -148,8 +129,54 @@ class EagerLowering(Lowering):
                 integers = fused_layers.on_grid(value, integers, grid.scale, grid.bounds)
             else:
                 integers = straight_through(clamped(value / grid.scale, *grid.bounds), integers)
+        return self._on(grid, integers)
+
+    def _on(self, grid: Grid, integers: Tensor, real: Tensor | None = None) -> Quantized:
+        """Return these integers on a grid, with their dequantized tensor where it is known."""
         self.whole = integers
-        return Quantized(integers, grid, tuple(integers.shape))
+        return Quantized(integers, grid, tuple(integers.shape), real)
+
+    def _follows(self, to: Quantizer) -> bool:
+        """Return whether a scale follows the value that is computed now."""
+        return self.observing and to.follows_training and not (self.followed and to is self._output)
+
+    def _set(self, to: Quantizer, observed: Callable[[], Tensor]) -> None:
+        """Let a scale that follows the value computed now take in what is observed of it; require any other intermediate scale."""
+        if self._follows(to):
+            with torch.no_grad():
+                to.follow(limited(observed(), self.observed) if to is self.output else observed())
+        elif to is self.intermediate:
+            to.require()
+
+    def quantize(self, input: Tensor) -> Quantized:
+        return self.result(lambda: self.output.grid.quantize(input), lambda: input)
+
+
+class FusedLowering(EagerLowering):
+    """Computes what `EagerLowering` does, with the same bits, by fused kernels of training wherever one is admitted."""
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
+        if fused_elementwise.defers(primitive, arguments):
+            return fused_elementwise.Deferred(primitive, arguments)
+        operands = tuple(map(self.computed, arguments))
+        with saved_activations.kept_narrow(primitive, operands):
+            return super().call(primitive, *operands)
+
+    def computed(self, value: Any) -> Any:
+        """Compute a deferred call; return anything else as it is."""
+        if not isinstance(value, fused_elementwise.Deferred):
+            return value
+        arguments = [self.computed(argument) for argument in value.arguments]
+        if value.slope is None or not torch.is_grad_enabled():
+            return super().call(value.primitive, *arguments)
+        with torch.no_grad():
+            exact = value.primitive(*arguments)
+        return straight_through(arguments[0] * value.slope, exact)
+
+    def _fuses(self, to: Quantizer) -> bool:
+        """Return whether a fused kernel can requantize to this grid: its scale learns nothing, and follows nothing but ends."""
+        learns, seen = to.learns and torch.is_grad_enabled(), self.seen is not None and to is self._output
+        return not learns and to.dtype != INT32 and (not self._follows(to) or (not seen and to.can_follow_ends))
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         joined = self._joined(accumulator, end)
@@ -160,48 +187,34 @@ class EagerLowering(Lowering):
     ) -> Quantized:
         to = self.output
         learns = to.learns or any(scale.requires_grad for scale in scales)
-        if (learns and torch.is_grad_enabled()) or type(self) is not EagerLowering or type(self.arithmetic) is not RealArithmetic:
+        if (learns and torch.is_grad_enabled()) or type(self.arithmetic) is not RealArithmetic:
             return super().requantize_in_steps(total, real, clamp, scales)
         if self._follows(to):
-            with torch.no_grad():
-                to.follow(limited(real() if self.seen is None else self.seen, self.observed))
+            self._set(to, lambda: real() if self.seen is None else self.seen)
             self.followed = True
         accumulator, step = total()
         return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
 
-    def _follows(self, to: Quantizer) -> bool:
-        """Return whether a scale follows the value that is computed now."""
-        return self.observing and to.follows_training and not (self.followed and to is self._output)
-
     def _joined(self, accumulator: Any, end: Epilogue) -> Quantized | None:
         """Requantize an accumulator of two tensors without materializing it; return None where no fused kernel can."""
         to, clamp = end.to or self.output, end.clamp
-        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
-        whole = (
-            isinstance(accumulator, fused_elementwise.Deferred | Tensor) and type(self) is EagerLowering and _has_passes(self.arithmetic)
-        )
-        seen = self.seen is not None and to is self._output
-        if not whole or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+        if not isinstance(accumulator, fused_elementwise.Deferred | Tensor) or not _has_passes(self.arithmetic) or not self._fuses(to):
             return None
         join = fused_elementwise.join_of(accumulator)
-        if join is None:
-            return None
-        if to is self.intermediate and not follows:
-            to.require()
         step = end.ratio.approximate()
-        if (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
+        if join is None or (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
             return None
         step = step.detach().flatten()
-        if follows:
-            real = fused_elementwise.ends(join)
-            real = real * step if join.wide else real.float() * step.float()
-            real = real if clamp is None else real.clamp(*clamp)
-            to.follow(limited(real, self.observed) if to is self.output else real)
-        integers, real = fused_elementwise.joined(join, self._rounded(end, to), step)
-        self.whole = integers
-        return Quantized(integers, to.grid, tuple(integers.shape), real)
 
-    def _rounded(self, end: Epilogue, to: Quantizer) -> fused_layers.Rounded:
+        def observed() -> Tensor:
+            ends = fused_elementwise.ends(join)
+            real = ends * step if join.wide else ends.float() * step.float()
+            return real if clamp is None else real.clamp(*clamp)
+
+        self._set(to, observed)
+        return self._on(to.grid, *fused_elementwise.joined(join, self._rounded(end, to), step))
+
+    def _rounded(self, end: Epilogue, to: Quantizer) -> Rounded:
         """Return the requantization of an accumulator to the grid of `to`."""
         least, most = end.clamp or (None, None)
         limits = -math.inf if least is None else least, math.inf if most is None else most
@@ -216,28 +229,24 @@ class EagerLowering(Lowering):
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
     ) -> Quantized:
         to, value = self.output, input.value
-        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
+        follows = self._follows(to)
         if follows and isinstance(value, Tensor) and 4 * value.numel() < input.grid.high - input.grid.low and fused_layers.admitted(value):
 
             def exact() -> Tensor:
                 return entries(value.detach().flatten().double().cpu()).view(value.shape).float()
 
             return self.result(exact, lambda: tamed(input.real()))
-        fits = not learns and type(self) is EagerLowering and (not follows or (self.seen is None and to.can_follow_ends))
-        if not fits or not fused_lookup.tabulated(input.value, input.grid):
+        if not self._fuses(to) or not fused_lookup.tabulated(input.value, input.grid):
             return super().look_up(input, entries, function, tamed)
         integers = fused_lookup.integers_of(value, input.grid)
         curve = fused_lookup.curve_of(function, input.grid, torch.is_grad_enabled() and value.requires_grad, integers)
         if follows:
-            found = curve.values[fused_lookup.occurring(value, integers)]
-            if not bool(torch.isfinite(found).all()):
+            occurring = curve.values[fused_lookup.occurring(value, integers)]
+            if not bool(torch.isfinite(occurring).all()):
                 return super().look_up(input, entries, function, tamed)
-            to.follow(limited(found, self.observed))
-        grid = to.grid
+            self._set(to, lambda: occurring)
         table = entries(integers) if self.training and len(integers) > fused_lookup.FEW else entries()[integers[0].int() - input.grid.low :]
-        integers, real = fused_lookup.looked_up(value, input.grid, curve, table, grid)
-        self.whole = integers
-        return Quantized(integers, grid, tuple(integers.shape), real)
+        return self._on(to.grid, *fused_lookup.looked_up(value, input.grid, curve, table, to.grid))
 
     def complete(
         self,
@@ -259,40 +268,31 @@ class EagerLowering(Lowering):
             accumulator = self.computed(accumulator)
         other = None if residual is None else residual.value
         fits = (
-            _has_passes(self.arithmetic)
+            self._fuses(to)
+            and _has_passes(self.arithmetic)
             and fused_layers.admitted(accumulator, other)
             and (other is None or other.shape == accumulator.shape)
+            and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         )
-        fits = fits and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         factors = ratio.approximate().to(torch.float32)
-        form = fused_layers.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
-        follows = self._follows(to)
-        learns = to.learns and torch.is_grad_enabled()
-        seen = self.seen is not None and to is self._output
-        if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+        form = form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
+        if form is None:
             return super().complete(accumulator, end, bias, residual, multiplier, statistics)
-        if to is self.intermediate and not follows:
-            to.require()
         added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
         factor = None if multiplier is None else multiplier.value().to(torch.float32).reshape(-1).expand(form.channels)
         factors = factors.reshape(-1).expand(form.channels)
-        if follows:
-            with torch.no_grad():
-                if statistics is not None and other is None:
-                    ends = statistics.ends if added is None else statistics.ends + added
-                else:
-                    ends = fused_layers.ends(accumulator, form, added, other, factor)
-                if bound >= FLOAT32_EXACT:
-                    ends, steps = ends.double(), ratio.approximate().reshape(-1)
-                else:
-                    steps = factors
-                real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
-                to.follow(limited(real, self.observed) if to is self.output else real)
-        grid, how = to.grid, self._rounded(end, to)
+
+        def observed() -> Tensor:
+            if statistics is not None and other is None:
+                ends = statistics.ends if added is None else statistics.ends + added
+            else:
+                ends = fused_layers.ends(accumulator, form, added, other, factor)
+            real = ends.double() * ratio.approximate().reshape(-1) if bound >= FLOAT32_EXACT else ends * factors
+            return real if clamp is None else real.clamp(*clamp)
+
+        self._set(to, observed)
         token = None if statistics is None else statistics.token
-        integers, real = fused_layers.finished(accumulator, added, other, factor, factors, form, how, token)
-        self.whole = integers
-        return Quantized(integers, grid, tuple(integers.shape), real)
+        return self._on(to.grid, *fused_layers.finished(accumulator, added, other, factor, factors, form, self._rounded(end, to), token))
 
     def _noisy(self, accumulator: Tensor, bias: Tensor | None, ratio: Ratio) -> Tensor:
         """Return the rounded accumulator, bias included, after the user's module has drawn noise for its float values."""
@@ -342,6 +342,3 @@ class EagerLowering(Lowering):
                 if float(most.max()) < FLOAT32_EXACT:
                     return parts
         return 0
-
-    def quantize(self, input: Tensor) -> Quantized:
-        return self.result(lambda: self.output.grid.quantize(input), lambda: input)

@@ -6,6 +6,7 @@ are inside of fused operators. A hook that reads such a tensor cannot fire, and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
 from fxquant.ir.graph import fact, fused, made_by, module_path, noise, passed_on, resolve
 from fxquant.ir.integer import Reference
-from fxquant.ir.interpreter import arguments_of
+from fxquant.ir.interpreter import called
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
@@ -97,7 +98,7 @@ class Uncallable:
 
 def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
     """Make hooks on the modules of a prepared model fire; `traced` is the graph that it was made from."""
-    calls: Iterable[Call] = map(_call, prepared.meta.get(CALLS, ()))
+    calls: Iterable[Call] = itertools.starmap(Call, prepared.meta.get(CALLS, ()))
     values = _values(prepared.graph, traced)
     found = [_resolved(call, values) for call in calls]
     prepared.meta[CALLS] = tuple((call.path, call.entry, call.args, call.kwargs, call.result) for call in found)
@@ -108,7 +109,7 @@ def restore_hooks(prepared: fx.GraphModule) -> None:
     """Make hooks fire as `attach_hooks` does, for a model whose calls are recorded by the names of its own nodes."""
     others = _others(prepared)
     own = {path: module for path, module in prepared.named_modules() if path and not _is_below(path, others)}
-    calls = [call for call in map(_call, prepared.meta.get(CALLS, ())) if call.path in own]
+    calls = [call for call in itertools.starmap(Call, prepared.meta.get(CALLS, ())) if call.path in own]
     near, drawing = _next_computed(calls), {str(noise(node)) for node in prepared.graph.nodes}
     mine: dict[str, list[Call]] = {}
     for call in calls:
@@ -124,15 +125,11 @@ def are_calls(value: Any, graph: fx.Graph | None) -> bool:
     """Return whether a value in `meta` of a loaded model is the calls of modules, by names of the graph if that is given."""
     names = None if graph is None else {node.name for node in graph.nodes} | {NOWHERE}
     try:
-        calls = [_call(entry) for entry in value]
+        calls = [Call(*entry) for entry in value]
     except TypeError:
         return False
     sound = all(type(call.path) is str and type(call.entry) is int for call in calls)
     return sound and all(names is None or names.issuperset(_names((call.read, call.result))) for call in calls)
-
-
-def _call(entry: tuple[Any, ...]) -> Call:
-    return Call(*entry)
 
 
 def _next_computed(calls: list[Call]) -> dict[str, str]:
@@ -145,14 +142,10 @@ def _next_computed(calls: list[Call]) -> dict[str, str]:
     return found
 
 
-def _parents(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _is_below(path: str, called: set[str]) -> bool:
-    return path in called or any(parent in called for parent in _parents(path))
+def _is_below(path: str, others: set[str]) -> bool:
+    """Return whether a module, or one that holds it, is among others."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in others for count in range(1, len(parts) + 1))
 
 
 def _others(prepared: fx.GraphModule) -> set[str]:
@@ -296,7 +289,7 @@ class _Run:
             if node.op == "placeholder":
                 self.values[node.name] = named[str(node.target)] if node.target in named else next(given, *node.args)
             elif node.op != "get_attr":
-                self.values[node.name] = self._computed(node)
+                self.values[node.name] = called(self.model, node, self._value)
             for when, call, module in ends:
                 if when == index:
                     self._end(call, module)
@@ -308,14 +301,6 @@ class _Run:
     def _value(self, node: fx.Node) -> Any:
         """Return the value of a node; a parameter is read at this moment."""
         return resolve(self.model, str(node.target)) if node.op == "get_attr" else self.values[node.name]
-
-    def _computed(self, node: fx.Node) -> Any:
-        args, kwargs = arguments_of(node, self._value)
-        if node.op == "call_method":
-            first, *others = args
-            return getattr(first, str(node.target))(*others, **kwargs)
-        function: Any = resolve(self.model, str(node.target)) if node.op == "call_module" else node.target
-        return function(*args, **kwargs)
 
     def _shown(self, nest: Any) -> Any:
         """Return a nest with the float model's tensors, without the factors of equalized channels; None for absent tensors."""

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxquant.errors import CalibrationError
 from fxquant.ir.functional import stopped
 from fxquant.ir.model import no_program_of_prepared
-from fxquant.lowering.eager import EagerLowering, Mode
+from fxquant.lowering.eager import EagerLowering, FusedLowering, Mode
 from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.lowering.lowering import Quantized, limited, plainly
 from fxquant.numerics.clamping import clamped
@@ -200,7 +200,7 @@ class QuantizedOperator(nn.Module):
         observing = self.is_training and self.owns_output
         if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
-        lowering = self.lowering(EagerLowering)
+        lowering = self.lowering(FusedLowering)
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             arguments = self.operator.bind_call(args, kwargs)
             lowering.seen = self._seen(arguments)

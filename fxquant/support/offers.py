@@ -1,4 +1,4 @@
-"""Registries of implementations that backends offer in place of PyTorch's, and the record of those whose results differ.
+"""Registries: of implementations that backends offer in place of PyTorch's, with those whose results differ, and of forms by key.
 
 An implementation that is compared with its reference at run time, and computes other bits, is not used. `disagreed` records where:
 with a warning for each place and an entry of `fxq.report`. In the test suite every entry is an error.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger("fxquant")
 
 Implementation = TypeVar("Implementation")
+Form = TypeVar("Form")
 
 
 class Offers(Generic[Implementation]):
@@ -32,6 +33,19 @@ class Offers(Generic[Implementation]):
             if each.takes(*values):  # type: ignore[attr-defined]
                 return each
         return None
+
+
+def declaring(forms: dict[Any, Form]) -> Callable[..., Callable[[Form], Form]]:
+    """Return a decorator that enters a function into this table, under every key that it is called with."""
+
+    def form(*keys: Any) -> Callable[[Form], Form]:
+        def declare(function: Form) -> Form:
+            forms.update(dict.fromkeys(keys, function))
+            return function
+
+        return declare
+
+    return form
 
 
 class Disagreement(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.support.offers import Offers
 from fxquant.training import fused_layers, saturation_masks
-from fxquant.training.reference_kernels import Rounded
+from fxquant.training.reference_kernels import Gradients, Rounded
 
 # ---- what is kept -----------------------------------------------------------------------------------------------------
 
@@ -354,10 +354,7 @@ def _back(
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute `Joining.backward` with PyTorch's operators: differentiable, on every device."""
-    whole = of_integers
-    if of_real is not None:
-        whole = of_real * scale if whole is None else whole + of_real * scale
-    assert whole is not None
+    whole = Gradients(of_integers, of_real).of_steps(scale)
     of = (whole if inside is None else torch.where(inside.view(shape) > 0, whole, 0.0)) / scale
     of = (of * ratio.to(of.dtype)).reshape(join.rows, join.columns)
 

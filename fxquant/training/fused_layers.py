@@ -24,12 +24,7 @@ from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixe
 from fxquant.support.addresses import start
 from fxquant.support.offers import Offers
 from fxquant.training import saturation_masks
-from fxquant.training.reference_kernels import Accumulator as Accumulator
-from fxquant.training.reference_kernels import Form as Form
-from fxquant.training.reference_kernels import Gradients as Gradients
-from fxquant.training.reference_kernels import Passes as Passes
-from fxquant.training.reference_kernels import Rounded as Rounded
-from fxquant.training.reference_kernels import form_of as form_of
+from fxquant.training.reference_kernels import Accumulator, Form, Gradients, Passes, Rounded
 
 # ---- whether ----------------------------------------------------------------------------------------------------------
 

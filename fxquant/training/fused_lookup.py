@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import Grid, ends_of
 from fxquant.training.fused_elementwise import SMALLEST, offered, passes_for
+from fxquant.training.reference_kernels import Gradients
 
 FEW = 2**8  # integers of a grid: all of them are in its tables
 
@@ -77,11 +78,7 @@ class _LookedUp(torch.autograd.Function):
         passes = None if torch.is_grad_enabled() else offered(given)
         if passes is not None:
             return passes.look_back(places, slopes, ctx.scale, of_integers, of_real), None, None, None, None
-        whole = of_integers
-        if of_real is not None:
-            whole = of_real * ctx.scale if whole is None else whole + of_real * ctx.scale
-        assert whole is not None
-        return whole * slopes[places.long() & 0xFFFF], None, None, None, None
+        return Gradients(of_integers, of_real).of_steps(ctx.scale) * slopes[places.long() & 0xFFFF], None, None, None, None
 
 
 def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: Grid) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,10 @@ class Form(NamedTuple):
     inner: int
     shape: tuple[int, ...]
 
+    def others(self, value: Tensor) -> list[int]:
+        """Return all dimensions of a tensor of this form but that of its channels."""
+        return [d for d in range(value.dim()) if d != value.dim() - len(self.shape)]
+
     @property
     def values(self) -> int:
         """The elements of a channel."""
@@ -62,11 +66,6 @@ class Accumulator(NamedTuple):
         product = self.residual * self.factor.reshape(self.form.shape)
         return value + product.floor_()  # of a factor with a shift; a product of integers stays as it is
 
-    @property
-    def dims(self) -> list[int]:
-        """All dimensions but that of the channels."""
-        return [d for d in range(self.sums.dim()) if d != self.sums.dim() - len(self.form.shape)]
-
 
 # ---- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -91,6 +90,11 @@ class Rounded:
     bounds: tuple[int, int]
     clamp: tuple[float, float]
     scale: Tensor
+
+    def inside(self, real: Tensor) -> Tensor:
+        """Return which float values have a gradient: those within the fused clamp and the limits of the grid."""
+        steps = real.clamp(*self.clamp) / self.scale
+        return (steps >= self.bounds[0]) & (steps <= self.bounds[1]) & (real >= self.clamp[0]) & (real <= self.clamp[1])
 
     @property
     def fixed(self) -> bool:
@@ -122,7 +126,7 @@ class Passes:
         in any order of summation and with any number of threads. Integers too large for exact sums in float64, or of 2^31 or
         more, have PyTorch's statistics.
         """
-        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        dims = form.others(sums)
         ends = torch.stack((sums.amin(dims), sums.amax(dims)))
         value, count = sums.double(), form.values
         largest = float(ends.abs().max())
@@ -144,7 +148,7 @@ class Passes:
 
     def ends(self, accumulator: Accumulator) -> Tensor:
         """Return the least and the largest accumulator of each channel, of shape (2, channels)."""
-        value, dims = accumulator.value(), accumulator.dims
+        value, dims = accumulator.value(), accumulator.form.others(accumulator.sums)
         return torch.stack((value.amin(dims), value.amax(dims)))
 
     def finish(self, accumulator: Accumulator, how: Rounded) -> tuple[Tensor, Tensor]:
@@ -162,8 +166,7 @@ class Passes:
     def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return the results of `finish`, a saturation mask, uint8 with the strides of the sums, and how many elements have no gradient."""
         real = accumulator.value() * ratio.reshape(accumulator.form.shape)
-        steps = real.clamp(*how.clamp) / how.scale
-        inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
+        inside = how.inside(real)
         return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
 
     def mark_back(
@@ -172,7 +175,7 @@ class Passes:
         """Return gradients of the sums, the residual and the bias, by the mask of `mark`. `like` has the strides of the sums."""
         whole = gradients.of_steps(scale)
         of_sums = (whole if inside is None else torch.where(inside > 0, whole, 0.0)) / scale * ratio.reshape(form.shape)
-        dims = [d for d in range(of_sums.dim()) if d != of_sums.dim() - len(form.shape)]
+        dims = form.others(of_sums)
         return of_sums, None if factor is None else of_sums * factor.reshape(form.shape), of_sums.sum(dims)
 
     def finish_back(
@@ -182,10 +185,9 @@ class Passes:
         value, (_, form, _, residual, factor) = accumulator.value(), accumulator
         each = ratio.reshape(form.shape)
         real = value * each
-        steps = real.clamp(*how.clamp) / how.scale
-        inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
+        inside = how.inside(real)
         of_value = torch.where(inside, gradients.of_steps(how.scale), 0.0) / how.scale
-        of_sums, dims = of_value * each, accumulator.dims
+        of_sums, dims = of_value * each, form.others(value)
         of_residual = of_factor = None
         if residual is not None and factor is not None:
             of_residual = of_sums * factor.reshape(form.shape)

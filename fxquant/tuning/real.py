@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxquant.lowering.eager import EagerLowering
 from fxquant.lowering.epilogue import Epilogue
-from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT32, INT32_MAX, Grid
 from fxquant.ops import map_operands
 from fxquant.ops.core.weighted import epilogue
@@ -23,8 +23,6 @@ class RealLowering(EagerLowering):
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""
         return 0.0
-
-    complete = Lowering.complete  # which requantizes by this
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         """Return the dequantized accumulator."""

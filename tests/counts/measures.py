@@ -28,7 +28,7 @@ from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.formats import FORMATS
 from fxquant.backends.onnx.horizon import float_nodes
 from fxquant.kernels.admission import is_primitive
-from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.eager import FusedLowering
 from fxquant.ops import operator_of
 from fxquant.ops.core import weighted
 from fxquant.ops.core.parameters import multiplied_weight
@@ -253,9 +253,9 @@ def watched() -> Iterator[Watch]:
 
     with ExitStack() as stack:
         for holder, name, replaced in (
-            (EagerLowering, "complete", watch.asks("fused results", "layer", EagerLowering.complete)),
-            (EagerLowering, "requantize_by", watch.asks("fused results", "elementwise", EagerLowering.requantize_by)),
-            (EagerLowering, "look_up", watch.asks("fused results", "table", EagerLowering.look_up)),
+            (FusedLowering, "complete", watch.asks("fused results", "layer", FusedLowering.complete)),
+            (FusedLowering, "requantize_by", watch.asks("fused results", "elementwise", FusedLowering.requantize_by)),
+            (FusedLowering, "look_up", watch.asks("fused results", "table", FusedLowering.look_up)),
             (weighted, "_live", watch.asks("fused statistics", "layer", weighted._live)),
             (WeightQuantizer, "folded", watch.asks("fused weights", "layer", WeightQuantizer.folded)),
             *((module, name, watch.fused(getattr(module, name))) for module, name in FUSED),

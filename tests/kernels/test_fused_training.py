@@ -18,6 +18,7 @@ from fxquant.backends.cpu import native
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
 from fxquant.training import fused_layers
+from fxquant.training.reference_kernels import Accumulator, Gradients, Passes, Rounded, form_of
 from tests.shared.contract import compiled
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
@@ -127,10 +128,10 @@ def test_a_batch_norm_may_have_one_channel(convolution: bool, target: str, in_c:
 def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     sums = torch.randint(-1000, 1000, (4, 32, 40, 40)).float()
-    form = fused_layers.form_of(sums, 2)
-    how = fused_layers.Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
-    accumulator = fused_layers.Accumulator(sums, form, None, sums, torch.ones(32))
-    gradients = fused_layers.Gradients(sums, None)
+    form = form_of(sums, 2)
+    how = Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
+    accumulator = Accumulator(sums, form, None, sums, torch.ones(32))
+    gradients = Gradients(sums, None)
     found = []
     try:
         for threads in (1, 2):
@@ -145,10 +146,10 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
 @IN_C
 def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
     sums = torch.arange(-64.0, 4032.0).reshape(1, 1, 64, 64)
-    how = fused_layers.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
-    form, ratio = fused_layers.form_of(sums, 2), torch.full((1,), 0.005)
-    given = fused_layers.Accumulator(sums, form), ratio, how, fused_layers.Gradients(torch.ones_like(sums), None)
-    found, wanted = fused_layers.OFFERS.known[0].finish_back(*given)[0], fused_layers.Passes().finish_back(*given)[0]
+    how = Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
+    form, ratio = form_of(sums, 2), torch.full((1,), 0.005)
+    given = Accumulator(sums, form), ratio, how, Gradients(torch.ones_like(sums), None)
+    found, wanted = fused_layers.OFFERS.known[0].finish_back(*given)[0], Passes().finish_back(*given)[0]
     assert torch.equal(found, wanted)
     assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
 
@@ -159,7 +160,7 @@ def test_statistics_of_a_batch_are_exact(largest: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sums = torch.randint(-largest, largest, (3, 4, 30, 20), generator=generator).double() + 0.0
     sums = sums.float() if largest < 2**24 else sums
-    form = fused_layers.form_of(sums, 2)
+    form = form_of(sums, 2)
     found = fused_layers.collected(sums, form)
     for channel in range(4):
         values = [int(value) for value in sums[:, channel].flatten().tolist()]

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxquant.numerics.rounding import straight_through
+from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
 from fxquant.primitives.product import matrix_product
 from fxquant.training import fused_layers, saved_activations
+from fxquant.tuning.real import real_result
+from tests.shared import contract
 
 
 def whole(*shape: int, low: int = -128, high: int = 127, seed: int = 0) -> Tensor:
@@ -76,3 +79,12 @@ def test_gradients_end_where_the_grid_does(reach: float) -> None:
     assert torch.equal(found, integers)
     weights = torch.cos(value.nan_to_num())
     assert torch.equal(torch.autograd.grad((found * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])
+
+
+def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:
+    x, layer = torch.randn(128, 64, generator=torch.Generator().manual_seed(0)), nn.Linear(64, 64)
+    prepared = contract.calibrated(layer, [x], target="nash-e")
+    (operator,) = (each for each in quantized_operators(prepared).values() if each.operator.name == "linear")
+    result = real_result(operator, {"input": x, "weight": layer.weight, "bias": layer.bias})
+    (found,) = torch.autograd.grad(result.square().sum(), layer.weight)
+    torch.testing.assert_close(found, 2 * result.detach().t() @ x, rtol=1e-4, atol=1e-3)

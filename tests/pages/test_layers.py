@@ -15,8 +15,8 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 
-# The packages, from the bottom up: a module imports from its own package and from those before it. `fxquant.errors` and its like are packages of
-# one file; "fxquant" is the table of contents that users import.
+# The packages, from the bottom up: a module imports from its own package and from those before it. `fxquant.errors` and its like are
+# packages of one file; "fxquant" is the table of contents that users import.
 PACKAGES = (
     "errors",  # what is raised
     "version",

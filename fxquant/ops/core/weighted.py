@@ -48,6 +48,7 @@ from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import QuantizedWeight
 from fxquant.training import fused_layers
+from fxquant.training.reference_kernels import form_of
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 
@@ -255,7 +256,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
     statistics: fused_layers.Collected | None = None
-    form = fused_layers.form_of(sums, layer.product.trailing) if fused_layers.plain(sums, dtypes=(torch.float32, torch.float64)) else None
+    form = form_of(sums, layer.product.trailing) if fused_layers.plain(sums, dtypes=(torch.float32, torch.float64)) else None
     if form is None:
         dims = [d for d in range(sums.dim()) if d != axis]
         variance, mean = torch.var_mean(sums, dims, correction=0)
