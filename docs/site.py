@@ -76,7 +76,6 @@ REFERENCE = {
         "compare",
         "Comparison",
         "report",
-        "draw",
         "plot_errors",
         "plot_sensitivity",
         "plot_pareto",

@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from fxquant.reporting.compared import LayerComparison
     from fxquant.reporting.comparing import Comparison, compare
     from fxquant.reporting.diff import GraphDifference, diff
-    from fxquant.reporting.draw import draw
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
     from fxquant.reporting.forms import record, verify
     from fxquant.reporting.page import report
@@ -174,7 +173,6 @@ __all__ = [
     "conformance_kit",
     "convert",
     "diff",
-    "draw",
     "dump",
     "equalize",
     "estimate",
@@ -262,7 +260,6 @@ _FROM = {
     "fxquant.reporting.compared": "LayerComparison",
     "fxquant.reporting.comparing": "Comparison compare",
     "fxquant.reporting.diff": "GraphDifference diff",
-    "fxquant.reporting.draw": "draw",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
     "fxquant.reporting.page": "report",
     "fxquant.serialization.qconfig": "load_qconfig save_qconfig",

@@ -34,7 +34,7 @@ def contents(
     """Everything that the page shows; numbers that are infinite or no numbers are null."""
     known = layers(model)
     target = model_meta(model).get("target")
-    shown = drawing(model, steps=False)
+    shown = drawing(model)
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
     verdict = None if comparison is None else comparison.verdict

@@ -18,15 +18,6 @@ PICTURE = such(
 LONGEST = 30  # letters of a name in a picture
 
 
-class Svg(str):
-    """The text of an SVG picture, which a notebook shows as the picture."""
-
-    __slots__ = ()
-
-    def _repr_svg_(self) -> str:
-        return str(self)
-
-
 def figure_class() -> Any:
     """Return matplotlib's class of figures. Raises ConfigurationError where matplotlib is missing."""
     try:
@@ -36,19 +27,17 @@ def figure_class() -> Any:
     return Figure
 
 
-def rendered(figure: Any, ending: str) -> bytes:
-    """Return the bytes of a picture in the format of a file's ending; equal figures give equal bytes."""
+def write_picture(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format of the path's ending; return the path. Equal figures give equal bytes.
+
+    Raises ExportError where it cannot be written.
+    """
     from matplotlib import rc_context
 
-    picture = io.BytesIO()
+    ending, picture = Path(path).suffix.lower(), io.BytesIO()
     with rc_context({"svg.hashsalt": "fxquant", "svg.fonttype": "none"}):  # names in an SVG can be searched
         figure.savefig(picture, format=ending[1:], metadata={"Date": None} if ending == ".svg" else None)
-    return picture.getvalue()
-
-
-def write_picture(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure in the format of the path's ending; return the path. Raises ExportError where it cannot be written."""
-    return write_file(path, rendered(figure, Path(path).suffix.lower()))
+    return write_file(path, picture.getvalue())
 
 
 def short(name: str) -> str:

@@ -319,7 +319,6 @@ ROWS = (
         comparison=[5, "found", [], True],
         num_batches=[True, -1, 1.5, "3", [], Colour.RED],
     ),
-    row(fxq.draw, lambda w: {"model": w.integer, "path": w.directory / "graph.svg"}, model=GRAPHS, path=PICTURES, depth=ABOVE_ZERO),
     row(fxq.plot_errors, lambda w: {"comparison": w.comparison}, comparison=[5, [], {}, fxq.Report()], path=PICTURES),
     row(fxq.plot_sensitivity, lambda w: {"found": w.sensitivity}, found=[5, [], {}, fxq.Report(), fxq.Sensitivity(())], path=PICTURES),
     row(

@@ -1,17 +1,15 @@
-"""Plots hold the numbers that they are made of, and pictures of graphs every operator, with boxes for modules on demand."""
+"""Plots hold the numbers that they are made of, and edges of a drawn graph pass beside its boxes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import networkx
 import pytest
 import torch
 from PIL import Image
@@ -250,52 +248,14 @@ def test_a_plot_is_written_by_the_ending(name: str, world: World, tmp_path: Path
     assert Image.open(tmp_path / "plot.png").size == tuple(round(float(inches) * 100) for inches in figure.get_size_inches())
 
 
-@pytest.mark.parametrize("name", [*PLOTS, "draw"])
+@pytest.mark.parametrize("name", PLOTS)
 def test_without_matplotlib_the_error_says_what_to_install(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(fxq.ConfigurationError, match=r"matplotlib is needed[\s\S]*fxquant\[report\]"):
-        fxq.draw(world.result.integer) if name == "draw" else PLOTS[name](world)
+        PLOTS[name](world)
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_has_a_box_for_every_operator(world: World) -> None:
-    svg = fxq.draw(world.result.prepared)
-    assert isinstance(svg, str)
-    assert svg._repr_svg_() == svg
-    known = fxq.layers(world.result.prepared)
-    for layer in known:
-        assert f"{layer.name}: {layer.operator}<" in svg
-    (float_layer,) = [layer for layer in known if layer.operator == "cumsum"]
-    assert f">{float_layer.dtype} [{','.join(map(str, float_layer.shape))}] on host<" in svg
-    assert svg.count("fill: #f4b183") == 2, "the operator in float, and where it begins"
-    assert svg.count("fill: #9ad1f5") == sum(layer.integer for layer in known)
-    assert svg.count("fill: #eeeeee") == 2, "the input and the output"
-
-
-def test_at_a_depth_modules_are_boxes(world: World) -> None:
-    model = world.result.prepared
-    every, one, two, three = (drawing(model, depth=depth) for depth in (None, 1, 2, 3))
-    known = {layer.name: layer for layer in fxq.layers(model)}
-    for depth, shown in enumerate((one, two, three), 1):
-        assert networkx.is_directed_acyclic_graph(shown.graph)
-        held = [layer.name for run in shown.folded.values() for layer in run]
-        assert len(held) == len(set(held))
-        alone = set(shown.graph) - set(shown.folded)
-        assert alone | set(held) == set(every.graph)
-        for name, run in shown.folded.items():
-            path = name.split(" ")[0]
-            assert {".".join(layer.module.split(".")[:depth]) for layer in run} == {path}
-            assert path.count(".") == depth - 1
-    assert [(name, len(run)) for name, run in one.folded.items()] == [("stages", 8), ("head", 2), ("head (2)", 2)]
-    assert [name for name in two.folded if name.startswith("stages")] == ["stages.0", "stages.1"]
-    assert [name for name in three.folded] == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
-    assert set(one.graph.predecessors("stages")) == {"stem"}
-    svg = fxq.draw(model, depth=1)
-    last = one.folded["stages"][-1]
-    assert ">stages: 8 int8<" in svg
-    assert f">int8 {known[last.name].grid.scale:.4g} [{','.join(map(str, last.shape))}]<" in svg
 
 
 def test_edges_pass_beside_boxes() -> None:
@@ -321,19 +281,12 @@ def test_edges_pass_beside_boxes() -> None:
 
 
 def test_long_names_lose_their_middle() -> None:
-    name = "a_module_with_a_name_that_is_much_too_long_for_a_box"
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(2, 2))
-    svg = fxq.draw(fxq.trace(model, torch.randn(2, 2)))
-    (shown,) = re.findall(r">([^<]*…[^<]*): ", svg)
+    name = "a_module_with_a_name_that_is_much_too_long_for_a_row"
+    (shown,) = names(fxq.plot_training(TuningResult("adaround", (TunedLayer(name, (name,), 0.1, 0.01, True, 1.0),))))
     start, end = shown.split("…")
     assert name.startswith(start)
     assert name.endswith(end)
     assert 24 <= len(shown) <= 30
-
-
-def test_a_depth_that_no_module_has_changes_nothing(world: World) -> None:
-    assert fxq.draw(world.result.integer, depth=9) == fxq.draw(world.result.integer)
 
 
 def test_a_comparison_with_nothing_in_it_is_an_error(world: World) -> None:
