@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from fxquant.analysis.recording import Facts
 from fxquant.ir.integer import QParams
-from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 from fxquant.reporting.tensor_rules import Judged
 

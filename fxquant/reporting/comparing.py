@@ -20,9 +20,9 @@ from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
 from fxquant.reporting.compared import LayerComparison, layer_row, output_row
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
+from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
-from fxquant.reporting.sides import side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together, quiet_channels
@@ -214,7 +214,7 @@ def compare(
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)
-    pairing = Pairing(side_of(a, first, states[0], b), side_of(b, first, states[1], a), prepared)
+    pairing = Pairing(form_of(a, first, states[0], b), form_of(b, first, states[1], a), prepared)
     effects: Effects | None = None
     count = 0
     try:
@@ -266,6 +266,6 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
     rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
     ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
-    labels = (pairing.left.form.label, pairing.right.form.label)
+    labels = (pairing.left.label, pairing.right.label)
     hidden = 0 if pairing.inner is not None else len(pairing.parts)
     return Comparison(labels, rows, ends, advice, pairing.unmatched(), count, pairing.seen, verdict, hidden)

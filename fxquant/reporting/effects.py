@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fxquant.analysis.recording import GraphForm, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.ir.interpreter import Interpreter
-from fxquant.reporting.sides import Side, shifted
+from fxquant.reporting.model_forms import shifted
 from fxquant.reporting.statistics import Steps
 
 Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node read
@@ -45,10 +45,9 @@ class Effects:
     outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
     """
 
-    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
-        assert isinstance(side.form, GraphForm)
-        self.side, self.model, self.inputs, self.others = side, side.form.model, list(inputs), others
-        self.state = side.form.state
+    def __init__(self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
+        self.form, self.model, self.inputs, self.others = form, form.model, list(inputs), others
+        self.state = form.state
         self.outputs = self._run({})
         there = [place for place in results if place < len(self.outputs)]
         self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
@@ -116,8 +115,7 @@ class Effects:
         return [node.name for node in sorted(self._region(reference, names)[0], key=lambda node: not holds(node))]
 
     def _region(self, reference: str, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
-        assert isinstance(self.side.form, GraphForm)
-        nodes = self.side.form.nodes
+        nodes = self.form.nodes
         group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes and nodes[name].op != "placeholder"]
         hidden: dict[fx.Node, None] = {}
         read: dict[fx.Node, None] = {}
@@ -154,8 +152,7 @@ class Effects:
         return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(reference, names))
 
     def _constants(self, reference: str, names: Sequence[str]) -> dict[str, Tensor]:
-        assert isinstance(self.side.form, GraphForm)
-        nodes = self.side.form.nodes
+        nodes = self.form.nodes
         group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes]
         paths = [str(each.target) for node in group for each in (node, *node.all_input_nodes) if each.op in ("get_attr", "call_module")]
         found: dict[str, Tensor] = {}
@@ -198,8 +195,7 @@ class Effects:
         return found
 
     def _node(self, name: str) -> fx.Node:
-        assert isinstance(self.side.form, GraphForm)
-        found: fx.Node = self.side.form.nodes[name]
+        found: fx.Node = self.form.nodes[name]
         return found
 
     def _run(self, changes: Mapping[str, Change]) -> list[Tensor]:

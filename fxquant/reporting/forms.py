@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.compare import compare, measure
 from fxquant.analysis.fused import kernel_forms
-from fxquant.analysis.recording import Form, GraphForm, OnnxForm, Wanted
+from fxquant.analysis.recording import Form, GraphForm, Wanted
 from fxquant.analysis.recording import record as record_values
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
-from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import as_batches, length
 from fxquant.quantization.state import State
+from fxquant.reporting.model_forms import OnnxForm
+from fxquant.reporting.verifying import check_same_model, compare, exact_form, measure
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
 
@@ -50,15 +50,15 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """
     if isinstance(first, str | os.PathLike):
         first, second = second, first
-    left, report = form_of(first), Report()
+    left, report = exact_form(first), Report()
     given = as_batches(batches)
-    inputs: Iterable[list[Any]] = check_batches(first, given)
+    inputs: Iterable[list[Any]] = (left.inputs(batch, index) for index, batch in enumerate(given))
     inputs = list(inputs) if isinstance(given, Sequence) else inputs  # what is there is checked before anything is run
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     whole: OnnxForm | None = None
     others: Sequence[Form]
     if not isinstance(second, str | os.PathLike):
-        others = [form_of(second), *kernel_forms(first, second)]
+        others = [exact_form(second), *kernel_forms(first, second)]
     elif Path(second).suffix in PROGRAMS:
         others = [_simulated(left, Path(second), report)]
     else:
