@@ -180,7 +180,8 @@ def _plot_layers(result: TuningResult, path: Any) -> Any:
     def ratio(signal: float, noise: float) -> float:
         return decibels(noise / signal) if signal > 0 else math.nan
 
-    before, after = ([ratio(layer.signal, noise) for layer, noise in zip(result, noises, strict=True)] for noises in _noises(result))
+    before = [ratio(layer.signal, layer.before) for layer in result]
+    after = [ratio(layer.signal, layer.after) for layer in result]
     for row, ends in enumerate(zip(before, after, strict=True)):
         axes.plot(ends, (row, row), color="#999999", linewidth=1, zorder=0)
     kept, dropped = (
@@ -188,10 +189,6 @@ def _plot_layers(result: TuningResult, path: Any) -> Any:
     )
     _values(axes, {"before": before, "after": kept, "after, not kept": dropped})
     return _finished(figure, axes, result.summary, "SQNR of the layer's result in dB, held-out samples", path)
-
-
-def _noises(result: TuningResult) -> tuple[list[float], list[float]]:
-    return [layer.before for layer in result], [layer.after for layer in result]
 
 
 def _plot_steps(tuned: Tuned, path: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,12 +128,6 @@ class Wanted:
                 because=f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes",
                 remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
             )
-
-
-def record(form: Form, batches: Iterable[Any], wanted: Wanted) -> Iterator[Values]:
-    """Yield the wanted tensors of each batch, which is taken when they are asked for."""
-    wanted.check(form)
-    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(batches))
 
 
 # ---- a graph ----------------------------------------------------------------------------------------------------------

@@ -178,13 +178,10 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
     if has_weight and weight.dtype == "int4":
         found.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
     if not module.plain and module.output.observer is None and not module.output.follows_sum and spec.config.output.scale is not None:
-        found.append(Setting(name, "given scale", f"calibration does not move {grid_text_of(module)}", "leave scale= and threshold= out"))
+        found.append(
+            Setting(name, "given scale", f"calibration does not move {float(module.output.scale):.4g}", "leave scale= and threshold= out")
+        )
     return found
-
-
-def grid_text_of(module: Any) -> str:
-    """Return the scale of an operator's result."""
-    return f"{float(module.output.scale):.4g}"
 
 
 @checked()

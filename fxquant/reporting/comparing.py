@@ -12,12 +12,13 @@ from typing import Any
 from rich.table import Table
 from torch import fx
 
+from fxquant.analysis.recording import Facts
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
-from fxquant.reporting.compared import LayerComparison, layer_row, output_row
+from fxquant.reporting.compared import LayerComparison, row
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.model_forms import form_of
@@ -68,7 +69,7 @@ class Comparison(Mapping[str, LayerComparison]):
     hidden: int = 0
 
     def __getitem__(self, name: str) -> LayerComparison:
-        return next((layer for layer in (*self.layers, *self.outputs) if layer.name == name), None) or _missing(name)
+        return {layer.name: layer for layer in (*self.layers, *self.outputs)}[name]
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -143,10 +144,6 @@ def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step
         f"values/{layer.name}", min=seen.low, max=seen.high, num=number, sum=0.0, sum_squares=mean * number,
         bucket_limits=limits, bucket_counts=counts.tolist(), global_step=step,
     )  # fmt: skip
-
-
-def _missing(name: str) -> LayerComparison:
-    raise KeyError(name)
 
 
 def _badness(layer: LayerComparison) -> tuple[float, float]:
@@ -263,8 +260,11 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
         advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
         advice += tuple(quiet_channels(asked, factors, effects, cures, [each.layer for each in advice]))
-    rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
-    ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
+    rows = tuple(
+        row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan), len(each.references))
+        for each in tensors
+    )
+    ends = tuple(row(name, name, Facts("output"), statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.label, pairing.right.label)
     hidden = 0 if pairing.inner is not None else len(pairing.parts)

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 
 from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.recording import Form, GraphForm, Wanted
-from fxquant.analysis.recording import record as record_values
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.errors import ConfigurationError, Interrupted
@@ -136,13 +135,18 @@ def record(
     Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
     """
     wanted = Wanted.of(*kinds, real=real)
+    form, taken = _recorded(model, state, runtime), as_batches(batches)
+    wanted.check(form)
+    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))
+
+
+def _recorded(model: Any, state: State | str | None, runtime: str | None) -> Form:
+    """Return the form of a graph or a file whose tensors are recorded. Raises ConfigurationError for anything else."""
     if isinstance(model, str | os.PathLike):
         from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 
         _refuse("state", state, "an ONNX file has no states")
-        return record_values(
-            OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted
-        )
+        return OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0])
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
             f"the tensors of a {type(model).__name__} cannot be recorded",
@@ -152,7 +156,7 @@ def record(
     _refuse("runtime", runtime, "this model is run by PyTorch")
     if stage_of(model) != "PREPARED":
         _refuse("state", state, "only prepared models have states")
-    return record_values(GraphForm(model, None if state is None else State(state)), as_batches(batches), wanted)
+    return GraphForm(model, None if state is None else State(state))
 
 
 def _refuse(name: str, value: Any, because: str) -> None:
