@@ -58,7 +58,6 @@ if TYPE_CHECKING:
         UnknownTarget,
         UnsupportedOperator,
     )
-    from fxquant.figures import plot_errors, plot_pareto, plot_sensitivity, plot_training
     from fxquant.frontend import trace, wrap
     from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
     from fxquant.ops.core.custom import operator, unary
@@ -193,10 +192,6 @@ __all__ = [
     "observations",
     "onnx_metadata",
     "operator",
-    "plot_errors",
-    "plot_pareto",
-    "plot_sensitivity",
-    "plot_training",
     "prepare",
     "primitives",
     "qparams",
@@ -242,7 +237,6 @@ _FROM = {
     "fxquant.conformance.simulation": "simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
-    "fxquant.figures": "plot_errors plot_pareto plot_sensitivity plot_training",
     "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
     "fxquant.ops.core.custom": "operator unary",
