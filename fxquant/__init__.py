@@ -58,7 +58,6 @@ if TYPE_CHECKING:
         UnknownTarget,
         UnsupportedOperator,
     )
-    from fxquant.figures import plot_errors, plot_pareto, plot_sensitivity, plot_training
     from fxquant.frontend import trace, wrap
     from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
     from fxquant.ops.core.custom import operator, unary
@@ -85,7 +84,6 @@ if TYPE_CHECKING:
     from fxquant.reporting.compared import LayerComparison
     from fxquant.reporting.comparing import Comparison, compare
     from fxquant.reporting.diff import GraphDifference, diff
-    from fxquant.reporting.draw import draw
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
     from fxquant.reporting.forms import record, verify
     from fxquant.reporting.page import report
@@ -174,7 +172,6 @@ __all__ = [
     "conformance_kit",
     "convert",
     "diff",
-    "draw",
     "dump",
     "equalize",
     "estimate",
@@ -195,10 +192,6 @@ __all__ = [
     "observations",
     "onnx_metadata",
     "operator",
-    "plot_errors",
-    "plot_pareto",
-    "plot_sensitivity",
-    "plot_training",
     "prepare",
     "primitives",
     "qparams",
@@ -244,7 +237,6 @@ _FROM = {
     "fxquant.conformance.simulation": "simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
-    "fxquant.figures": "plot_errors plot_pareto plot_sensitivity plot_training",
     "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
     "fxquant.ops.core.custom": "operator unary",
@@ -262,7 +254,6 @@ _FROM = {
     "fxquant.reporting.compared": "LayerComparison",
     "fxquant.reporting.comparing": "Comparison compare",
     "fxquant.reporting.diff": "GraphDifference diff",
-    "fxquant.reporting.draw": "draw",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
     "fxquant.reporting.page": "report",
     "fxquant.serialization.qconfig": "load_qconfig save_qconfig",

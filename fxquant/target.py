@@ -20,7 +20,7 @@ class Limit:
     """A limit of a target on some operators.
 
     operators  the names of the operators it is about; empty: every operator
-    measure    the limited property of the operator, a name of `fxquant.analysis.site.MEASURES`; None: the target has no such operator
+    measure    the limited property of the operator, a name of `fxquant.analysis.measures.MEASURES`; None: the target has no such operator
     low, high  the smallest and largest allowed value, or None
     among      the allowed values, if they are not a range; None otherwise
     remedy     what the user can do

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, GraphForm, Values, Wanted
+from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, Form, GraphForm, Values, Wanted
 from fxquant.analysis.segments import returned
 from fxquant.backends.horizon.compiled_program import Binary, Feature, inner_values
 from fxquant.backends.onnx.connections import Connections, Place
@@ -26,7 +26,7 @@ QUANTIZED_MODEL = "_quantized_model.onnx"
 CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every image channels last
 
 
-class SimulatedForm:
+class SimulatedForm(Form):
     """The BPU programs of a file. Each is given the integers of the integer graph at its inputs, one row of a batch at a time.
 
     unseen   tensors at the ends of programs that cannot be compared: name and reason
@@ -45,7 +45,7 @@ class SimulatedForm:
         _require(bool(self.places), path, f"none of its outputs is a tensor of this model: {self.unseen}")
         order = list(self.reference.tensors)
         computed = {place.node for place in self.places.values()}
-        self.tensors: Mapping[str, str] = {name: QUANTIZED for name in sorted(computed, key=order.index)}
+        self.tensors = {name: QUANTIZED for name in sorted(computed, key=order.index)}
         self.label = f"hbdk-sim for {self.march}"
         for index, node in enumerate(returned(integer)):
             if not {node.name, *(operand.name for operand in node.all_input_nodes)} & self.tensors.keys():

@@ -152,7 +152,7 @@ chapter(
     ("check before deployment", lambda h: sure(fxq.check(h.model, h.x, "bayes-e"))),
     (
         "an estimate of the speed, and a drawing",
-        lambda h: sure(fxq.estimate(h.result.integer).summary and fxq.draw(h.result.integer, h.folder / "graph.svg").exists()),
+        lambda h: sure(fxq.estimate(h.result.integer).summary and fxq.report(h.result.integer, h.folder / "graph.html").exists()),
     ),
     ("compile for the processor", compiles),
     (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -25,17 +24,11 @@ from fxquant.prepared.nodes import quantized_operator, record_of
 WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of an operator, in the terms of `Layer`."""
+def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> tuple[int, int, int]:
+    """Return multiply-accumulates, bytes of weights and bytes of the result of the operator at a node of a graph at any stage.
 
-    macs: int
-    weight_bytes: int
-    activation_bytes: int
-
-
-def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> Cost:
-    """Return the cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None if it is float."""
+    `dtype` is that of its quantized result, None if it is float.
+    """
     lowered = operation(node)
     if lowered is not None:
         # A loaded model may have a function of the user's that this process has not declared.
@@ -49,7 +42,7 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
         integer = operator is not None and (dtype is not None or operator.dynamic)
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
     itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype is not None and dtype in ACTIVATION_TYPES else None
-    return Cost(_macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node))))
+    return _macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node)))
 
 
 # ---- products ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class KernelForm(GraphForm):
         super().__init__(model)
         self.runner, self.label = runner, "kernels"
         made = (node for node in model.graph.nodes if kernel(node) is not None)
-        self.tensors: Mapping[str, str] = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in made}
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in made}
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
         if not runs_here(inputs):

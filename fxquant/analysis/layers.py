@@ -155,7 +155,7 @@ def _layer(
 ) -> Layer:
     spec, lowered, grid, known = annotation(node), operation(node), grid_of(model, node), fact(node)
     dtype = dtype_of(model, node)
-    cost = cost_of(model, node, nodes, dtype)
+    macs, weight_bytes, activation_bytes = cost_of(model, node, nodes, dtype)
     tensor = known if isinstance(known, TensorFact) else None
     reason = "" if spec is None else spec.because
     module = quantized_operator(model, node)
@@ -183,9 +183,9 @@ def _layer(
         reason=reason,
         notes=() if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES),
         accumulator_bits=noted(node, "accumulator_bits") or 0,
-        macs=cost.macs,
-        weight_bytes=cost.weight_bytes,
-        activation_bytes=cost.activation_bytes,
+        macs=macs,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
         fused=fused(node),
         part=str(part(node) or ""),
         inner=is_inner_part(node),

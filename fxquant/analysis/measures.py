@@ -1,125 +1,124 @@
 """Measures of an operator at its place in a graph: the quantities that a target's limits are about.
 
-Windows have a file of their own. A measure returns nothing where it does not apply: to another operator, or to a size that depends on the
-batch.
+A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it does not apply: to
+another operator, or to a size that depends on the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from torch import fx
 
-from fxquant.analysis import windows
-from fxquant.analysis.site import MEASURES, Site, known, measure
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import annotation, fact, is_parameter
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.record import Operator, operand_nodes
+from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp
 
-__all__ = ["MEASURES", "Site", "windows"]
+
+@dataclass(frozen=True)
+class Site:
+    """An operator of a graph: its node, its record, and its canonical arguments by name."""
+
+    node: fx.Node
+    operator: Operator
+    arguments: dict[str, Any]
+
+    def shape(self, name: str = "input") -> tuple[Size, ...]:
+        """Return the shape of an argument; empty if it is not a tensor."""
+        return shape_of(self.arguments.get(name)) or ()
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The activations it reads."""
+        return operand_nodes(self.operator, self.arguments)
+
+    @property
+    def shapes(self) -> list[tuple[Size, ...]]:
+        """The shapes of the activations it reads."""
+        return [fact(operand).shape for operand in self.operands]
+
+    @property
+    def result(self) -> tuple[Size, ...]:
+        """Return the shape of its result; empty if it is not a tensor."""
+        value = fact(self.node)
+        return value.shape if isinstance(value, TensorFact) else ()
+
+    @property
+    def rank(self) -> int:
+        """How many spatial dimensions it has: 2 for conv2d."""
+        return len(self.shape()) - 2
+
+    def spatial(self, name: str) -> list[int]:
+        """Return an argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
+        value = self.arguments.get(name)
+        if name == "stride" and value in (None, [], ()):
+            value = self.arguments.get("kernel_size")
+        return [] if value is None or isinstance(value, str) else sizes(value, self.rank)
 
 
-def is_power_of_two(value: Fraction) -> bool:
-    """Return whether a positive number is a power of two, or one divided by one."""
-    return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
+def known(values: Any) -> list[int]:
+    """Return the sizes that do not depend on the batch."""
+    return [value for value in values if isinstance(value, int)]
+
+
+# ---- windows ------------------------------------------------------------------------------------------------------------
+
+
+def _kernel(site: Site) -> list[Any]:
+    if "weight" in site.arguments and site.rank > 0:
+        return list(site.shape("weight")[2:])
+    if "output_size" in site.arguments:  # windows that are all alike, unless it pools everything at once
+        return [] if _pools_everything(site) else [a // b for a, b in zip(known(site.shape()[2:]), known(site.result[2:]), strict=True)]
+    return site.spatial("kernel_size")
+
+
+def _pools_everything(site: Site) -> bool:
+    return all(size == 1 for size in site.result[2:])
+
+
+def _dilated(site: Site) -> bool:
+    return any(d > 1 for d in site.spatial("dilation"))
+
+
+def _beyond(values: list[int], limits: Sequence[int | Fraction]) -> list[int]:
+    """Return by how much values exceed their limits, rounded up."""
+    return [max(math.ceil(value - limit), 0) for value, limit in zip(values, limits, strict=True)]
+
+
+def _kernel_over_stride(site: Site) -> list[Fraction]:
+    return [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
 
 
 # ---- channels and weights -----------------------------------------------------------------------------------------------
 
 
-@measure("channels")
-def _channels(site: Site) -> list[Any]:
-    """Return the channels of every activation that it reads."""
-    shapes = [fact(operand).shape for operand in site.operands]
-    return known(shape[1] for shape in shapes if len(shape) > 1)
-
-
-@measure("output channels")
-def _output_channels(site: Site) -> list[Any]:
-    return known(site.result[1:2])
-
-
-@measure("output channels inside the model")
-def _inner_channels(site: Site) -> list[Any]:
-    return _output_channels(site) if _inner_readers(site) else []
-
-
 def _inner_readers(site: Site) -> list[fx.Node]:
-    """Who reads the result, besides the output."""
+    """Return the readers of the result, besides the output."""
     return [user for user in site.node.users if user.op != "output" and user.target is not DEQUANTIZE.function]
 
 
-@measure("number of readers inside the model")
-def _readers(site: Site) -> list[Any]:
-    return [len(_inner_readers(site))]
-
-
-@measure("channels of a kernel without groups")
-def _plain_channels(site: Site) -> list[Any]:
-    return [site.shape("weight")[1]] if site.arguments.get("groups") == 1 else []
-
-
-@measure("channels of a kernel with groups")
-def _group_channels(site: Site) -> list[Any]:
-    return [site.shape("weight")[1]] if site.arguments.get("groups", 1) > 1 else []
-
-
-@measure("groups")
-def _groups(site: Site) -> list[Any]:
-    return [site.arguments["groups"]]
-
-
-@measure("weights for one output channel")
 def _weight_size(site: Site) -> list[Any]:
     weight, groups = site.shape("weight"), site.arguments["groups"]
     inputs = known(site.shape()[1:2])
     return [math.prod(known(weight[2:])) * inputs[0] // groups] if inputs else []
 
 
-@measure("features")
-def _features(site: Site) -> list[Any]:
-    return known(site.shape("weight"))
-
-
-@measure("matrix sizes")
-def _matrix(site: Site) -> list[Any]:
-    return [*known(site.shape("input")[-2:]), *known(site.shape("other")[-2:])]
-
-
 # ---- shapes -------------------------------------------------------------------------------------------------------------
 
 
-@measure("rank")
-def _rank(site: Site) -> list[Any]:
-    ranks = {len(fact(operand).shape) for operand in site.operands} | (
-        {len(site.result)} if isinstance(fact(site.node), TensorFact) else set()
-    )
-    return sorted(ranks)
+def _ranks(site: Site) -> list[Any]:
+    result = {len(site.result)} if isinstance(fact(site.node), TensorFact) else set()
+    return sorted({len(shape) for shape in site.shapes} | result)
 
 
-@measure("batch")
-def _batch(site: Site) -> list[Any]:
-    return known(site.result[:1])
-
-
-@measure("sizes")
-def _sizes(site: Site) -> list[Any]:
-    """Return the sizes of every dimension but the batch, of what it reads and of its result."""
-    found = {size for shape in (*(fact(operand).shape for operand in site.operands), site.result) for size in known(shape[1:])}
-    return sorted(found)
-
-
-@measure("bytes")
-def _bytes(site: Site) -> list[Any]:
-    """Return the bytes of its result; of one item where the batch is not fixed."""
-    return [math.prod(known(site.result)) * bits // 8 for bits in _result_bits(site)]
-
-
-@measure("elements, aligned")
 def _aligned(site: Site) -> list[Any]:
     """For each item, in the tighter of the two layouts: channels in fours and columns in eights, or channels in thirty-twos."""
     if len(site.result) != 4:
@@ -133,47 +132,20 @@ def _up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-@measure("number of operands")
-def _operand_count(site: Site) -> list[Any]:
-    return [len(site.operands)]
-
-
-@measure("number of constant operands")
 def _constants(site: Site) -> list[Any]:
     """Tensors; a number is folded into the scale."""
     values = [site.arguments.get(name) for name in site.operator.operands]
     return [sum(isinstance(value, fx.Node) and is_parameter(value) for value in values)]
 
 
-@measure("concatenated dimension")
-def _joined(site: Site) -> list[Any]:
-    return [site.arguments["dim"] % len(site.result)]
-
-
-@measure("reduced dimension")
 def _reduced(site: Site) -> list[Any]:
     dim, rank = site.arguments["dim"], len(site.shape())
     chosen = range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]
     return sorted(int(d) % rank for d in chosen)
 
 
-@measure("number of reduced dimensions")
-def _reduced_count(site: Site) -> list[Any]:
-    return [len(_reduced(site))]
-
-
-@measure("reduced size")
-def _reduced_size(site: Site) -> list[Any]:
-    return known(site.shape()[d] for d in _reduced(site))
-
-
-@measure("broadcasting")
-def _broadcasting(site: Site) -> list[Any]:
-    """Return how the smaller operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
-    return [_pattern(fact(operand).shape, site.result) for operand in site.operands]
-
-
 def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
+    """Return how an operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
     if shape == result:
         return "equal"
     if len(shape) == len(result) == 4 and shape[2:] == (1, 1) and shape[:2] in (result[:2], (1, 1)):
@@ -181,29 +153,20 @@ def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
     return "other"
 
 
-@measure("dimension that is broadcast")
 def _broadcast_dimensions(site: Site) -> list[Any]:
     found: set[int] = set()
-    for operand in site.operands:
-        shape = fact(operand).shape
+    for shape in site.shapes:
         missing = len(site.result) - len(shape)
         found.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
     return sorted(found)
 
 
-@measure("number of operands that are broadcast")
-def _broadcast_operands(site: Site) -> list[Any]:
-    return [sum(fact(operand).shape != site.result for operand in site.operands)]
-
-
-@measure("place of the batch")
 def _batch_place(site: Site) -> list[Any]:
     """Return the position at which a permutation puts dimension 0."""
     dims = site.arguments["dims"]
     return [[int(d) % len(dims) for d in dims].index(0)]
 
 
-@measure("bounds")
 def _bounds(site: Site) -> list[Any]:
     """Return the bounds of a clamp that is an operator by itself, or is fused into one."""
     if site.operator.function is clamp:
@@ -211,55 +174,79 @@ def _bounds(site: Site) -> list[Any]:
     return [] if site.arguments.get("clamp") is None else [tuple(site.arguments["clamp"])]
 
 
-@measure("resize factor")
 def _resize_factor(site: Site) -> list[Any]:
     return [Fraction(a, b) for a, b in zip(known(site.result[2:]), known(site.shape()[2:]), strict=True)]
 
 
-@measure("resize factor that is not a power of two")
-def _odd_factor(site: Site) -> list[Any]:
-    return [factor for factor in _resize_factor(site) if not is_power_of_two(factor)]
+def is_power_of_two(value: Fraction) -> bool:
+    """Return whether a positive number is a power of two, or one divided by one."""
+    return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
 
 
-@measure("approximation")
-def _approximation(site: Site) -> list[Any]:
-    return [site.arguments["approximate"]]
-
-
-@measure("image size")
-def _image_size(site: Site) -> list[Any]:
-    return known(site.shape()[2:])
-
-
-@measure("image area")
-def _image_area(site: Site) -> list[Any]:
-    return [math.prod(known(site.shape()[2:]))]
-
-
-@measure("align_corners")
-def _align_corners(site: Site) -> list[Any]:
-    return [bool(site.arguments["align_corners"])]
-
-
-# ---- dtypes -------------------------------------------------------------------------------------------------------------
-
-
-def _dtype_bits(node: fx.Node) -> list[int]:
+def _bits(node: fx.Node) -> list[int]:
+    """Return the bits of a node's quantized result; none if it is in float."""
     spec = annotation(node)
-    known = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
-    return [] if known is None else [known.bits]
+    dtype = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
+    return [] if dtype is None else [dtype.bits]
 
 
-def _result_bits(site: Site) -> list[int]:
-    return _dtype_bits(site.node)
+# ---- the table ----------------------------------------------------------------------------------------------------------
 
-
-@measure("bits")
-def _bits(site: Site) -> list[Any]:
-    """Return the bits of what it reads; the result of a sum of products may be wider."""
-    return sorted({bits for operand in site.operands for bits in _dtype_bits(operand)})
-
-
-@measure("bits of the result where it is dilated")
-def _bits_dilated(site: Site) -> list[Any]:
-    return _result_bits(site) if any(d > 1 for d in site.spatial("dilation")) else []
+Measure = Callable[[Site], list[Any]]
+# By the names that a user reads: "its <name> is". Of channels and sizes, of every activation that an operator reads.
+MEASURES: dict[str, Measure] = {
+    "kernel": _kernel,
+    "kernel in depth and height": lambda site: _kernel(site)[:-1],
+    "kernel in width": lambda site: _kernel(site)[-1:],
+    "area of a global average": lambda site: (
+        [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
+    ),
+    "stride": lambda site: site.spatial("stride"),
+    "number of different strides": lambda site: [len(set(site.spatial("stride")))],
+    "stride where it is dilated": lambda site: site.spatial("stride") if _dilated(site) else [],
+    "stride with a residual added": lambda site: site.spatial("stride") if site.arguments.get("residual") is not None else [],
+    "stride beyond the kernel": lambda site: _beyond(site.spatial("stride"), _kernel(site)),
+    "dilation": lambda site: site.spatial("dilation"),
+    "padding": lambda site: site.spatial("padding"),
+    "padding beyond (kernel - 1) / 2": lambda site: _beyond(site.spatial("padding"), [(k - 1) // 2 for k in _kernel(site)]),
+    "padding beyond kernel / 2": lambda site: _beyond(site.spatial("padding"), [k // 2 for k in _kernel(site)]),
+    "padding beyond kernel / stride": lambda site: _beyond(site.spatial("padding"), _kernel_over_stride(site)),
+    "output padding": lambda site: site.spatial("output_padding"),
+    "count_include_pad": lambda site: [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else [],
+    "divisor_override": lambda site: [site.arguments.get("divisor_override")],
+    "padding mode": lambda site: [site.arguments["mode"]],
+    "channels": lambda site: known(shape[1] for shape in site.shapes if len(shape) > 1),
+    "output channels": lambda site: known(site.result[1:2]),
+    "output channels inside the model": lambda site: known(site.result[1:2]) if _inner_readers(site) else [],
+    "number of readers inside the model": lambda site: [len(_inner_readers(site))],
+    "channels of a kernel without groups": lambda site: [site.shape("weight")[1]] if site.arguments.get("groups") == 1 else [],
+    "channels of a kernel with groups": lambda site: [site.shape("weight")[1]] if site.arguments.get("groups", 1) > 1 else [],
+    "groups": lambda site: [site.arguments["groups"]],
+    "weights for one output channel": _weight_size,
+    "features": lambda site: known(site.shape("weight")),
+    "matrix sizes": lambda site: [*known(site.shape("input")[-2:]), *known(site.shape("other")[-2:])],
+    "rank": _ranks,
+    "batch": lambda site: known(site.result[:1]),
+    "sizes": lambda site: sorted({size for shape in (*site.shapes, site.result) for size in known(shape[1:])}),
+    "bytes": lambda site: [math.prod(known(site.result)) * bits // 8 for bits in _bits(site.node)],
+    "elements, aligned": _aligned,
+    "number of operands": lambda site: [len(site.operands)],
+    "number of constant operands": _constants,
+    "concatenated dimension": lambda site: [site.arguments["dim"] % len(site.result)],
+    "reduced dimension": _reduced,
+    "number of reduced dimensions": lambda site: [len(_reduced(site))],
+    "reduced size": lambda site: known(site.shape()[d] for d in _reduced(site)),
+    "broadcasting": lambda site: [_pattern(shape, site.result) for shape in site.shapes],
+    "dimension that is broadcast": _broadcast_dimensions,
+    "number of operands that are broadcast": lambda site: [sum(shape != site.result for shape in site.shapes)],
+    "place of the batch": _batch_place,
+    "bounds": _bounds,
+    "resize factor": _resize_factor,
+    "resize factor that is not a power of two": lambda site: [each for each in _resize_factor(site) if not is_power_of_two(each)],
+    "approximation": lambda site: [site.arguments["approximate"]],
+    "image size": lambda site: known(site.shape()[2:]),
+    "image area": lambda site: [math.prod(known(site.shape()[2:]))],
+    "align_corners": lambda site: [bool(site.arguments["align_corners"])],
+    "bits": lambda site: sorted({bits for operand in site.operands for bits in _bits(operand)}),  # its result may be wider
+    "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
+}

@@ -6,21 +6,24 @@ A form runs one batch and shows what it was asked for; nothing of a batch is kep
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import computes_tensor, is_deployed, stage_of
-from fxquant.ir.integer import QParams, zero_point
+from fxquant.ir.integer import QParams, channel_exponents, zero_point
 from fxquant.ir.interpreter import Interpreter
-from fxquant.prepared.batches import bad_batch, model_inputs
-from fxquant.prepared.nodes import grid_of, primitive_of, quantized_operator
+from fxquant.prepared.batches import model_inputs
+from fxquant.prepared.channels import tensor_exponents
+from fxquant.prepared.nodes import grid_of, is_dequantize, is_quantize, primitive_of, quantized_operator
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.state import State
 
@@ -29,25 +32,75 @@ KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)
 Values = dict[str, Tensor]  # by name, in the order they are computed; the outputs, "output 0", …, come last
 
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
+STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
 PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT, "dynamic": DYNAMIC}
 
 
-class Form(Protocol):
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a tensor of a form.
+
+    operator   what computes it
+    source     the user's line
+    grid       its scale and dtype; None where it is computed in float
+    fused      the nodes that were fused into its node
+    reads      the source of a tensor that is quantized as it is; "" for any other
+    because    why it is integer or float
+    macs       multiply-accumulates that it takes
+    parts      for several tensors on one grid: their names, and by how many dB this grid is coarser than their own
+    """
+
+    operator: str
+    source: str = ""
+    grid: QParams | None = None
+    fused: tuple[str, ...] = ()
+    reads: str = ""
+    because: str = ""
+    macs: int = 0
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+class Form(ABC):
     """One form of a model.
 
-    label    what reports call it
-    tensors  the kind of every tensor it can show, by name, in the order they are computed
+    label        what reports call it
+    tensors      the kind of every tensor it can show, by name, in the order they are computed
+    input_names  the names of the model's inputs
     """
 
     label: str
     tensors: Mapping[str, str]
+    input_names: Sequence[str]
 
+    @property
+    def facts(self) -> Mapping[str, Facts]:
+        """The facts of every tensor that can be compared, by name, in the order they are computed."""
+        return {}
+
+    @property
+    def exponents(self) -> Mapping[str, Tensor]:
+        """By name, the exponents of tensors that are the float model's times 2 to these."""
+        return {}
+
+    @property
+    def real(self) -> bool:
+        """Whether its numbers are those of the float model."""
+        return False
+
+    @abstractmethod
     def inputs(self, batch: Any, index: int) -> list[Any]:
         """Return the model's inputs out of a batch. Raises CalibrationError if it does not fit."""
 
+    @abstractmethod
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
         """Return the wanted tensors of one batch."""
+
+    def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
+        """Return these tensors of a batch as floats; inputs of the model are as they were given. "output 0", … are the outputs."""
+        wanted = Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)
+        given = {name: value for name, value in zip(self.input_names, inputs, strict=True) if name in names}
+        return self.run(inputs, wanted) | given
 
 
 @dataclass(frozen=True)
@@ -77,16 +130,10 @@ class Wanted:
             )
 
 
-def record(form: Form, batches: Iterable[Any], wanted: Wanted) -> Iterator[Values]:
-    """Yield the wanted tensors of each batch, which is taken when they are asked for."""
-    wanted.check(form)
-    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(batches))
-
-
 # ---- a graph ----------------------------------------------------------------------------------------------------------
 
 
-class GraphForm:
+class GraphForm(Form):
     """A graph at any stage. A prepared model is run in a state, by default its own; its state is restored after each batch."""
 
     def __init__(self, model: fx.GraphModule, state: State | None = None) -> None:
@@ -94,7 +141,34 @@ class GraphForm:
         self.label = "integer" if is_deployed(model) else (stage_of(model) or "traced").lower()
         self.nodes = {node.name: node for node in model.graph.nodes}
         kinds = ((node.name, self._kind(node)) for node in model.graph.nodes)
-        self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}
+        self.tensors = {name: kind for name, kind in kinds if kind is not None}
+        self.input_names = [node.name for node in model.graph.find_nodes(op="placeholder")]
+
+    @cached_property
+    def facts(self) -> Mapping[str, Facts]:
+        found = {}
+        for layer in layers(self.model):
+            node = self.nodes[layer.name]
+            if layer.name in self.tensors and not is_dequantize(self.model, node):
+                reads = node.all_input_nodes[0].name if is_quantize(self.model, node) else ""
+                because = layer.reason or "; ".join(layer.notes)
+                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts)
+        return found
+
+    @cached_property
+    def exponents(self) -> Mapping[str, Tensor]:
+        if stage_of(self.model) == "PREPARED":
+            return tensor_exponents(self.model)
+        if not is_deployed(self.model):
+            return {}
+        known = {name: channel_exponents(node) for name, node in self.nodes.items()}
+        return {name: torch.tensor(value, device="cpu") for name, value in known.items() if value is not None}
+
+    @cached_property
+    def real(self) -> bool:
+        """Whether it is a traced graph, or a prepared model in a state that computes in float."""
+        state = self.state or next((operator.state for operator in quantized_operators(self.model).values()), State.VALIDATE)
+        return not is_deployed(self.model) and (stage_of(self.model) != "PREPARED" or state in STATES_OF_FLOAT)
 
     def _kind(self, node: fx.Node) -> str | None:
         """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""
@@ -129,7 +203,7 @@ class GraphForm:
             return value.clone()  # float operators may write into their operand
         if module is None:
             grid, centred = grid_of(self.model, node), value.to(torch.int64) - zero_point(node)
-            return _real(centred, grid) if real and grid is not None else centred
+            return real_values(centred, grid) if real and grid is not None else centred
         if module.state is State.FLOAT or (not module.plain and module.output.follows_sum):
             return None
         if module.plain:
@@ -177,7 +251,7 @@ def same_draws() -> Iterator[None]:
         yield
 
 
-def _real(value: Tensor, grid: QParams) -> Tensor:
+def real_values(value: Tensor, grid: QParams) -> Tensor:
     """Integers times their scale: float32, one product, as `dequantize` forms it."""
     scale = torch.tensor(grid.scale, dtype=torch.float32, device=value.device)
     return value.float() * (scale if grid.axis is None else scale.reshape(-1, *[1] * (-grid.axis - 1)))
@@ -188,70 +262,3 @@ def outputs(result: Any) -> Values:
     found: list[Tensor] = []
     fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return {f"output {index}": value for index, value in enumerate(found)}
-
-
-# ---- a file -----------------------------------------------------------------------------------------------------------
-
-
-class OnnxForm:
-    """An exported file in one runtime; `feed` names values that are given to it, in `given`, instead of being computed."""
-
-    def __init__(self, onnx_model: Any, runtime: str, feed: Sequence[str] = ()) -> None:
-        self.onnx, self.runtime, self.feed = onnx_model, runtime, feed
-        self.label = runtime
-        graph = onnx_model.model.graph
-        shown = {info.name for info in (*graph.value_info, *graph.output)}
-        kinds = {name: PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
-        self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds.items() if onnx_model.value(name) in shown}
-        self.runners: dict[tuple[str, ...], Any] = {}
-        self.given: Values = {}
-
-    def inputs(self, batch: Any, index: int) -> list[Any]:
-        """Return the leading tensors of a batch, or those of the inputs' names."""
-        names = self.onnx.input_names
-        found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
-        if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
-            raise bad_batch(
-                index, f"the inputs of {self.onnx.path} are {', '.join(names)}", "yield a tensor for each, in this order or by name"
-            )
-        return found
-
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        names = wanted.among(self.tensors)
-        feeds = dict(zip(self.onnx.input_names, inputs, strict=True))
-        feeds.update({self.onnx.value(name): self._stored(name) for name in self.feed})
-        found = self._runner(names)(feeds) if names else {}
-        values = {name: self._shown(name, found[value], wanted.real) for name in names if (value := self.onnx.value(name)) in found}
-        if OUTPUTS not in wanted.kinds:
-            return values
-        # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
-        plain = self._runner([])(feeds)
-        return values | {f"output {index}": plain[name] for index, name in enumerate(self.onnx.output_names) if name in plain}
-
-    def _shown(self, name: str, value: Tensor, real: bool) -> Tensor:
-        entry = self.onnx.tensors[name]
-        if self.tensors[name] in (FLOAT, DYNAMIC):
-            return value
-        integers = value.to(torch.int64) - self._zero_point(name)
-        if not real or "scale" not in entry:
-            return integers
-        scale = entry["scale"]
-        return _real(integers, QParams(tuple(scale) if isinstance(scale, list) else scale, entry["dtype"], entry.get("axis")))
-
-    def _zero_point(self, name: str) -> int:
-        return int(self.onnx.tensors[name].get("zero_point", 0))
-
-    def _stored(self, name: str) -> Tensor:
-        """Return a given value as the file stores it; booleans and integers of float operators are unchanged."""
-        if "storage" not in self.onnx.tensors.get(name, {}):
-            return self.given[name]
-        return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])
-
-    def _runner(self, expose: Sequence[str]) -> Any:
-        key = tuple(expose)
-        if key not in self.runners:
-            self.runners[key] = self.onnx.runner(self.runtime, [*map(self.onnx.value, expose)], [*map(self.onnx.value, self.feed)])
-        return self.runners[key]
-
-
-_STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact
-from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
+from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.nodes import grid_of
 
 TORCH = (".pt", ".pth")
@@ -160,7 +160,7 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
         return known
     shape = known.at(size)
     if known.dtype.is_floating_point:
-        spread = next(_input_ranges(model, node), 2.0) / 2
+        spread = _input_range(model, node) / 2
         return (_normal(shape, generator) * spread).to(known.dtype)
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
 
@@ -177,17 +177,14 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
         ) from None
 
 
-def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
-    """Yield the largest values that the quantizers behind an input can represent."""
+def _input_range(model: fx.GraphModule, node: fx.Node) -> float:
+    """Return the largest value that the first quantizer of an input can represent; 2 if no scale is known."""
     for user in node.users:
         grid = grid_of(model, user)
         if grid is not None and isinstance(grid.scale, float) and math.isfinite(grid.scale):
-            yield grid.scale * _reach(ACTIVATION_TYPES[grid.dtype], grid.zero_point)
-
-
-def _reach(dtype: IntType, zero_point: int) -> int:
-    """Return one more than the largest magnitude on the larger side."""
-    return max(dtype.high - zero_point, zero_point - dtype.low - 1) + 1
+            dtype = ACTIVATION_TYPES[grid.dtype]
+            return grid.scale * (max(dtype.high - grid.zero_point, grid.zero_point - dtype.low - 1) + 1)
+    return 2.0
 
 
 def _inputs(model: fx.GraphModule) -> list[fx.Node]:

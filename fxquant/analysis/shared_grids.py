@@ -32,7 +32,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
         return ()
     held = [value for name in carried(operator) for value in _listed(arguments.get(name))]
     tensors = [nodes[value.node] if isinstance(value, Reference) else value for value in held]
-    tensors = [value for value in dict.fromkeys(filter(_is_node, tensors)) if not is_parameter(value)]
+    tensors = [value for value in dict.fromkeys(tensors) if isinstance(value, fx.Node) and not is_parameter(value)]
     scales = {value.name: known.scale for value in tensors if (known := grid_of(model, value)) is not None}
     if len(scales) < 2 or not all(isinstance(scale, float) and scale > 0 for scale in scales.values()):
         return ()
@@ -43,10 +43,6 @@ def description(parts: tuple[tuple[str, float], ...]) -> str:
     """Return a sentence about those that lose clearly; "" if none does."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 An operator's `lower` receives a `Lowering` and its arguments, with every quantized operand as a `Quantized`.
 It composes primitives through the lowering. `EagerLowering` calls them on integer-valued float tensors, so that the prepared model
 *computes* the integer function and trains through it; `FusedLowering` does so by fewer kernels. The pass `integer.lower` writes the
-same calls into a graph. All use one function, so training, validation and the integer graph agree by construction. The package's docstring names two more
-lowerings.
+same calls into a graph. All use one function, so training, validation and the integer graph agree by construction.
+The package's docstring names two more lowerings.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.analysis.layers import layers
+from fxquant.analysis.recording import Form
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
 from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
@@ -24,8 +25,8 @@ from fxquant.prepared.nodes import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.contents import weight_of
+from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.rows import Rows
-from fxquant.reporting.sides import Side, side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, decibels
 from fxquant.support.arguments import NUMBER, checked, instance
 from fxquant.support.progress import in_one_piece, progress
@@ -177,13 +178,10 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
     if has_weight and weight.dtype == "int4":
         found.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
     if not module.plain and module.output.observer is None and not module.output.follows_sum and spec.config.output.scale is not None:
-        found.append(Setting(name, "given scale", f"calibration does not move {grid_text_of(module)}", "leave scale= and threshold= out"))
+        found.append(
+            Setting(name, "given scale", f"calibration does not move {float(module.output.scale):.4g}", "leave scale= and threshold= out")
+        )
     return found
-
-
-def grid_text_of(module: Any) -> str:
-    """Return the scale of an operator's result."""
-    return f"{float(module.output.scale):.4g}"
 
 
 @checked()
@@ -270,30 +268,30 @@ def value_ranges(
     KeyboardInterrupt is raised as `Interrupted`, whose `result` is what the batches before had.
     """
     source = as_batches(batches)
-    side: Side | None = None
+    form: Form | None = None
     seen: dict[str, TensorStatistics] = {}
     total = length(source, num_batches)
     count = 0
     try:
         for batch in progress(first_batches(source, num_batches), total, "values", show_progress):
             taken = batch if batch_fn is None else batch_fn(batch)
-            side = side or side_of(model, taken, None)
-            values = side.values(side.form.inputs(taken, count), list(side.facts))
+            form = form or form_of(model, taken, None)
+            values = form.values(form.inputs(taken, count), list(form.facts))
             with in_one_piece():
                 for name, value in values.items():
-                    if value.is_floating_point() and name in side.facts:
+                    if value.is_floating_point() and name in form.facts:
                         seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
             count += 1
     except KeyboardInterrupt:
-        so_far = _ranges(side, seen, spread)
+        so_far = _ranges(form, seen, spread)
         raise Interrupted(f"value_ranges was interrupted after {count} batches", so_far) from None
-    if side is None:
+    if form is None:
         raise no_batches(num_batches)
-    return _ranges(side, seen, spread)
+    return _ranges(form, seen, spread)
 
 
-def _ranges(side: Side | None, seen: Mapping[str, TensorStatistics], spread: float) -> Rows[Values]:
-    lines = {} if side is None else {name: side.facts[name].source for name in seen}
+def _ranges(form: Form | None, seen: Mapping[str, TensorStatistics], spread: float) -> Rows[Values]:
+    lines = {} if form is None else {name: form.facts[name].source for name in seen}
     return Rows("values", tuple(_values(name, lines[name], statistics, spread) for name, statistics in seen.items()))
 
 

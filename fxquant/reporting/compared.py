@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from fxquant.analysis.recording import Facts
 from fxquant.ir.integer import QParams
-from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
-from fxquant.reporting.tensor_rules import Judged
 
 
 @dataclass(frozen=True)
@@ -64,26 +63,12 @@ class LayerComparison:
     times: int = 1
 
 
-def layer_row(tensor: Judged, effect: float) -> LayerComparison:
-    """Return the row of a layer's tensor, with its effect on the outputs, NaN where that was not measured."""
-    seen, facts = tensor.statistics, tensor.facts
-    own = decibels(seen.signal, seen.truncation + seen.rounding) if seen.steps is not None else math.nan
-    worse = "truncation" if seen.truncation > seen.rounding else "rounding"
-    error = "" if seen.steps is None else worse if seen.truncation + seen.rounding else "none"
-    row = _layer(tensor.name, tensor.reference, facts, seen, own, error, effect)
-    return replace(row, times=len(tensor.references))
-
-
-def output_row(name: str, seen: TensorStatistics) -> LayerComparison:
-    """Return the row of what the models return."""
-    return _layer(name, name, Facts("output"), seen)
-
-
-def _layer(
-    name: str, reference: str, facts: Facts, seen: TensorStatistics, own: float = math.nan, error: str = "", effect: float = math.nan
-) -> LayerComparison:
+def row(name: str, reference: str, facts: Facts, seen: TensorStatistics, effect: float = math.nan, times: int = 1) -> LayerComparison:
+    """Return the row of a tensor; `effect` is its effect on the outputs, NaN where that was not measured."""
     count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
-    gridded = seen.steps is not None
+    made = seen.truncation + seen.rounding
+    worse = "truncation" if seen.truncation > seen.rounding else "rounding"
+    error = "" if seen.steps is None else worse if made else "none"
     return LayerComparison(
         name=name,
         reference=reference,
@@ -98,15 +83,16 @@ def _layer(
         mse=seen.noise / count,
         largest=seen.largest,
         steps=seen.largest / seen.steps.scale if seen.steps is not None else math.nan,
-        own=own,
-        clipped=seen.clipped / count if gridded else math.nan,
-        zeroed=ratio(seen.zeroed, seen.nonzero) if gridded else math.nan,
+        own=decibels(seen.signal, made) if seen.steps is not None else math.nan,
+        clipped=seen.clipped / count if seen.steps is not None else math.nan,
+        zeroed=ratio(seen.zeroed, seen.nonzero) if seen.steps is not None else math.nan,
         reach=seen.reach,
         error=error,
         effect=effect,
         try_this=_try(error, seen),
         low=seen.low,
         high=seen.high,
+        times=times,
     )
 
 

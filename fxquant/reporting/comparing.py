@@ -12,17 +12,18 @@ from typing import Any
 from rich.table import Table
 from torch import fx
 
+from fxquant.analysis.recording import Facts
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
-from fxquant.reporting.compared import LayerComparison, layer_row, output_row
+from fxquant.reporting.compared import LayerComparison, row
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
+from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
-from fxquant.reporting.sides import side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together, quiet_channels
@@ -68,7 +69,7 @@ class Comparison(Mapping[str, LayerComparison]):
     hidden: int = 0
 
     def __getitem__(self, name: str) -> LayerComparison:
-        return next((layer for layer in (*self.layers, *self.outputs) if layer.name == name), None) or _missing(name)
+        return {layer.name: layer for layer in (*self.layers, *self.outputs)}[name]
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self.layers)
@@ -145,10 +146,6 @@ def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step
     )  # fmt: skip
 
 
-def _missing(name: str) -> LayerComparison:
-    raise KeyError(name)
-
-
 def _badness(layer: LayerComparison) -> tuple[float, float]:
     return (-layer.effect if not math.isnan(layer.effect) else 0.0, layer.own if not math.isnan(layer.own) else layer.sqnr)
 
@@ -214,7 +211,7 @@ def compare(
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)
-    pairing = Pairing(side_of(a, first, states[0], b), side_of(b, first, states[1], a), prepared)
+    pairing = Pairing(form_of(a, first, states[0], b), form_of(b, first, states[1], a), prepared)
     effects: Effects | None = None
     count = 0
     try:
@@ -263,9 +260,12 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
         advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
         advice += tuple(quiet_channels(asked, factors, effects, cures, [each.layer for each in advice]))
-    rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
-    ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
+    rows = tuple(
+        row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan), len(each.references))
+        for each in tensors
+    )
+    ends = tuple(row(name, name, Facts("output"), statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
-    labels = (pairing.left.form.label, pairing.right.form.label)
+    labels = (pairing.left.label, pairing.right.label)
     hidden = 0 if pairing.inner is not None else len(pairing.parts)
     return Comparison(labels, rows, ends, advice, pairing.unmatched(), count, pairing.seen, verdict, hidden)

@@ -25,6 +25,7 @@ from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
 from fxquant.support.offers import disagreements
 from fxquant.version import __version__
 
+ADVICE = ("layer", "cause", "cure", "gain", "source")  # what is shown of it
 CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest of neighbours
 
 
@@ -34,7 +35,7 @@ def contents(
     """Everything that the page shows; numbers that are infinite or no numbers are null."""
     known = layers(model)
     target = model_meta(model).get("target")
-    shown = drawing(model, steps=False)
+    shown = drawing(model)
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
     verdict = None if comparison is None else comparison.verdict
@@ -46,7 +47,7 @@ def contents(
         "summary": _summary(known, comparison),
         "forms": [_form(label, each) for label, each in forms.items()],
         "verdict": None if verdict is None else {"grade": verdict.grade, "sqnr": verdict.sqnr, "lines": list(verdict.lines)},
-        "advice": [_advice(each) for each in (() if comparison is None else comparison.advice)],
+        "advice": [{key: getattr(each, key) for key in ADVICE} for each in (() if comparison is None else comparison.advice)],
         "compared": comparison is not None,
         "nodes": [
             {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name, shown.times.get(name, 1))}
@@ -94,10 +95,6 @@ def _form(label: str, comparison: Comparison) -> list[Any]:
 
 def _db(value: float) -> str:
     return "equal" if value == math.inf else f"{value:.1f} dB"
-
-
-def _advice(advice: Any) -> dict[str, Any]:
-    return {"layer": advice.layer, "cause": advice.cause, "cure": advice.cure, "gain": advice.gain, "source": advice.source}
 
 
 def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from fxquant.analysis.recording import GraphForm
+from fxquant.analysis.recording import Form, GraphForm
 from fxquant.ir.graph import model_meta, resolve
-from fxquant.reporting.sides import Side
 from fxquant.target import Target
 
 WIDE = "int16"
@@ -22,10 +21,10 @@ class Cures:
     it: its rule is that of the operators that read it, by their `input=`. An inner tensor of a composite operator has none.
     """
 
-    def __init__(self, left: Side, right: Side, prepared: fx.GraphModule | None = None) -> None:
-        assert isinstance(left.form, GraphForm)
-        self.model, self.nodes = left.form.model, left.form.nodes
-        models = [form.model for form in (right.form, left.form) if isinstance(form, GraphForm)] + [prepared] * (prepared is not None)
+    def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None = None) -> None:
+        assert isinstance(left, GraphForm)
+        self.model, self.nodes = left.model, left.nodes
+        models = [form.model for form in (right, left) if isinstance(form, GraphForm)] + [prepared] * (prepared is not None)
         found = [target for model in models if isinstance(target := model_meta(model).get("target"), Target)]
         self.target: Target | None = found[0] if found else None
         self.known = right.facts

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fxquant.analysis.recording import GraphForm, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.ir.interpreter import Interpreter
-from fxquant.reporting.sides import Side, shifted
+from fxquant.reporting.model_forms import shifted
 from fxquant.reporting.statistics import Steps
 from fxquant.tuning.effects import Noise, is_real
 
@@ -46,10 +46,9 @@ class Effects:
     outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
     """
 
-    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
-        assert isinstance(side.form, GraphForm)
-        self.model, self.nodes, self.inputs, self.others = side.form.model, side.form.nodes, list(inputs), others
-        self.state = side.form.state
+    def __init__(self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
+        self.model, self.nodes, self.inputs, self.others = form.model, form.nodes, list(inputs), others
+        self.state = form.state
         self.outputs = self._run({})
         there = [place for place in results if place < len(self.outputs)]
         self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])

@@ -18,7 +18,7 @@ from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
-from fxquant.reporting.layout import drawing, needs
+from fxquant.reporting.layout import needs, operator_graph
 from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, Kind, checked, instance
 from fxquant.support.files import write_file
@@ -207,9 +207,10 @@ def estimate(
             because="they are those of the machine that the model runs on",
             remedy="pass roofline=fxq.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
         )
-    shown = drawing(integer).graph
+    every = layers(integer)
+    shown = operator_graph(integer, every)
     nodes = {node.name: node for node in integer.graph.nodes}
-    known = {layer.name: layer for layer in layers(integer)}
+    known = {layer.name: layer for layer in every}
 
     def read(name: str) -> int:
         return sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in shown.predecessors(name))

@@ -9,17 +9,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.compare import compare, measure
 from fxquant.analysis.fused import kernel_forms
-from fxquant.analysis.recording import Form, GraphForm, OnnxForm, Wanted
-from fxquant.analysis.recording import record as record_values
+from fxquant.analysis.recording import Form, GraphForm, Wanted
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
-from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import as_batches, length
 from fxquant.quantization.state import State
+from fxquant.reporting.model_forms import OnnxForm
+from fxquant.reporting.verifying import check_same_model, compare, exact_form, measure
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
 
@@ -50,15 +49,15 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """
     if isinstance(first, str | os.PathLike):
         first, second = second, first
-    left, report = form_of(first), Report()
+    left, report = exact_form(first), Report()
     given = as_batches(batches)
-    inputs: Iterable[list[Any]] = check_batches(first, given)
+    inputs: Iterable[list[Any]] = (left.inputs(batch, index) for index, batch in enumerate(given))
     inputs = list(inputs) if isinstance(given, Sequence) else inputs  # what is there is checked before anything is run
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     whole: OnnxForm | None = None
     others: Sequence[Form]
     if not isinstance(second, str | os.PathLike):
-        others = [form_of(second), *kernel_forms(first, second)]
+        others = [exact_form(second), *kernel_forms(first, second)]
     elif Path(second).suffix in PROGRAMS:
         others = [_simulated(left, Path(second), report)]
     else:
@@ -136,13 +135,18 @@ def record(
     Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
     """
     wanted = Wanted.of(*kinds, real=real)
+    form, taken = _recorded(model, state, runtime), as_batches(batches)
+    wanted.check(form)
+    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))
+
+
+def _recorded(model: Any, state: State | str | None, runtime: str | None) -> Form:
+    """Return the form of a graph or a file whose tensors are recorded. Raises ConfigurationError for anything else."""
     if isinstance(model, str | os.PathLike):
         from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 
         _refuse("state", state, "an ONNX file has no states")
-        return record_values(
-            OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted
-        )
+        return OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0])
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
             f"the tensors of a {type(model).__name__} cannot be recorded",
@@ -152,7 +156,7 @@ def record(
     _refuse("runtime", runtime, "this model is run by PyTorch")
     if stage_of(model) != "PREPARED":
         _refuse("state", state, "only prepared models have states")
-    return record_values(GraphForm(model, None if state is None else State(state)), as_batches(batches), wanted)
+    return GraphForm(model, None if state is None else State(state))
 
 
 def _refuse(name: str, value: Any, because: str) -> None:

@@ -192,6 +192,7 @@ def describe(contents: Contents) -> str:
         sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
     operators = Counter(contents.nodes).most_common()
     dtypes = Counter(row.dtype for row in contents.rows)
+    floats = f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}" if contents.floats else "none"
     facts = [
         ("inputs", ", ".join(contents.inputs)),
         ("outputs", ", ".join(contents.outputs)),
@@ -202,14 +203,7 @@ def describe(contents: Contents) -> str:
             "tensors",
             f"{len(contents.tensors)} of {sum(sizes.values()):,} bytes: " + ", ".join(f"{n:,} {d}" for d, n in sizes.most_common()),
         ),
-        (
-            "in float",
-            ""
-            if contents.stage == "traced"
-            else f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}"
-            if contents.floats
-            else "none",
-        ),
+        ("in float", "" if contents.stage == "traced" else floats),
     ]
     lines.extend(f"  {label:<9} {value}" for label, value in facts if value)
     lines.extend(f"            {line}" for line in contents.floats)
@@ -261,9 +255,10 @@ def difference(a: Contents, b: Contents) -> str:
         f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y
     ]
     lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
-    lines.extend(_different("scale", a.scales, b.scales, (str(a.path), str(b.path)), _scale_difference))
-    lines.extend(_different("zero point", a.zero_points, b.zero_points, (str(a.path), str(b.path)), _number_difference))
-    lines.extend(_different("tensor", a.tensors, b.tensors, (str(a.path), str(b.path)), _tensor_difference))
+    paths = str(a.path), str(b.path)
+    lines.extend(_different("scale", a.scales, b.scales, paths, _scale_difference))
+    lines.extend(_different("zero point", a.zero_points, b.zero_points, paths, lambda x, y: "" if x == y else f"{x} | {y}"))
+    lines.extend(_different("tensor", a.tensors, b.tensors, paths, _tensor_difference))
     return "\n".join(lines)
 
 
@@ -284,10 +279,6 @@ def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
         return ""
     count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
     return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
-
-
-def _number_difference(a: int, b: int) -> str:
-    return "" if a == b else f"{a} | {b}"
 
 
 def _tensor_difference(a: Tensor, b: Tensor) -> str:

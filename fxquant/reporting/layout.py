@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import networkx
 from torch import fx
@@ -29,15 +28,13 @@ class Drawing:
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
     times   of what a recurrence does alike at several steps, where only the first is drawn: at how many
     lanes   of each edge that passes rows: the x at which it passes them, beside every box in them
-    folded  of each box that stands for a module: its operators
     """
 
     graph: networkx.DiGraph
     layers: Mapping[str, Layer]
     places: Mapping[str, tuple[float, float]]
     lanes: Mapping[tuple[str, str], float]
-    times: Mapping[str, int] = field(default_factory=dict)
-    folded: Mapping[str, tuple[Layer, ...]] = field(default_factory=dict)
+    times: Mapping[str, int]
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """Return the points of an edge: straight to the next row, to the side around what stands between."""
@@ -51,16 +48,27 @@ class Drawing:
         return [(x, y), *leave, (side, y - 0.6), (side, to_y + 0.6), *enter, (to_x, to_y)]
 
 
-def drawing(model: fx.GraphModule, *, steps: bool = True, depth: int | None = None) -> Drawing:
+def drawing(model: fx.GraphModule) -> Drawing:
     """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes, edges and the rows that these pass.
 
-    Without `steps`, what a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
-    With `depth`, the operators of a module at that depth ("layer1.0" is at 2) that run one after another are one node.
+    What a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
     """
     every = layers(model)
-    groups = [] if steps else [(layer, others) for layer, others in alike(every) if others]
+    groups = [(layer, others) for layer, others in alike(every) if others]
     firsts = {other.name: layer.name for layer, others in groups for other in others}
+    graph = operator_graph(model, every, firsts)
+    places = _places(graph)
     known = {layer.name: layer for layer in every if layer.name not in firsts}
+    times = {layer.name: len(others) + 1 for layer, others in groups}
+    return Drawing(graph, known, places, _lanes(graph, places), times)
+
+
+def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...], firsts: Mapping[str, str] = MappingProxyType({})) -> networkx.DiGraph:
+    """Return the graph of names of operators, inputs and the output, with an edge for each value that one reads of another.
+
+    `firsts` names, for operators that have no node of their own, the earlier one that stands for them.
+    """
+    known = {layer.name for layer in every}
     graph = networkx.DiGraph()
     order: dict[str, int] = {}
     shown: dict[fx.Node, frozenset[str]] = {}  # the operators that a node's value comes from
@@ -77,42 +85,7 @@ def drawing(model: fx.GraphModule, *, steps: bool = True, depth: int | None = No
             shown[node] = frozenset([node.name])
         else:
             shown[node] = read
-    folded = {} if depth is None else _modules(known.values(), depth)
-    graph = _contracted(graph, folded)
-    places = _places(graph)
-    times = {layer.name: len(others) + 1 for layer, others in groups}
-    return Drawing(graph, known, places, _lanes(graph, places), times, folded)
-
-
-def _modules(known: Iterable[Layer], depth: int) -> dict[str, tuple[Layer, ...]]:
-    """Return the runs of operators in one module at a depth, by the path of the module, with a number from the second run on.
-
-    Operators are in the order they run, so that no path leaves a run and comes back into it: boxes for the runs form no circle.
-    """
-    found: dict[str, tuple[Layer, ...]] = {}
-    runs: Counter[str] = Counter()
-    for path, members in itertools.groupby(known, lambda layer: ".".join(layer.module.split(".")[:depth])):
-        run = _without_ends(tuple(members))
-        if len(run) > 1 and path and path.count(".") == depth - 1:
-            runs[path] += 1
-            found[path if runs[path] == 1 else f"{path} ({runs[path]})"] = run
-    return found
-
-
-def _without_ends(run: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Return a run without boundary nodes at its ends, which are boxes of their own: they say where the integers end."""
-    inside = [index for index, layer in enumerate(run) if not layer.boundary]
-    return run[inside[0] : inside[-1] + 1] if inside else ()
-
-
-def _contracted(graph: networkx.DiGraph, folded: Mapping[str, tuple[Layer, ...]]) -> networkx.DiGraph:
-    """Return the graph with one node for the operators of each run."""
-    box = {layer.name: name for name, run in folded.items() for layer in run}
-    found = networkx.DiGraph()
-    found.add_nodes_from(box.get(name, name) for name in graph)
-    edges = ((box.get(one, one), box.get(other, other)) for one, other in graph.edges)
-    found.add_edges_from((one, other) for one, other in edges if one != other)
-    return found
+    return graph.copy()  # in which predecessors are in the order they run
 
 
 def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], float]:

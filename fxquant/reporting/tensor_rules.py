@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fxquant.analysis.recording import Facts
 from fxquant.calibration.lost_inputs import LOST
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.reporting.cures import Cures
-from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics
 
 GAP = 32.0  # how many times as large as all others the values of a mask are

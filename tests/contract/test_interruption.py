@@ -317,7 +317,6 @@ def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.Mo
         lambda result, folder: fxq.export_pt2(result.integer, folder / "model.pt2"),
         lambda result, folder: fxq.export_segments(result.integer, folder),
         lambda result, folder: result.report(folder / "report.html"),
-        lambda result, folder: fxq.draw(result.integer, folder / "graph.svg"),
         lambda result, folder: fxq.estimate(result.integer),
         lambda result, folder: fxq.save(result.integer, folder / "model.fxq"),
     ],

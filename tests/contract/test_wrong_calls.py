@@ -66,9 +66,6 @@ class World:
         self.uncalibrated = fxq.prepare(self.model, batch(), "nash-e")
         self.observations = fxq.observations(self.prepared)
         self.comparison = self.result.compare([batch()], advice=False)
-        self.sensitivity = fxq.sensitivity(self.prepared, [batch()], widths=8, measured=False)
-        budget = fxq.Budget(weight_bits=8)
-        self.searched = fxq.mixed_precision(self.model, [batch()], budget=budget, widths=8, measured=False, show_progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +85,6 @@ ABOVE_ZERO = [*COUNTS, 0]
 NAMES = [5, [5], [None], b"conv", [""], "", {"a": 1}.values(), 1.5, True]
 NUMBERS = [0, 0.0, -1.0, float("nan"), float("inf"), -float("inf"), True, "1", "", [], [1.0], 1j, Colour.RED, torch.ones(2)]
 PATHS = [5, 1.5, "", b"model", [], ["a", "b"], "a\0b", True, UNPRINTABLE]
-PICTURES = [*PATHS, "graph", "graph.gif"]
 CALLABLES = [5, "identity", [], "", {}, 1.5, True]
 METRICS = [*CALLABLES, lambda model: "good", lambda model: float("nan"), lambda model: None]
 CHOSEN = ("int8", 5, {}, [], True, fxq.QConfig, fxq.ActivationConfig(), torch.int8)
@@ -318,25 +314,6 @@ ROWS = (
         reference=[5, [], torch.ones(2)],
         comparison=[5, "found", [], True],
         num_batches=[True, -1, 1.5, "3", [], Colour.RED],
-    ),
-    row(fxq.draw, lambda w: {"model": w.integer, "path": w.directory / "graph.svg"}, model=GRAPHS, path=PICTURES, depth=ABOVE_ZERO),
-    row(fxq.plot_errors, lambda w: {"comparison": w.comparison}, comparison=[5, [], {}, fxq.Report()], path=PICTURES),
-    row(fxq.plot_sensitivity, lambda w: {"found": w.sensitivity}, found=[5, [], {}, fxq.Report(), fxq.Sensitivity(())], path=PICTURES),
-    row(
-        fxq.plot_pareto,
-        lambda w: {"results": w.searched},
-        results=[5, [], [5], fxq.Report()],
-        path=PICTURES,
-        cost=["", 5, "bytes", [], "latency"],
-    ),
-    row(
-        fxq.plot_training,
-        lambda w: {"course": [1.0, 0.5]},
-        course=[
-            *(5, "losses", b"losses", [], {}, [[]], ["one"], {"loss": []}, {"loss": 5}, [float("nan")], {"a": [1.0], "b": []}),
-            fxq.tuning.TuningResult("distill", ()),
-        ],
-        path=PICTURES,
     ),
     row(fxq.diff, lambda w: {"a": w.integer, "b": w.integer}, a=[*GRAPHS, "", "none.fxq"], b=[*GRAPHS, "", "none.fxq"]),
     *(row(check, lambda w: {"prepared": w.prepared}) for check in (fxq.checks.not_fused, fxq.checks.suspicious_settings)),

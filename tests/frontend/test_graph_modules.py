@@ -81,7 +81,7 @@ def test_functions_that_show_graphs_take_it(tmp_path: Path) -> None:
     assert not hasattr(model, "meta")
     assert fxq.text(model).startswith("graph   # traced")
     assert fxq.check(model, image()) is not None
-    fxq.explain(model), fxq.layers(model), fxq.diff(model, model), fxq.dump(model, tmp_path), fxq.draw(model, tmp_path / "m.svg")
+    fxq.explain(model), fxq.layers(model), fxq.diff(model, model), fxq.dump(model, tmp_path)
     for call in (fxq.convert, fxq.observations, fxq.segments, fxq.estimate, fxq.export_pt2):
         with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
             call(*((model,) if call is not fxq.export_pt2 else (model, tmp_path / "m")))

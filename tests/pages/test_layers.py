@@ -44,7 +44,6 @@ PACKAGES = (
     "api",
     "nn",
     "search",  # methods that prepare models
-    "figures",  # plots of what all of these find
     "conformance",
     "",
     "demo",
@@ -73,7 +72,7 @@ ONNX_WRITERS = {
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.search.integer_program"},
-    "matplotlib": {"fxquant.reporting.pictures"},
+    "matplotlib": set(),
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
     "onnxruntime": {"fxquant.backends.onnx.runtime"},

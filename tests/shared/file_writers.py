@@ -104,8 +104,6 @@ WRITERS: dict[str, Writer] = {
     "export_segments": lambda world, folder: fxq.export_segments(world.integer, folder),
     "report": lambda world, folder: fxq.report(world.integer, folder / "r.html"),
     "estimate.to_html": lambda world, folder: fxq.estimate(world.integer).to_html(folder / "e.html"),
-    "draw": lambda world, folder: fxq.draw(world.integer, folder / "g.svg"),
-    "plot": lambda world, folder: fxq.plot_training([1.0, 0.5], folder / "t.svg"),
     "quantize": quantized,
     "dump": lambda world, folder: fxq.dump(world.integer, folder),
     "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", dump=folder),

@@ -242,8 +242,6 @@ WRITE: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     "export_torchscript": lambda result, path: fxq.export_torchscript(result.integer, path),
     "report": lambda result, path: fxq.report(result.integer, path),
     "to_html": lambda result, path: fxq.estimate(result.integer).to_html(path),
-    "draw": lambda result, path: fxq.draw(result.integer, path),
-    "plot": lambda result, path: fxq.plot_training([1.0, 0.5], path),
     "checkpoint": lambda result, path: fxq.tuning.distill(result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, checkpoint=path),
     "export": lambda result, path: result.export(path),
 }
@@ -273,8 +271,8 @@ class Named(os.PathLike[str]):
         return str(self.path)
 
 
-ENDINGS = {"draw": ".svg", "plot": ".png", "export_c": ".c"}
-WITHOUT_A_PATH = ("checkpoint", "draw", "plot")  # nothing is written
+ENDINGS = {"export_c": ".c"}
+WITHOUT_A_PATH = ("checkpoint",)  # nothing is written
 
 
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
