@@ -2,8 +2,7 @@
 
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
-attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
-attach_signature(model)        let a graph be called like the float model
+attach_call_hooks(graph)            let a graph be called like the float model, and check its inputs by an InputCheck
 is_traced(module)              whether `trace` made it
 moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
 float_model(model)             the float model that is meant, or an error that says what it is instead
@@ -35,16 +34,15 @@ from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.batch_limits import note_batch_limits
-from fxquant.frontend.branches import Branch, attach_branch, lost_parameters
+from fxquant.frontend.branches import Branch, lost_parameters
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
-from fxquant.frontend.input_check import InputCheck, attach_input_check
+from fxquant.frontend.input_check import InputCheck
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward, untrained_here
-from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.result import assumptions, attach_call_hooks, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.snapshot import with_backward_hooks
 from fxquant.frontend.state import NOTHING_MOVED, MovedState, state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
@@ -59,9 +57,7 @@ logger = logging.getLogger("fxquant")
 __all__ = [
     "InputCheck",
     "assumptions",
-    "attach_branch",
-    "attach_input_check",
-    "attach_signature",
+    "attach_call_hooks",
     "default_leaf",
     "float_model",
     "is_traced",

@@ -91,15 +91,6 @@ def reads(steps: fx.Graph) -> set[str]:
     return {str(node.target) for node in steps.nodes if node.op in ("call_module", "get_attr")}
 
 
-def attach_branch(module: fx.GraphModule) -> None:
-    """Let a model with a training branch return in train mode what the float model does; of any other nothing changes."""
-    for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, ReturnInTraining):
-            del module._forward_hooks[key]
-    if any(isinstance(child, TrainingBranch) for child in module.children()):
-        module.register_forward_hook(ReturnInTraining())
-
-
 class Branch:
     """The part of a trace in train mode that the trace in eval mode does not have.
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.evaluation import Asked, evaluate
+from fxquant.frontend.evaluation import READS_CONTENT, evaluate
 from fxquant.frontend.fake import Evaluator, Sequenced, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
@@ -208,7 +208,11 @@ class Handler:
         node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
         if kwargs:
             arguments.key.append(tuple(kwargs))
-        outcome = evaluate(self, Asked(function, args, kwargs, target), arguments, content)
+        arguments.fake |= not content  # then constants stand for their shapes and dtypes alone
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        outcome = evaluate(self.evaluator, name, function, args, kwargs, arguments)
+        if name in READS_CONTENT:
+            self.note(f"the content of a constant was read by {name}")
         if not outcome.recorded:
             return _plain(outcome.template)
         node = self.graph.create_node(op, target, node_args, node_kwargs)

@@ -148,14 +148,10 @@ class ReturnForm:
         return rebuilt(self.form, result)
 
 
-def attach_form(module: fx.GraphModule) -> None:
-    """Let the module return what the float model does; calling this again replaces the hook. Copies keep it."""
-    for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, ReturnForm):
-            del module._forward_hooks[key]
+def return_form(module: fx.GraphModule) -> ReturnForm | None:
+    """Return the hook that makes the result of the float model of a graph's; None where they are the same."""
     form = module.meta.get(_RETURNED, {}).get("form")
-    if form is not None:
-        module.register_forward_hook(ReturnForm(form))
+    return None if form is None else ReturnForm(form)
 
 
 def set_form(module: fx.GraphModule, form: Form) -> None:

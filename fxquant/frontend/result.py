@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.branches import Branch, attach_branch, reads
+from fxquant.frontend.branches import Branch, ReturnInTraining, TrainingBranch, reads
 from fxquant.frontend.entry import STAGE
-from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.input_check import InputCheck, input_check
 from fxquant.frontend.modes import own_train_mode
 from fxquant.frontend.opaque import Method
-from fxquant.frontend.outputs import set_form
-from fxquant.frontend.signature import attach_signature, set_signature
+from fxquant.frontend.outputs import ReturnForm, return_form, set_form
+from fxquant.frontend.signature import CallSignature, call_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState, Place
 from fxquant.frontend.tracer import Recording
@@ -119,15 +119,31 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     module.meta.update({key: names for key, names in found.items() if names})
     noted = [*recording.notes, *filter(None, [mode.note])]
     module.meta[_ASSUMPTIONS] = [*noted, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
-    module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
     module.meta[CARRIED] = carried
     carried.dress(module)
     set_signature(module, recording.signature)
     set_form(module, recording.form)
-    attach_input_check(module)
-    attach_signature(module)
-    attach_branch(module)
+    attach_call_hooks(module)
     return module
+
+
+def attach_call_hooks(module: fx.GraphModule) -> None:
+    """Let a graph be called like the float model, check its inputs, and return what that does, in train mode by a training branch.
+
+    Calling this again replaces the hooks; copies of the model keep them.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, CallSignature | InputCheck | ReturnForm | ReturnInTraining)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    signature, form = call_signature(module), return_form(module)
+    if signature is not None:
+        module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(input_check(module), with_kwargs=True)
+    if form is not None:
+        module.register_forward_hook(form)
+    if any(isinstance(child, TrainingBranch) for child in module.children()):
+        module.register_forward_hook(ReturnInTraining())
 
 
 def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
