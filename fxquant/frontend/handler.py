@@ -45,10 +45,16 @@ class Handler:
     random     the `MovedState` that says what is random in train mode
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
+    constants  tensors that are neither parameters nor buffers, by target
+    methods    what is called at such a path: a method, kept as Python, of a shell
+    form       of what forward returned
+    draws      the places where random numbers are drawn: the path of the module, and the line of the user's code
     """
 
     call_module: Callable[..., Any]
     random: Any
+    form: Any
+    draws: frozenset[tuple[str, str]]
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot = snapshot
@@ -61,7 +67,7 @@ class Handler:
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
         self.constants: dict[str, torch.Tensor] = {}
-        self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
+        self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
         self.notes, self.read = dict[str, None](), set[str]()
         self.calls: list[tuple[Any, ...]] = []
         self.settings: dict[str, dict[str, Any]] = {}
@@ -133,7 +139,7 @@ class Handler:
             sizes = self._sizes[node] = tuple(a if a == b else self._size(node, dim, a, b) for dim, (a, b) in pairs)
         return sizes
 
-    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> BatchInt:
+    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> Any:
         size = self.graph.create_node("call_method", "size", (node, dim))
         self._describe(size, numeric_fact(a, b))
         return BatchInt(self._foreseen(a, b), size)
@@ -283,7 +289,7 @@ class Handler:
         spelling = property_spelling(name)
         if spelling is not None:
             args = (tensor, name) if spelling.op == "call_function" else (tensor,)
-            return self.record(spelling.op, spelling.target, _reader(name) if len(args) == 2 else spelling.function, args, {})
+            return self.record(spelling.op, spelling.target, spelling.function, args, {})
         if not isinstance(tensor, TracedTensor):
             return getattr(tensor, name)
         if name == "shape":
@@ -368,10 +374,6 @@ def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool
     return args, kwargs, False
 
 
-def _reader(name: str) -> Callable[..., Any]:
-    return _READERS.setdefault(name, lambda tensor, _: getattr(tensor, name))
-
-
 def _fact(template: Any) -> Any:
     if isinstance(template, Value):
         return template.fact
@@ -392,6 +394,3 @@ def new_graph() -> fx.Graph:
     graph = fx.Graph()
     graph._graph_namespace.create_name("self", None)
     return graph
-
-
-_READERS: dict[str, Callable[..., Any]] = {}

@@ -13,6 +13,7 @@ from torch import fx, nn
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.branches import Branch, ReturnInTraining, TrainingBranch, reads
 from fxquant.frontend.entry import STAGE
+from fxquant.frontend.handler import Handler
 from fxquant.frontend.input_check import InputCheck, input_check
 from fxquant.frontend.modes import own_train_mode
 from fxquant.frontend.opaque import Method
@@ -20,7 +21,6 @@ from fxquant.frontend.outputs import ReturnForm, return_form, set_form
 from fxquant.frontend.signature import CallSignature, call_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState, Place
-from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.carried import Carried
 from fxquant.ir.codegen import own_names
@@ -63,7 +63,7 @@ def untrained_here(module: fx.GraphModule) -> list[str]:
     return found
 
 
-def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, untrained: list[str]) -> None:
+def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:
     """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
@@ -75,7 +75,9 @@ def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, 
             module.meta[key] = value
 
 
-def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
+def build(
+    model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str] = (), branch: Branch | None = None
+) -> fx.GraphModule:
     """Return a GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
 
     `branch` is what forward computes in train mode only.
@@ -96,7 +98,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
 
     for path, (owner, function) in recording.methods.items():
         attach(module, path, method(recording.snapshot, owner, function))
-    for path, rule in recording.rules.items():
+    for path, rule in recording.gradients.rules.items():
         attach(module, path, rule)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
@@ -112,16 +114,14 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[CALLS] = recording.calls
+    module.meta[CALLS] = tuple(recording.calls)
     module.meta[SETTINGS] = recording.settings
-    mode = own_train_mode(model)
-    found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
-    module.meta.update({key: names for key, names in found.items() if names})
-    noted = [*recording.notes, *filter(None, [mode.note])]
-    module.meta[_ASSUMPTIONS] = [*noted, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
+    kept, frozen, note = own_train_mode(model)
+    module.meta.update({key: names for key, names in ((KEPT_IN_EVAL, kept), (FROZEN_BY_TRAIN, frozen)) if names})
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *note, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
     module.meta[CARRIED] = carried
     carried.dress(module)
-    set_signature(module, recording.signature)
+    set_signature(module, signature)
     set_form(module, recording.form)
     attach_call_hooks(module)
     return module

@@ -8,7 +8,6 @@ recorded as it is with these arguments.
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -110,25 +109,13 @@ def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _slice(input: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    places = (*[builtins.slice(None)] * (dim % input.dim()), builtins.slice(start, end, step))
-    return input[places]
-
-
-_VIEWS: dict[str, Callable[..., Any]] = {
-    "slice": _slice,
-    "view": lambda input, size: input.view(size),
-    "expand": lambda input, size, *, implicit=False: input.expand(size),
-    "unfold": Tensor.unfold,
-    "alias": lambda input: input,
-    "split_with_sizes": torch.split,
-}
+_VIEWS = {"slice": python_form(torch.ops.aten.slice.Tensor), "alias": python_form(torch.ops.aten.alias.default)}
 for _name in (
     *("narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach"),
     *("slice", "view", "expand", "unfold", "alias", "split_with_sizes"),
 ):
     for _function in _methods(f"{_name}_copy"):
-        WRITTEN[_function] = _copied(_VIEWS[_name] if _name in _VIEWS else getattr(torch, _name))
+        WRITTEN[_function] = _copied(_VIEWS.get(_name) or _methods(_name)[0])
 
 
 @_stands_for(Tensor.new_tensor)
@@ -152,7 +139,7 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
 # ---- over all elements ----------------------------------------------------------------------------------------------
 
 
-def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True) -> Callable[..., Any]:
+def _flattened(function: Callable[..., Any], place: int = 1) -> Callable[..., Any]:
     """Return a reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -167,17 +154,14 @@ def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True)
         keepdim = bool(kwargs.get("keepdim", args[place] if len(args) > place else False))
         found = function(input.flatten(), *args[: place - 1], **{**named, "dim": 0})
         found = found if isinstance(found, Tensor) else found.values
-        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim and keeps else found
+        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim else found
 
     return reduce
 
 
-for _name in ("argmax", "argmin", "any", "all", "median", "nanmedian"):
+for _name in ("argmax", "argmin", "any", "all", "median", "nanmedian", "quantile", "nanquantile"):
     for _function in _methods(_name):
-        WRITTEN[_function] = _flattened(getattr(torch, _name))
-for _name in ("quantile", "nanquantile"):
-    for _function in _methods(_name):
-        WRITTEN[_function] = _flattened(getattr(torch, _name), 2)
+        WRITTEN[_function] = _flattened(getattr(torch, _name), 2 if "quantile" in _name else 1)
 
 
 @_stands_for(*_methods("roll"))
