@@ -135,9 +135,8 @@ class ModuleCalls:
     def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         handler = self._handler
         key = self._key(module, path)
-        if key is None or not (
-            is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or next(module.parameters(), None) is not None
-        ):
+        trained = next(module.parameters(), None) is not None
+        if key is None or not (trained or is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):
             return original(module, *args, **kwargs)
         if not module._forward_hooks:
             return self._record(module, path, key, args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, un
 
 
 def build(
-    model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str] = (), branch: Branch | None = None
+    model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str], branch: Branch | None
 ) -> fx.GraphModule:
     """Return a GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
 
@@ -93,13 +93,13 @@ def build(
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
 
-    def method(of: Snapshot, owner: nn.Module, function: Any) -> Method:
-        return Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function)
+    def attach_called(to: nn.Module, of: Snapshot, methods: Mapping[str, tuple[nn.Module, Any]], rules: Mapping[str, nn.Module]) -> None:
+        for path, (owner, function) in methods.items():
+            attach(to, path, Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function))
+        for path, rule in rules.items():
+            attach(to, path, rule)
 
-    for path, (owner, function) in recording.methods.items():
-        attach(module, path, method(recording.snapshot, owner, function))
-    for path, rule in recording.gradients.rules.items():
-        attach(module, path, rule)
+    attach_called(module, recording.snapshot, recording.methods, recording.gradients.rules)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)
@@ -107,10 +107,7 @@ def build(
     replace_graph(module, recording.graph)
     if branch is not None:
         shell.__dict__["_buffers"].update(module._buffers)
-        for path, (owner, function) in branch.methods.items():
-            attach(shell, path, method(branch.snapshot, owner, function))
-        for path, rule in branch.rules.items():
-            attach(shell, path, rule)
+        attach_called(shell, branch.snapshot, branch.methods, branch.rules)
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
