@@ -10,7 +10,7 @@ from torch import fx
 
 from fxquant import backends
 from fxquant.calibration import calibration
-from fxquant.frontend import attach_input_check, attach_signature
+from fxquant.frontend import attach_call_hooks
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
 from fxquant.ir.settings import SETTINGS, refuse_changes
@@ -70,8 +70,7 @@ def convert(
     integer.training = False
     for only_prepared in (CALLS, SETTINGS):
         integer.meta.pop(only_prepared, None)
-    attach_signature(integer)
-    attach_input_check(integer)
+    attach_call_hooks(integer)
     dress_carried(integer)
     return integer
 

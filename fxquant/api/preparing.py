@@ -18,7 +18,7 @@ from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, moved_by_forward, random_by_forward, trace, untrained_here
+from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, module_path, noise, source, stage_of
@@ -171,10 +171,8 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
-    attach_signature(prepared)
-    attach_input_check(prepared)
+    attach_call_hooks(prepared)
     dress_carried(prepared)
-    attach_branch(prepared)
     dial.write("trace", prepared)
     if not run(prepared, passes, replace(context, attached=attached), dial, until):
         known = layers(prepared)

@@ -2,8 +2,7 @@
 
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
-attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
-attach_signature(model)        let a graph be called like the float model
+attach_call_hooks(graph)            let a graph be called like the float model, and check its inputs by an InputCheck
 is_traced(module)              whether `trace` made it
 moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
 float_model(model)             the float model that is meant, or an error that says what it is instead
@@ -25,9 +24,9 @@ float, and its own backward gets the context that it expects. `integer.lower` dr
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +34,19 @@ from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.batch_limits import note_batch_limits
-from fxquant.frontend.branches import Branch, attach_branch, lost_parameters
-from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
+from fxquant.frontend.branches import Branch, lost_parameters
+from fxquant.frontend.checks import compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
-from fxquant.frontend.input_check import InputCheck, attach_input_check
+from fxquant.frontend.handler import Handler
+from fxquant.frontend.input_check import InputCheck
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
-from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
+from fxquant.frontend.leaves import Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state, random_by_forward, untrained_here
-from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.result import assumptions, attach_call_hooks, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.snapshot import with_backward_hooks
-from fxquant.frontend.state import NOTHING_MOVED, MovedState, state_moved_by_forward
-from fxquant.frontend.tracer import Recording, record
-from fxquant.ir.facts import BATCH_SIZES
+from fxquant.frontend.state import NOTHING_MOVED, state_moved_by_forward
+from fxquant.frontend.tracer import record
 from fxquant.ir.model import collection_paused
 from fxquant.quantization.mapping import attached_qconfigs
 from fxquant.support.arguments import checked
@@ -56,12 +54,12 @@ from fxquant.support.progress import working
 
 logger = logging.getLogger("fxquant")
 
+_TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
+
 __all__ = [
     "InputCheck",
     "assumptions",
-    "attach_branch",
-    "attach_input_check",
-    "attach_signature",
+    "attach_call_hooks",
     "default_leaf",
     "float_model",
     "is_traced",
@@ -106,30 +104,17 @@ def trace(
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
         state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
-        traced, recording = _traced(model, inputs, _Way(leaf_rule(leaf, model), state, check), preserve, training_branch)
+        trace_at = functools.partial(record, model, leaf=leaf_rule(leaf, model), random=state)
+        traced, recording = _traced(model, inputs, trace_at, check, preserve, training_branch)
         if check:
-            compare_with_model(model, traced, inputs, bool(recording.draws))
+            compare_with_model(model, traced, inputs)
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The way of tracing: which modules stay whole, what forward does in train mode, and whether traces are compared."""
-
-    leaf: LeafRule
-    state: MovedState
-    check: bool
-
-    def record(self, model: nn.Module, inputs: ExampleInputs, *, again: bool = False, **settings: Any) -> Recording:
-        """Trace a model at two batch sizes; `again` at two others, to compare with."""
-        sizes = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
-        return record(model, inputs, sizes, self.leaf, random=self.state, **{"locate": not again, **settings})
-
-
 def _traced(
-    model: nn.Module, inputs: ExampleInputs, way: _Way, preserve: Sequence[str], training_branch: bool
-) -> tuple[fx.GraphModule, Recording]:
+    model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: bool, preserve: Sequence[str], training_branch: bool
+) -> tuple[fx.GraphModule, Handler]:
     """Return the graph module, and the trace that it is made of."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
@@ -141,15 +126,16 @@ def _traced(
     hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
     if hooked:
         logger.warning("hooks on parameters are not copied; register them on those of the new model: %s", ", ".join(hooked))
-    recording = _recorded(model, inputs, way, qconfigs)
-    if way.check and inputs.batch is not None:
-        compare_recordings(recording, way.record(model, inputs, again=True))
-    modes = _modes_in_training(model, inputs, way, recording)
+    recording = _recorded(inputs, trace_at, qconfigs)
+    if check and inputs.batch is not None:
+        compare_recordings(recording, trace_at(inputs, again=True))
+    modes = _modes_in_training(inputs, trace_at, recording)
     if modes:
-        recording = way.record(model, inputs, qconfigs=qconfigs, modes=modes)
+        recording = trace_at(inputs, qconfigs=qconfigs, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
-    traced = build(model, recording, preserve, _branch(model, inputs, way, recording) if training_branch else None)
+    branch = _branch(inputs, trace_at, check, recording) if training_branch else None
+    traced = build(model, recording, inputs.signature, preserve, branch)
     if lost_gradients(model):
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
@@ -157,31 +143,32 @@ def _traced(
     return traced, recording
 
 
-def _branch(model: nn.Module, inputs: ExampleInputs, way: _Way, recording: Recording) -> Branch | None:
+def _branch(inputs: ExampleInputs, trace_at: _TraceAt, check: bool, recording: Handler) -> Branch | None:
     """Return what a trace in train mode has besides; None if it has nothing."""
-    training = way.record(model, inputs, training=True)
-    if way.check and inputs.batch is not None:
-        compare_recordings(training, way.record(model, inputs, again=True, training=True))
+    training = trace_at(inputs, training=True)
+    if check and inputs.batch is not None:
+        compare_recordings(training, trace_at(inputs, again=True, training=True))
     branch = Branch(recording, training)
     return branch if branch.differs else None
 
 
-def _modes_in_training(model: nn.Module, inputs: ExampleInputs, way: _Way, recording: Recording) -> dict[str, bool]:
+def _modes_in_training(inputs: ExampleInputs, trace_at: _TraceAt, recording: Handler) -> dict[str, bool]:
     """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
-    if not recording.lines:
+    lines = recording.gradients.lines
+    if not lines:
         return {}
     try:
-        again = way.record(model, inputs, training=True)
+        again = trace_at(inputs, training=True).gradients.lines
     except FxQuantError:  # forward cannot be traced in train mode: the modes of eval mode hold
         return {}
-    return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
+    return {line: enabled for line, enabled in again.items() if lines.get(line, enabled) != enabled}
 
 
-def _recorded(model: nn.Module, inputs: ExampleInputs, way: _Way, qconfigs: Mapping[str, Any]) -> Recording:
+def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, Any]) -> Handler:
     try:
-        return way.record(model, inputs, qconfigs=qconfigs)
+        return trace_at(inputs, qconfigs=qconfigs)
     except TraceError as error:
-        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(model, inputs, way):
+        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(inputs, trace_at):
             raise
         raise TraceError(
             f"the batch size of the example, {inputs.batch}, is written into forward",
@@ -191,10 +178,10 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, way: _Way, qconfigs: Mapp
         ) from error.__cause__
 
 
-def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, way: _Way) -> bool:
+def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:
     """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
-        way.record(model, inputs.fixed(), locate=False)
+        trace_at(inputs.fixed(), again=True)
     except FxQuantError:
         return False
     return True

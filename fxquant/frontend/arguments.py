@@ -68,14 +68,16 @@ class Arguments:
     def _traced(self, tensor: TracedTensor) -> Any:
         if tensor.aliases is not None:
             self.memory.refresh(tensor)
-        value = tensor.value
+        self._see(tensor.value)
+        self.traced.append(tensor)
+        return tensor.node
+
+    def _see(self, value: Value) -> None:
         if value.real:
             self.known = True
         else:
             self.fake = True
         self.key.append(value.abstract)
-        self.traced.append(tensor)
-        return tensor.node
 
     def _plain(self, tensor: torch.Tensor) -> Any:
         current = self.memory.current(tensor)
@@ -84,12 +86,8 @@ class Arguments:
             self.substitutes[id(tensor)] = current.value
             return node
         node, value = self.attribute(tensor)
-        if value.real:
-            self.known = True
-        else:
-            self.fake = True
+        self._see(value)
         self.substitutes[id(tensor)] = value
-        self.key.append(value.abstract)
         return node
 
     def _other(self, arg: Any) -> Any:

@@ -43,8 +43,8 @@ class BatchLimits:
         return next((size for size in sizes if size != batch and size >= self.smallest and size <= (self.largest or size)), None)
 
 
-def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
-    """Return the limits, which are also noted on the inputs; TraceError where the example's own batch size is beyond them."""
+def note_batch_limits(traced: fx.Graph, batch: int) -> None:
+    """Note the limits of a traced graph on its inputs. Raises TraceError where the example's own batch size is beyond them."""
     limits = batch_limits(traced)
     if batch < limits.smallest:
         _refuse(limits.at_smallest, f"the batch size of the example, {batch}, is too small", f"from a batch of {limits.smallest} on")
@@ -55,7 +55,6 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> BatchLimits:
             notes(node)[SMALLEST] = limits.smallest
         if limits.largest is not None:
             notes(node)[LARGEST] = limits.largest
-    return limits
 
 
 def noted_limits(made: fx.Graph) -> BatchLimits:
@@ -104,7 +103,7 @@ def _may_cut(node: fx.Node) -> bool:
         return False
     tensors = [known.shape for known in operands if isinstance(known, TensorFact)]
     plain = all(_plain(shape) for shape in (result.shape, *tensors)) and bool(result.shape) and result.shape[0] == BatchDim()
-    return not plain or node.target in _CUT or getattr(node.target, "__name__", None) in _CUT
+    return not plain or node.target in _CUT or graph.called(node) in _CUT
 
 
 def _plain(shape: tuple[Any, ...]) -> bool:
@@ -148,25 +147,19 @@ class _Runner:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def holds(self, node: fx.Node, batch: int) -> bool:
-        """Return whether the node runs at a batch size, and its result is what its fact says."""
+    def holds(self, node: fx.Node, batch: int, *, failed: bool = False) -> bool:
+        """Return whether the node's result at a batch size is what its fact says; `failed` where PyTorch raises an error."""
         try:
-            return self._as_said(node, batch)
+            result, said = self._run(node, batch), graph.fact(node)
+            return tuple(result.shape) == _shape(said, batch) and result.dtype == said.dtype
         except _Uneven:
             return True
         except Exception:  # whatever PyTorch raises
-            return False
+            return failed
 
     def differs(self, node: fx.Node, batch: int) -> bool:
         """Return whether its result is something else than its fact says; an operator that fails at a batch size says so itself."""
-        try:
-            return not self._as_said(node, batch)
-        except Exception:  # whatever PyTorch raises
-            return False
-
-    def _as_said(self, node: fx.Node, batch: int) -> bool:
-        result, said = self._run(node, batch), graph.fact(node)
-        return tuple(result.shape) == _shape(said, batch) and result.dtype == said.dtype
+        return not self.holds(node, batch, failed=True)
 
     def _run(self, node: fx.Node, batch: int) -> Any:
         def example(operand: fx.Node) -> Any:

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
 from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs
-from fxquant.frontend.opaque import Method
+from fxquant.frontend.opaque import Holder, Method
 from fxquant.frontend.outputs import nest_of, rebuilt
 from fxquant.frontend.state import MovedState, with_gradient
-from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.interpreter import Interpreter
 from fxquant.ir.model import free_name
@@ -33,15 +33,15 @@ BECAUSE = "it is computed while training only"
 _DROPS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
 
 
-class TrainingBranch(nn.Module):
+class TrainingBranch(Holder):
     """The part of a model that computes its result in train mode from tensors of its graph; it calls modules without owning them.
 
     forward stores the result in `result`, from which `ReturnInTraining` takes it.
     """
 
     def __init__(self, root: nn.Module, steps: fx.Graph, form: Any) -> None:
-        super().__init__()
-        self.held, self.steps, self.form, self.result = (root,), steps, form, None
+        super().__init__(root)
+        self.steps, self.form, self.result = steps, form, None
 
     def forward(self, *inputs: Any) -> None:
         self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
@@ -52,11 +52,6 @@ class TrainingBranch(nn.Module):
         for module in self.held[0].modules():
             if isinstance(module, Method):
                 module.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainingBranch:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -91,32 +86,23 @@ def reads(steps: fx.Graph) -> set[str]:
     return {str(node.target) for node in steps.nodes if node.op in ("call_module", "get_attr")}
 
 
-def attach_branch(module: fx.GraphModule) -> None:
-    """Let a model with a training branch return in train mode what the float model does; of any other nothing changes."""
-    for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, ReturnInTraining):
-            del module._forward_hooks[key]
-    if any(isinstance(child, TrainingBranch) for child in module.children()):
-        module.register_forward_hook(ReturnInTraining())
-
-
 class Branch:
     """The part of a trace in train mode that the trace in eval mode does not have.
 
     steps    a graph of it, which returns what forward returned
     inputs   the nodes of the first trace that it reads, in the order of its placeholders
     form     that of what forward returned
-    snapshot, methods  of methods that are kept as Python and that it calls, as in a `Recording`
+    snapshot, methods  of methods that are kept as Python and that it calls, as in a `Handler`
     rules    what it calls that changes gradients, by path
 
     Raises TraceError if a layer of the first trace is called on something else in the second.
     """
 
-    def __init__(self, first: Recording, second: Recording) -> None:
+    def __init__(self, first: Handler, second: Handler) -> None:
         constants = _matched(first, second)
         self.snapshot, self.methods, self.rules = second.snapshot, second.methods, dict[str, GradientRule]()
-        for path, rule in second.rules.items():
-            if path not in first.rules or not rule.same(first.rules[path]):
+        for path, rule in second.gradients.rules.items():
+            if path not in first.gradients.rules or not rule.same(first.gradients.rules[path]):
                 constants[path] = f"training_{path}"
                 self.rules[constants[path]] = rule
         known: dict[Any, fx.Node] = {}
@@ -154,7 +140,7 @@ class Branch:
         graph.mark_training(node)
 
 
-def _matched(first: Recording, second: Recording) -> dict[str, str]:
+def _matched(first: Handler, second: Handler) -> dict[str, str]:
     """Return the names of the second trace's constants: those of equal ones of the first, or free names, under which they are added."""
     found: dict[str, str] = {}
     for name, constant in second.constants.items():
@@ -174,9 +160,9 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
-    if getattr(target, "__name__", target) in _DROPS:  # whose training= says what the mode is
+    if graph.called(node) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
-    if getattr(target, "__name__", "") == "scaled_dot_product_attention":
+    if graph.called(node) == "scaled_dot_product_attention":
         args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
 
@@ -203,7 +189,7 @@ def _layer(node: fx.Node) -> set[Any]:
     return {operand.target for operand in node.all_input_nodes if operand.op == "get_attr"} if node.op != "output" else set()
 
 
-def _check(first: Recording, own: list[fx.Node], common: set[fx.Node]) -> None:
+def _check(first: Handler, own: list[fx.Node], common: set[fx.Node]) -> None:
     again = {target: node for node in own for target in _layer(node)}
     for node in first.graph.nodes:
         elsewhere = [again[target] for target in _layer(node) if target in again]

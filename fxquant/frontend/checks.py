@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import TraceError
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import source_of_error
-from fxquant.frontend.tracer import Recording
+from fxquant.frontend.tracer import RETRACE_SIZES
 from fxquant.ir import facts, graph
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.numerics.gradient import GradientRule
 
 logger = logging.getLogger("fxquant")
 
-RETRACE_SIZES = (10, 14)
-
-# Whose forward may compute something else than its Python; what a ScriptModule holds cannot be told from outside.
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
-
 _FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
 
 
-def compare_recordings(first: Recording, second: Recording) -> None:
+def compare_recordings(first: Handler, second: Handler) -> None:
     """Raise a TraceError if two traces at different batch sizes are not the same graph."""
     counterpart: dict[fx.Node, fx.Node] = {}
     second_nodes = iter(second.graph.nodes)
@@ -40,12 +37,12 @@ def compare_recordings(first: Recording, second: Recording) -> None:
         if other is None:
             _refuse(node, "the operation is missing at another batch size")
         if node.op != other.op or (node.target is not other.target and node.target != other.target):
-            _refuse(node, f"it calls {_name(node)} at one batch size and {_name(other)} at another")
+            _refuse(node, f"it calls {graph.called(node)} at one batch size and {graph.called(other)} at another")
         counterpart[node] = other
         for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
             difference = _difference(mine, theirs, counterpart)
             if difference is not None:
-                _refuse(node, f"an argument of {_name(node)} is {difference[0]} at one batch size and {difference[1]} at another")
+                _refuse(node, f"an argument of {graph.called(node)} is {difference[0]} at one batch size and {difference[1]} at another")
         _compare_facts(node, other)
     extra = next(second_nodes, None)
     if extra is not None:
@@ -80,24 +77,16 @@ def _compare_facts(node: fx.Node, other: fx.Node) -> None:
         return
     sizes = zip(mine.shape, theirs.shape, strict=True) if isinstance(mine, TensorFact) else ((mine, theirs),)
     for size, other_size in sizes:
-        if _at_retrace(size, 0) != _at_second_trace(other_size, 0) or _at_retrace(size, 1) != _at_second_trace(other_size, 1):
+        # Facts are written for the first pair of batch sizes, also those of the second trace.
+        if _at(size, RETRACE_SIZES) != _at(other_size, facts.BATCH_SIZES):
             if isinstance(mine, BatchDim):
                 graph.set_fact(node, None)
                 return
             _refuse(node, f"a size of its result is {size} at small batch sizes, and something else at larger ones")
 
 
-def _at_retrace(size: int | BatchDim, index: int) -> Any:
-    return size if isinstance(size, int) else size.coefficient * RETRACE_SIZES[index] + size.offset
-
-
-def _at_second_trace(size: int | BatchDim, index: int) -> Any:
-    # Facts are written for the first pair of batch sizes; undo that to get the sizes that were seen.
-    return size if isinstance(size, int) else size.at(facts.BATCH_SIZES[index])
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+def _at(size: int | BatchDim, batches: Sequence[int]) -> list[Any]:
+    return [size if isinstance(size, int) else size.coefficient * batch + size.offset for batch in batches]
 
 
 def _refuse(node: fx.Node, because: str) -> NoReturn:
@@ -107,27 +96,22 @@ def _refuse(node: fx.Node, because: str) -> NoReturn:
 # ---- comparison with the model itself ------------------------------------------------------------------------------
 
 
-def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, draws: bool) -> None:
-    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes.
-
-    `draws` says whether the model draws random numbers.
-    """
-    _compare_at(model, traced, inputs, inputs.tensors(), draws, required=True)
+def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
+    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
+    _compare_at(model, traced, inputs, inputs.tensors(), required=True)
     if inputs.batch is not None:
         other = noted_limits(traced.graph).another(inputs.batch)
         if other is not None:
-            _compare_at(model, traced, inputs, inputs.with_batch(other), draws, required=False)
+            _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
 
 
 def _compare_at(
-    model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], draws: bool, *, required: bool
+    model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], *, required: bool
 ) -> None:
-    leaves = [leaf if name is None else tensors[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)]
-    args, kwargs = inputs.arguments(leaves)
+    args, kwargs = inputs.arguments({name: tensor.clone() for name, tensor in tensors.items()})
     shells = Snapshot(model, own_buffers=True)
-    attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
     hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where gradients are off
-    with torch.set_grad_enabled(hooked), undisturbed(attention, draws):
+    with torch.set_grad_enabled(hooked), undisturbed():
         try:
             expected = shells.root(*args, **kwargs)
         except Exception as error:
@@ -137,23 +121,12 @@ def _compare_at(
             note = "raised by the float model, which fxquant calls on the example inputs to compare its graph with it"
             getattr(error, "add_note", logger.error)(note + (f", at {where}" if where else ""))  # Python 3.10 has no notes
             raise
-    with torch.no_grad(), undisturbed(attention, draws):
+    with torch.no_grad(), undisturbed():
         found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
-    for index, (mine, theirs) in enumerate(zip(flat_tensors(nest_of(found)), flat_tensors(nest_of(expected)), strict=True)):
+    results = [[leaf for leaf in tree_leaves(nest_of(each)) if isinstance(leaf, torch.Tensor)] for each in (found, expected)]
+    for index, (mine, theirs) in enumerate(zip(*results, strict=True)):
         if not same_tensor(mine, theirs):
             _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)
-
-
-def flat_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a nested output, in order."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from flat_tensors(item)
-    elif isinstance(output, (tuple, list)):
-        for item in output:
-            yield from flat_tensors(item)
 
 
 def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -243,17 +243,13 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 @contextlib.contextmanager
-def undisturbed(attention: bool = True, draws: bool = True, numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
+def undisturbed(numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
     """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
 
-    The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
-
-    attention   False where the model has no attention layer: every call of a function is then faster
-    draws       False where nothing draws random numbers: every operator is then faster
-    numbers     the random numbers, where they are the caller's
+    The numbers, which may be the caller's, are the same every time. Nothing of that is seen by another thread, and no generator has moved
+    afterwards.
     """
-    own = (numbers or OwnRandomNumbers()) if draws else contextlib.nullcontext()
-    with autocast_off(), _SlowAttention() if attention else contextlib.nullcontext(), own:
+    with autocast_off(), _SlowAttention(), numbers or OwnRandomNumbers():
         yield
 
 

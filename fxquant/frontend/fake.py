@@ -66,11 +66,6 @@ class Evaluator:
             value = self._interned[key] = Value(self._fake(a), self._fake(b))
         return value
 
-    def new(self, a: Sequence[int], b: Sequence[int], like: Value) -> Value:
-        """Return the value of a new tensor of these shapes, with the dtype and on the device of another."""
-        with self.mode:
-            return self.intern(*(torch.empty(shape, dtype=like.dtype, device=like.device) for shape in (a, b)))
-
     def known(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor whose content is known while tracing."""
         return Value(tensor, tensor, self.intern(tensor, tensor))
@@ -84,18 +79,14 @@ class Evaluator:
 
         `fake` says that the content of the arguments must not be read; `substitutes` are the values of plain tensors, by identity.
         """
-        a = _Side("a", None if fake else _KNOWN, substitutes)
-        b = _Side("b", None if fake else _KNOWN, substitutes)
-        return self._outcome(function, args, kwargs, a, b)
+        return self._outcome(function, args, kwargs, None if fake else _unchanged, substitutes)
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function, as `run` does, whose shapes follow from the content of arguments that is known while tracing.
 
         None if they depend on unknown content as well.
         """
-        zeros, ones = (
-            self._outcome(function, args, kwargs, _Side("a", fill, substitutes), _Side("b", fill, substitutes)) for fill in (0, 1)
-        )
+        zeros, ones = (self._outcome(function, args, kwargs, sample, substitutes) for sample in (0, 1))
         zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
         zeros.from_content = True
         same = isinstance(zeros.template, Value) and zeros.template is ones.template
@@ -103,7 +94,7 @@ class Evaluator:
 
     def run_filled(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value], sample: int) -> Outcome:
         """Run a function as `run` does, on tensors of unknown content filled with 0, with 1, or with numbers drawn from another seed."""
-        return self._outcome(function, args, kwargs, *(_Side(name, _Filling(sample), substitutes) for name in ("a", "b")))
+        return self._outcome(function, args, kwargs, sample, substitutes)
 
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
@@ -114,10 +105,13 @@ class Evaluator:
         found.template = _without_content(found.template)
         return found if isinstance(found.template, Value) else None
 
-    def _outcome(self, function: Callable[..., Any], args: Any, kwargs: Any, side_a: _Side, side_b: _Side) -> Outcome:
-        a = self._run_side(function, args, kwargs, side_a)
-        b = a if self.static else self._run_side(function, args, kwargs, side_b)
-        return Outcome(self._merge(a, b), *_alias(a, side_a.traced))
+    def _outcome(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
+    ) -> Outcome:
+        first = _Side("a", content, substitutes)
+        a = self._run_side(function, args, kwargs, first)
+        b = a if self.static else self._run_side(function, args, kwargs, _Side("b", content, substitutes))
+        return Outcome(self._merge(a, b), *_alias(a, first.traced))
 
     def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -199,11 +193,15 @@ def is_data_dependent(error: BaseException) -> bool:
     return "DataDependent" in name or "DynamicOutput" in name
 
 
-_KNOWN = object()
+Content = Callable[[torch.Tensor], torch.Tensor]  # what stands for a fake tensor of unknown content
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Filling:
-    """Tensors of one number, 0 or 1, or of numbers from a generator of its own."""
+    """Makes tensors of one number, 0 or 1, or of numbers drawn from another seed."""
 
     def __init__(self, sample: int) -> None:
         self._number = sample if sample in (0, 1) else None
@@ -219,14 +217,15 @@ class _Filling:
 class _Side:
     """The arguments of a call as they are at one batch size.
 
-    content      None for fake tensors, `_KNOWN` for known content, or what fills tensors of unknown content: a number, or a `_Filling`
+    content      None where known content must not be read, else what stands for tensors of unknown content, or the sample that fills them
     traced       the tensors that stand for traced ones, in order
     """
 
     __slots__ = ("content", "name", "substitutes", "traced")
 
-    def __init__(self, name: str, content: Any, substitutes: dict[int, Value]) -> None:
-        self.name, self.content, self.substitutes = name, content, substitutes
+    def __init__(self, name: str, content: Content | int | None, substitutes: dict[int, Value]) -> None:
+        self.name, self.substitutes = name, substitutes
+        self.content = _Filling(content) if isinstance(content, int) else content
         self.traced: list[torch.Tensor] = []
 
     def arguments(self, arg: Any) -> Any:
@@ -251,14 +250,8 @@ class _Side:
         return arg
 
     def _tensor(self, value: Value) -> torch.Tensor:
-        if self.content is None:
-            value = value.abstract
-        tensor: torch.Tensor = getattr(value, self.name)
-        if self.content is None or self.content is _KNOWN or value.real:
-            return tensor
-        if isinstance(self.content, _Filling):
-            return self.content(tensor)
-        return torch.full(tensor.shape, self.content, dtype=tensor.dtype, device=tensor.device)
+        tensor: torch.Tensor = getattr(value if self.content is not None else value.abstract, self.name)
+        return tensor if self.content is None or value.real else self.content(tensor)
 
 
 def _without_content(template: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fxquant.frontend.arguments import ATOMS, is_tracked
-from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is_tracing, refuse
 from fxquant.ir import graph
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
@@ -30,9 +30,9 @@ _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 class Gradients:
     """The findings of one trace about gradients.
 
-    rules   the modules that change gradients, by their paths in the graph
+    rules     the modules that change gradients, by their paths in the graph
     modes     source lines, and whether they have gradients in train mode, where this differs from eval mode
-    lines     source lines, and whether they were computed with gradients
+    lines     source lines, and whether they were computed with gradients; after the trace, none where forward switches nothing
     switched  whether forward has switched gradients on or off
     """
 
@@ -91,6 +91,7 @@ class Gradients:
 
     def finish(self, recorded: fx.Graph) -> None:
         """Write hooks, and the ends of regions without gradients, into the graph."""
+        self.lines = self.lines if self.switched else {}
         for node in dict.fromkeys(handle.node for handle in self._hooks if handle.kept):
             self._insert_hooks(recorded, node)
         for node in list(recorded.nodes):
@@ -217,9 +218,14 @@ def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTe
     if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
         return result
     with torch.enable_grad():
-        node = handler.graph.create_node("call_module", handler.gradients.add(Overwritten(), "kept"), (result.node, before))
-        handler.describe(node, result.value)
-    return TracedTensor(node, result.value)
+        return _ruled(handler, Overwritten(), "kept", (result.node, before), result.value)
+
+
+def _ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ...], value: Value) -> TracedTensor:
+    """Return the result of a call of a rule, which has the value of its first operand."""
+    node = handler.graph.create_node("call_module", handler.gradients.add(rule, name), nodes)
+    handler.describe(node, value)
+    return TracedTensor(node, value)
 
 
 # ---- custom functions ------------------------------------------------------------------------------------------------
@@ -327,23 +333,12 @@ def _rerouted(
     `alone` is its only operand, where the backward is a function of the gradient alone.
     """
     handler.memory.refresh(result)
-    path = handler.gradients.add(rule, cls.__name__)
     of = result.node
-    while of is not alone and alone is not None and _name(of) in _COPIES and graph.fact(of) == graph.fact(alone):
+    while of is not alone and alone is not None and graph.called(of) in _COPIES and graph.fact(of) == graph.fact(alone):
         of = of.all_input_nodes[0]
-    node = handler.graph.create_node("call_module", path, (of,) if of is alone else (result.node, *nodes))
-    handler.describe(node, result.value)
-    return TracedTensor(node, result.value)
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return _ruled(handler, rule, cls.__name__, (of,) if of is alone else (result.node, *nodes), result.value)
 
 
 def called_again(handler: Any, rule: GradientRule, args: tuple[Any, ...]) -> TracedTensor:
     """Record the call of a rule that an earlier trace has written."""
-    nodes = handler.nodes_of(args)
-    node = handler.graph.create_node("call_module", handler.gradients.add(rule, "again"), nodes)
-    value = args[0].value
-    handler.describe(node, value)
-    return TracedTensor(node, value)
+    return _ruled(handler, rule, "again", handler.nodes_of(args), args[0].value)

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.evaluation import Asked, evaluate
+from fxquant.frontend.evaluation import READS_CONTENT, evaluate
 from fxquant.frontend.fake import Evaluator, Sequenced, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
@@ -45,10 +45,16 @@ class Handler:
     random     the `MovedState` that says what is random in train mode
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
+    constants  tensors that are neither parameters nor buffers, by target
+    methods    what is called at such a path: a method, kept as Python, of a shell
+    form       of what forward returned
+    draws      the places where random numbers are drawn: the path of the module, and the line of the user's code
     """
 
     call_module: Callable[..., Any]
     random: Any
+    form: Any
+    draws: frozenset[tuple[str, str]]
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot = snapshot
@@ -61,7 +67,7 @@ class Handler:
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
         self.constants: dict[str, torch.Tensor] = {}
-        self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
+        self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
         self.notes, self.read = dict[str, None](), set[str]()
         self.calls: list[tuple[Any, ...]] = []
         self.settings: dict[str, dict[str, Any]] = {}
@@ -133,7 +139,7 @@ class Handler:
             sizes = self._sizes[node] = tuple(a if a == b else self._size(node, dim, a, b) for dim, (a, b) in pairs)
         return sizes
 
-    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> BatchInt:
+    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> Any:
         size = self.graph.create_node("call_method", "size", (node, dim))
         self._describe(size, numeric_fact(a, b))
         return BatchInt(self._foreseen(a, b), size)
@@ -208,7 +214,11 @@ class Handler:
         node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
         if kwargs:
             arguments.key.append(tuple(kwargs))
-        outcome = evaluate(self, Asked(function, args, kwargs, target), arguments, content)
+        arguments.fake |= not content  # then constants stand for their shapes and dtypes alone
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        outcome = evaluate(self.evaluator, name, function, args, kwargs, arguments)
+        if name in READS_CONTENT:
+            self.note(f"the content of a constant was read by {name}")
         if not outcome.recorded:
             return _plain(outcome.template)
         node = self.graph.create_node(op, target, node_args, node_kwargs)
@@ -279,7 +289,7 @@ class Handler:
         spelling = property_spelling(name)
         if spelling is not None:
             args = (tensor, name) if spelling.op == "call_function" else (tensor,)
-            return self.record(spelling.op, spelling.target, _reader(name) if len(args) == 2 else spelling.function, args, {})
+            return self.record(spelling.op, spelling.target, spelling.function, args, {})
         if not isinstance(tensor, TracedTensor):
             return getattr(tensor, name)
         if name == "shape":
@@ -364,10 +374,6 @@ def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool
     return args, kwargs, False
 
 
-def _reader(name: str) -> Callable[..., Any]:
-    return _READERS.setdefault(name, lambda tensor, _: getattr(tensor, name))
-
-
 def _fact(template: Any) -> Any:
     if isinstance(template, Value):
         return template.fact
@@ -388,6 +394,3 @@ def new_graph() -> fx.Graph:
     graph = fx.Graph()
     graph._graph_namespace.create_name("self", None)
     return graph
-
-
-_READERS: dict[str, Callable[..., Any]] = {}

@@ -18,9 +18,6 @@ from fxquant.errors import ConfigurationError
 from fxquant.frontend.batch_limits import BatchLimits, noted_limits
 from fxquant.ir import graph
 from fxquant.ir.facts import BatchDim, TensorFact, unusual_kind
-from fxquant.ir.model import Model
-
-TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers that state_dict leaves out
 
 
 @dataclass(frozen=True)
@@ -139,23 +136,3 @@ def _described(node: fx.Node) -> Input:
         return Input(str(node.target), None, (), None, optional)
     sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
     return Input(str(node.target), fact.dtype, sizes, str(fact), optional)
-
-
-def attach_input_check(module: fx.GraphModule) -> None:
-    """Let the module check its inputs against the facts of its placeholders before it computes anything.
-
-    The check survives `copy.copy`, `copy.deepcopy` and pickling; calling this again replaces it.
-    """
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, InputCheck):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    module.register_forward_pre_hook(input_check(module), with_kwargs=True)
-    if not isinstance(module, Model) and _restore not in module._deepcopy_hooks:
-        module._deepcopy_hooks.append(_restore)
-
-
-def _restore(copy: fx.GraphModule) -> None:
-    # deepcopy of a GraphModule forgets its hooks, and which of its own buffers are not to be saved.
-    copy._non_persistent_buffers_set.update(set(copy.meta.get(TRANSIENT, ())) & set(copy._buffers))
-    attach_input_check(copy)

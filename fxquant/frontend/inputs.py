@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +38,9 @@ class ExampleInputs:
     signature: list[list[Any]]
     renamed: dict[str, str]
 
-    def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments with other leaves."""
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments with other tensors, by placeholder name."""
+        leaves = [leaf if name is None else tensors[name] for name, leaf in zip(self.names, self.leaves, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return tuple(args), kwargs
 

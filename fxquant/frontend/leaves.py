@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +43,11 @@ def default_leaf(module: nn.Module, path: str) -> bool:
 Leaves = Any  # a LeafRule, a class of modules, the path of one, or several of these
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A rule: PyTorch's own layers stay whole, and so do modules of these classes, and those at these paths."""
-
-    kinds: tuple[type, ...]
-    paths: frozenset[str]
-
-    def __call__(self, module: nn.Module, path: str) -> bool:
-        return path in self.paths or isinstance(module, self.kinds) or default_leaf(module, path)
-
-
 def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
-    """Return the rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
+    """Return the rule that is meant: besides PyTorch's layers, modules of these classes, and those at these paths, stay whole.
+
+    Raises ConfigurationError for a class or a path that no module of the model has.
+    """
     if leaf is None:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):
@@ -74,8 +65,9 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
                 because=f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}",
                 remedy=f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists",
             )
-    names = frozenset(first[id(modules[one])] for one in wanted if isinstance(one, str))
-    return Chosen(tuple(one for one in wanted if isinstance(one, type)), names)
+    names = {first[id(modules[one])] for one in wanted if isinstance(one, str)}
+    kinds = tuple(one for one in wanted if isinstance(one, type))
+    return lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)
 
 
 class ModuleCalls:
@@ -100,9 +92,7 @@ class ModuleCalls:
             return original(module, *args, **kwargs)
         if isinstance(module, GradientRule) and is_tracked(args, handler.known):
             return called_again(handler, module, args)
-        stub = stub_of(module)
-        if stub is not None and not (len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor)):
-            stub = None
+        stub = stub_of(module) if len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor) else None
         if isinstance(module, nn.TransformerEncoder):
             _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
@@ -145,7 +135,8 @@ class ModuleCalls:
     def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         handler = self._handler
         key = self._key(module, path)
-        if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
+        trained = next(module.parameters(), None) is not None
+        if key is None or not (trained or is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):
             return original(module, *args, **kwargs)
         if not module._forward_hooks:
             return self._record(module, path, key, args, kwargs)
@@ -219,7 +210,8 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
         if type(value) in ATOMS:
             items.append((name, type(value), value))
         elif name == "_parameters" or name == "_buffers":
-            items.extend((key, None if tensor is None else _form(tensor)) for key, tensor in value.items())
+            tensors = ((key, tensor) for key, tensor in value.items() if tensor is not None)
+            items.extend((key, tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for key, tensor in tensors)
         elif name == "_modules":
             items.extend((key, None if child is None else configuration(child)) for key, child in value.items())
         elif isinstance(value, tuple):
@@ -227,11 +219,3 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
         elif name[0] != "_":
             items.append((name, id(value)))
     return tuple(items)
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _trainable(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

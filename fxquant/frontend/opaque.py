@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, overload
@@ -24,6 +23,7 @@ from torch import nn
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Sequenced
+from fxquant.frontend.source import frames
 from fxquant.frontend.unknown import UNKNOWN
 from fxquant.frontend.values import Number, Value, active, is_tracing, refuse
 from fxquant.ir import graph
@@ -83,10 +83,7 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
 
 def _callers_globals() -> dict[str, Any]:
     """Return the globals of the module that has called `wrap`."""
-    frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("fxquant.") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_globals
+    return next(frame.f_globals for frame in frames() if not frame.f_globals.get("__name__", "").startswith("fxquant."))
 
 
 class Wrapped:
@@ -129,12 +126,25 @@ def _found(key: str) -> Wrapped:
     return WRAPPED[key]
 
 
-class Method(nn.Module):
-    """A wrapped method of a module, as a module that is called: it holds the owner, whose parameters are registered where they were."""
+class Holder(nn.Module):
+    """A module that calls another one, `held[0]`, without owning it: its parameters are registered where they were."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = (held,)  # in a tuple: not a child, whose parameters would have a second name
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Holder:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class Method(Holder):
+    """A wrapped method of a module, which it holds, as a module that is called."""
 
     def __init__(self, owner: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.held, self.function = (owner,), function  # in a tuple: not a child, whose parameters would have a second name
+        super().__init__(owner)
+        self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.held[0], *args, **kwargs)
@@ -143,11 +153,6 @@ class Method(nn.Module):
         """Set the mode, as any module does; the owner follows it, for what the method does in train mode alone."""
         super().train(mode)
         self.held[0].train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Method:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 

@@ -71,7 +71,8 @@ class Returned:
         children, context = registered.flatten_fn(output)
         parts = [self.convert(child) for child in children]
         forms = [form for _, form in parts]
-        keys = [getattr(key, "key", getattr(key, "name", None)) for key in _keys(output, registered)]
+        entries = registered.flatten_with_keys_fn(output)[0] if registered.flatten_with_keys_fn is not None else ()
+        keys = [getattr(key, "key", getattr(key, "name", None)) for key, _ in entries]
         named = len(keys) == len(parts) and all(isinstance(key, str) for key in keys)
         nest = dict(zip(keys, (part for part, _ in parts), strict=True)) if named else [part for part, _ in parts]
         name = _name_of(type(output))
@@ -126,12 +127,6 @@ def nest_of(output: Any) -> Any:
     return Returned(lambda tensor: tensor, lambda text: None).convert(output)[0]
 
 
-def _keys(output: Any, registered: Any) -> list[Any]:
-    if registered.flatten_with_keys_fn is None:
-        return []
-    return [key for key, _ in registered.flatten_with_keys_fn(output)[0]]
-
-
 def _is_plain(context: Any) -> bool:
     if isinstance(context, (list, tuple)):
         return all(map(_is_plain, context))
@@ -148,19 +143,15 @@ class ReturnForm:
         return rebuilt(self.form, result)
 
 
-def attach_form(module: fx.GraphModule) -> None:
-    """Let the module return what the float model does; calling this again replaces the hook. Copies keep it."""
-    for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, ReturnForm):
-            del module._forward_hooks[key]
+def return_form(module: fx.GraphModule) -> ReturnForm | None:
+    """Return the hook that makes the result of the float model of a graph's; None where they are the same."""
     form = module.meta.get(_RETURNED, {}).get("form")
-    if form is not None:
-        module.register_forward_hook(ReturnForm(form))
+    return None if form is None else ReturnForm(form)
 
 
 def set_form(module: fx.GraphModule, form: Form) -> None:
     """Write the form on a traced module, if any class is to be made again; what is made from it inherits it with `meta`."""
-    if any(True for _ in _classes(form)):
+    if next(_classes(form), None) is not None:
         module.meta[_RETURNED] = {"form": form}
 
 

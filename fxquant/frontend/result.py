@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.branches import Branch, attach_branch, reads
+from fxquant.frontend.branches import Branch, ReturnInTraining, TrainingBranch, reads
 from fxquant.frontend.entry import STAGE
-from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.handler import Handler
+from fxquant.frontend.input_check import InputCheck, input_check
 from fxquant.frontend.modes import own_train_mode
 from fxquant.frontend.opaque import Method
-from fxquant.frontend.outputs import set_form
-from fxquant.frontend.signature import attach_signature, set_signature
+from fxquant.frontend.outputs import ReturnForm, return_form, set_form
+from fxquant.frontend.signature import CallSignature, call_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState, Place
-from fxquant.frontend.tracer import Recording
 from fxquant.ir import graph
 from fxquant.ir.carried import Carried
 from fxquant.ir.codegen import own_names
@@ -63,7 +63,7 @@ def untrained_here(module: fx.GraphModule) -> list[str]:
     return found
 
 
-def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, untrained: list[str]) -> None:
+def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:
     """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
@@ -75,7 +75,9 @@ def note_state(module: fx.GraphModule, state: MovedState, recording: Recording, 
             module.meta[key] = value
 
 
-def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
+def build(
+    model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str], branch: Branch | None
+) -> fx.GraphModule:
     """Return a GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
 
     `branch` is what forward computes in train mode only.
@@ -91,13 +93,13 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
 
-    def method(of: Snapshot, owner: nn.Module, function: Any) -> Method:
-        return Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function)
+    def attach_called(to: nn.Module, of: Snapshot, methods: Mapping[str, tuple[nn.Module, Any]], rules: Mapping[str, nn.Module]) -> None:
+        for path, (owner, function) in methods.items():
+            attach(to, path, Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function))
+        for path, rule in rules.items():
+            attach(to, path, rule)
 
-    for path, (owner, function) in recording.methods.items():
-        attach(module, path, method(recording.snapshot, owner, function))
-    for path, rule in recording.rules.items():
-        attach(module, path, rule)
+    attach_called(module, recording.snapshot, recording.methods, recording.gradients.rules)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)
@@ -105,29 +107,40 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     replace_graph(module, recording.graph)
     if branch is not None:
         shell.__dict__["_buffers"].update(module._buffers)
-        for path, (owner, function) in branch.methods.items():
-            attach(shell, path, method(branch.snapshot, owner, function))
-        for path, rule in branch.rules.items():
-            attach(shell, path, rule)
+        attach_called(shell, branch.snapshot, branch.methods, branch.rules)
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[CALLS] = recording.calls
+    module.meta[CALLS] = tuple(recording.calls)
     module.meta[SETTINGS] = recording.settings
-    mode = own_train_mode(model)
-    found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
-    module.meta.update({key: names for key, names in found.items() if names})
-    noted = [*recording.notes, *filter(None, [mode.note])]
-    module.meta[_ASSUMPTIONS] = [*noted, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
-    module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    kept, frozen, note = own_train_mode(model)
+    module.meta.update({key: names for key, names in ((KEPT_IN_EVAL, kept), (FROZEN_BY_TRAIN, frozen)) if names})
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *note, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
     module.meta[CARRIED] = carried
     carried.dress(module)
-    set_signature(module, recording.signature)
+    set_signature(module, signature)
     set_form(module, recording.form)
-    attach_input_check(module)
-    attach_signature(module)
-    attach_branch(module)
+    attach_call_hooks(module)
     return module
+
+
+def attach_call_hooks(module: fx.GraphModule) -> None:
+    """Let a graph be called like the float model, check its inputs, and return what that does, in train mode by a training branch.
+
+    Calling this again replaces the hooks; copies of the model keep them.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, CallSignature | InputCheck | ReturnForm | ReturnInTraining)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    signature, form = call_signature(module), return_form(module)
+    if signature is not None:
+        module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(input_check(module), with_kwargs=True)
+    if form is not None:
+        module.register_forward_hook(form)
+    if any(isinstance(child, TrainingBranch) for child in module.children()):
+        module.register_forward_hook(ReturnInTraining())
 
 
 def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.frontend.values import TracedTensor, active, refuse
+from fxquant.ir import graph
 
 # Defined for all numbers, and hardly larger than these: computed everywhere, they neither make NaN nor widen a scale.
 _ELEMENTWISE = frozenset((
@@ -127,8 +128,7 @@ def _same(one: Any, other: Any) -> bool:
         return type(one) is type(other) and bool(one == other)
     if one is other:
         return True
-    name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
-    pure = one.op == other.op != "placeholder" and one.target == other.target and name in _PURE and one.kwargs == other.kwargs
+    pure = one.op == other.op != "placeholder" and one.target == other.target and graph.called(one) in _PURE and one.kwargs == other.kwargs
     return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
 
 

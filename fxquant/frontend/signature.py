@@ -17,7 +17,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.outputs import attach_form
 
 _SIGNATURE = "fxquant.signature"  # in `meta`: {"parameters": [[name, kind, may be left out, form], …]}, as plain values
 
@@ -114,16 +113,12 @@ class CallSignature:
         return tuple(inputs[name] for name in names), {}
 
 
-def attach_signature(module: fx.GraphModule) -> None:
-    """Let the module be called like the float model, and return what that does; calling this again replaces it. Copies keep it."""
-    attach_form(module)
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, CallSignature):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    if _SIGNATURE in module.meta:
-        names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-        module.register_forward_pre_hook(CallSignature.of(module.meta[_SIGNATURE]["parameters"], names), prepend=True, with_kwargs=True)
+def call_signature(module: fx.GraphModule) -> CallSignature | None:
+    """Return the hook that lets a graph be called like the float model; None where no signature was noted."""
+    if _SIGNATURE not in module.meta:
+        return None
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+    return CallSignature.of(module.meta[_SIGNATURE]["parameters"], names)
 
 
 def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[str, Any]) -> None:

@@ -65,7 +65,8 @@ class Snapshot:
             return known
         if isinstance(module, torch.jit.ScriptModule):
             self._shells[id(module)] = module
-            self._name_tensors(module, path)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                self.tensors.setdefault(id(tensor), f"{path}.{name}" if path else name)
             return module
         shell: nn.Module = object.__new__(type(module))
         self._shells[id(module)] = shell
@@ -82,18 +83,11 @@ class Snapshot:
         return shell
 
     def _buffer(self, buffer: torch.Tensor | None, name: str) -> torch.Tensor | None:
-        if buffer is None or not self._own_buffers:
-            if buffer is not None:
-                self.tensors.setdefault(id(buffer), name)
-            return buffer
-        copy: torch.Tensor = self._copies.setdefault(id(buffer), buffer.detach().clone())
-        self.tensors.setdefault(id(copy), name)
-        return copy
-
-    def _name_tensors(self, module: nn.Module, path: str) -> None:
-        prefix = path + "." if path else ""
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self.tensors.setdefault(id(tensor), prefix + name)
+        if buffer is None:
+            return None
+        own: torch.Tensor = self._copies.setdefault(id(buffer), buffer.detach().clone()) if self._own_buffers else buffer
+        self.tensors.setdefault(id(own), name)
+        return own
 
     def _fill(self, original: nn.Module, shell: nn.Module, path: str) -> None:
         state = shell.__dict__

@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 import torch
@@ -16,33 +17,34 @@ _foreign: dict[CodeType, bool] = {}
 _texts: dict[tuple[CodeType, int], str] = {}
 
 
+def frames() -> Iterator[FrameType]:
+    """Yield the frames that are being executed, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_source(root: CodeType) -> str:
     """Return the innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
 
     The search ends at a frame of `root`. Without user code inside it, the result is an empty string.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         code = frame.f_code
         if code is root:
-            return ""
+            break
         foreign = _foreign.get(code)
         if foreign is None:
             foreign = _foreign[code] = is_library(code.co_filename)
         if not foreign:
             return _text(code, frame.f_lineno)
-        frame = frame.f_back
     return ""
 
 
 def calls_from(folder: str) -> bool:
     """Return whether a function of a file in this folder, "torch/distributions/", is being executed."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if folder in frame.f_code.co_filename.replace(os.sep, "/"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(folder in frame.f_code.co_filename.replace(os.sep, "/") for frame in frames())
 
 
 def raised_in(error: BaseException, folder: str) -> bool:
@@ -66,12 +68,9 @@ def _text(code: CodeType, line: int) -> str:
 
 def source_of_error(error: BaseException, root: CodeType) -> str | None:
     """Return the user's line that was executing inside `root` when an error was raised."""
-    entry, text = error.__traceback__, None
-    inside = False
-    while entry is not None:
-        code = entry.tb_frame.f_code
-        if inside and not is_library(code.co_filename):
-            text = _text(code, entry.tb_lineno)
-        inside = inside or code is root
-        entry = entry.tb_next
+    text, inside = None, False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if inside and not is_library(frame.f_code.co_filename):
+            text = _text(frame.f_code, line)
+        inside = inside or frame.f_code is root
     return text

@@ -37,19 +37,18 @@ class Spelling:
     flag: int | None = None
 
 
-# Python's operators as PyTorch reports them when the left operand is not a traced tensor.
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "true_divide": operator.truediv,
-    "matmul": operator.matmul, "remainder": operator.mod, "pow": operator.pow,
-    "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "neg": operator.neg,
-}  # fmt: skip
+# Python's operators, and those that PyTorch reports by these names when the left operand is not a traced tensor.
 _DUNDERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "truediv": operator.truediv,
-    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "matmul": operator.matmul, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "invert": operator.invert,
-    "neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
-    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "getitem": operator.getitem,
-}  # fmt: skip
+    name: getattr(operator, f"__{name}__")
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "invert"),
+        *("neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem"),
+    )
+} | {"div": operator.truediv}
+_OPERATORS = {name: _DUNDERS[name] for name in ("add", "sub", "mul", "div", "matmul", "pow", "gt", "ge", "lt", "le", "neg")} | {
+    "true_divide": operator.truediv,
+    "remainder": operator.mod,
+}
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {"copy_": functional.copy, "fill_": functional.fill, "zero_": functional.zero}
 _NOT_MUTATING = frozenset(("requires_grad_", "retain_grad", "share_memory_"))
 _REFUSED = frozenset((
@@ -168,8 +167,9 @@ def property_name(func: Any) -> str | None:
     return name
 
 
+@functools.cache
 def property_spelling(name: str) -> Spelling | None:
     """Return how reading a property is recorded; None if it is answered while tracing."""
     if name in _NODE_PROPERTIES:
-        return Spelling("call_function", builtins.getattr, lambda tensor: getattr(tensor, name))
+        return Spelling("call_function", builtins.getattr, lambda tensor, _: getattr(tensor, name))
     return Spelling("call_method", "detach", torch.Tensor.detach) if name == "data" else None

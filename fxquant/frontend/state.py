@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,9 @@ from fxquant.frontend.arguments import ATOMS
 from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import user_source
+from fxquant.frontend.source import frames, user_source
 from fxquant.support.addresses import memory_start
 
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
-_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
 _BATCH_NORMS: dict[Any, inspect.Signature] = {
     F.batch_norm: inspect.signature(F.batch_norm),
@@ -89,30 +87,27 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         if any(map(overrides_train, shells)):
             with contextlib.suppress(Exception):  # whatever the user's code raises; `own_train_mode` says so
                 snapshot.root.train(True)
-        watch, numbers = (
-            _Watch(snapshot, {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}),
-            Draws(snapshot, _call.__code__),
-        )
+        parameters = {id(own[key]): name for key, name in snapshot.tensors.items() if key in own}
+        watch, numbers = _Watch(snapshot, parameters), Draws(snapshot, _call.__code__)
         for shell in shells:
-            shell.__dict__["training"] = not isinstance(shell, _DROPOUTS) and not _is_plain_norm(shell)
+            shell.__dict__["training"] = not isinstance(shell, nn.modules.dropout._DropoutNd) and not _is_plain_norm(shell)
             shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
             shell.__dict__["_forward_hooks"] = OrderedDict({**shell._forward_hooks, -1: numbers.returned})
         before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
-        args, kwargs = inputs.arguments([
-            leaf if name is None else inputs.tensors()[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)
-        ])  # fmt: skip
+        args, kwargs = inputs.arguments({name: tensor.clone() for name, tensor in inputs.tensors().items()})
         try:
             with torch.enable_grad(), numbers.of_python(), undisturbed(numbers=numbers), watch:
                 result = _call(snapshot.root, args, kwargs)
         except Exception as error:  # whatever the user's code raises: in train mode many models want labels
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
+    trained = set(map(id, with_gradient(result)))
     found = MovedState(
         watch.moved(),
         frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live),
         draws=list(numbers.places),
         noise=frozenset(numbers.fits),
         dropped=watch.dropped,
-        trained={name: watch.read.get(name, "") for name in watch.names_of(with_gradient(result))},
+        trained={name: watch.read.get(name, "") for key, name in parameters.items() if key in trained},
     )
     for path, module in snapshot.root.named_modules():
         _compare(path, before.get(path, {}), dict(_fingerprints(module)), found)
@@ -157,17 +152,12 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _is_plain_norm(module: nn.Module) -> bool:
     """Return whether this is a batch norm whose forward is PyTorch's."""
-    return isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.nn.modules.")
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _in_norm() -> bool:
     """Return whether a batch norm of PyTorch's is calling the function that is being seen."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):
-        if frame is not None and frame.f_code in _FORWARDS:
-            return True
-        frame = frame and frame.f_back
-    return False
+    return any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10))
 
 
 class _Registry(dict[str, Any]):
@@ -234,11 +224,6 @@ class _Watch(TorchFunctionMode):
             (self.live if training else self.frozen).add(self._names[id(mean)])
             self._followed |= {id(mean), id(variance)} if training else set()
 
-    def names_of(self, tensors: list[Tensor]) -> list[str]:
-        """Return the names of those of the tensors that are parameters, in the model's order."""
-        own = set(map(id, tensors))
-        return [name for key, name in self._parameters.items() if key in own]
-
     def changed(self, tensor: Any) -> None:
         """Note the line that changes or replaces a tensor."""
         if id(tensor) in self._names and id(tensor) not in self._followed:
@@ -295,12 +280,12 @@ class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
 
 def place(paths: Mapping[int, str], root: CodeType) -> Place:
     """Return the path of the module that is being called, and the line of the user's code that is being executed."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not root:
+    for frame in frames():
+        if frame.f_code is root:
+            break
         path = paths.get(id(frame.f_locals.get("self")))
         if path is not None:
             return path, user_source(root)
-        frame = frame.f_back
     return "", user_source(root)
 
 
@@ -325,10 +310,10 @@ def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]
         tensors = any(isinstance(item, Tensor) for item in held or ())
         if held is None or (len(held) == len(items) and all(map(_unchanged, held, items))) or where in found.moved:
             continue
-        if not tensors:
-            found.numbers.append(where)
-        else:
+        if tensors:
             found.moved[where] = ""
+        else:
+            found.numbers.append(where)
 
 
 def _unchanged(one: Any, other: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,44 +19,12 @@ from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import raised_in, source_of_error
-from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState, Place
-from fxquant.frontend.values import TracedTensor, Value, tracing
+from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
+from fxquant.frontend.values import TracedTensor, tracing
 from fxquant.ir import graph
-from fxquant.numerics.gradient import GradientRule
+from fxquant.ir.facts import BATCH_SIZES
 
-
-@dataclass(frozen=True)
-class Recording:
-    """The findings of one trace.
-
-    graph       the graph, without unused nodes
-    constants   tensors that are neither parameters nor buffers, by target
-    notes       what was fixed while tracing
-    snapshot    the shells the trace ran on
-    signature   how the model was called
-    form        what it returned
-    draws       the places where random numbers are drawn: the path of the module, and the line of the user's code
-    read        where tensors were found that became constants, and that are attributes of the model
-    calls       what calls of modules read and returned: `hooks.Call`
-    settings    what forward read of the attributes of modules, by path and name
-    methods     what is called at such a path: a method, kept as Python, of a shell
-    rules       what is called at such a path and changes gradients
-    lines       source lines, and whether they were computed with gradients; none where forward switches nothing
-    """
-
-    graph: fx.Graph
-    constants: dict[str, torch.Tensor]
-    notes: list[str]
-    snapshot: Snapshot
-    signature: list[list[Any]]
-    form: Any
-    draws: frozenset[Place]
-    read: frozenset[str]
-    calls: tuple[tuple[Any, ...], ...]
-    settings: dict[str, dict[str, Any]]
-    methods: dict[str, tuple[nn.Module, Any]]
-    rules: dict[str, GradientRule]
-    lines: dict[str, bool]
+RETRACE_SIZES = (10, 14)
 
 
 class _Mode(TorchFunctionMode):
@@ -74,52 +41,39 @@ class _Mode(TorchFunctionMode):
 def record(
     model: nn.Module,
     inputs: ExampleInputs,
-    batches: tuple[int, ...],
     leaf: LeafRule,
     qconfigs: Mapping[str, Any] = MappingProxyType({}),
     *,
-    locate: bool,
+    again: bool = False,
     training: bool = False,
     modes: Mapping[str, bool] = MappingProxyType({}),
     random: MovedState = NOTHING_MOVED,
-) -> Recording:
-    """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
+) -> Handler:
+    """Trace a model in eval mode, or with its own Python in train mode; return the handler, with its graph. The model is not changed.
 
-    batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
     qconfigs  the QConfigs that the nodes of calls inside of a module get, by the module's path
-    locate    whether nodes get their source lines
+    again     trace at two other batch sizes, to compare with, and without source lines
     modes     source lines, and whether they have gradients whatever the mode is
     random    what is random in train mode: modules that are noise, and calls of attention that drop
     """
     snapshot = Snapshot(model, training=training)
-    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
+    batches = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
+    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate=not again)
     handler.gradients.modes, handler.random, numbers = modes, random, Draws(snapshot, _run.__code__)
-    args, kwargs = inputs.arguments([
-        leaf_ if name is None else _placeholder(handler, name, leaf_, axis, inputs, batches)
-        for name, leaf_, axis in zip(inputs.names, inputs.leaves, inputs.axes, strict=True)
-    ])  # fmt: skip
+    axes = dict(zip(inputs.names, inputs.axes, strict=True))
+    traced = {name: _placeholder(handler, name, example, axes[name], inputs) for name, example in inputs.tensors().items()}
+    args, kwargs = inputs.arguments(traced)
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
         with prepared_environment(model, numbers), torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
-            result, form = _run(handler, args, kwargs)
+            result, handler.form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         handler.gradients.finish(handler.graph)
-        _erase_unused(handler.graph)
-    return Recording(
-        handler.graph,
-        handler.constants,
-        list(handler.notes),
-        snapshot,
-        inputs.signature,
-        form,
-        frozenset(numbers.places),
-        frozenset(handler.read),
-        tuple(handler.calls),
-        handler.settings,
-        handler.methods,
-        handler.gradients.rules,
-        handler.gradients.lines if handler.gradients.switched else {},
-    )
+        for node in reversed(handler.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output"):
+                handler.graph.erase_node(node)
+    handler.draws = frozenset(numbers.places)
+    return handler
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
@@ -131,10 +85,11 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
+        where = source_of_error(error, _run.__code__)
         if raised_in(error, "torch/_functorch/"):
             raise TraceError(
                 "a transform of torch.func cannot be traced here",
-                at=_raised_at(error),
+                at=where,
                 because=f"vmap, grad, jvp and the like look into tensors, which have no content in a trace: {type(error).__name__}",
                 remedy="write what it computes for the whole batch, by broadcasting or torch.bmm; or keep the function as Python: fxq.wrap",
             ) from None
@@ -143,9 +98,7 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
         if isinstance(error, TypeError) and message.endswith(("not _Int", "not _Float")):  # what stands in for Python's while tracing
             message = message.replace("not _Int", "not Python's int").replace("not _Float", "not Python's float")
             remedy = "name PyTorch's dtype: torch.int64 for int, torch.float64 for float"
-        raise TraceError(
-            f"the model's forward raised {type(error).__name__}", at=_raised_at(error), because=message, remedy=remedy
-        ) from error
+        raise TraceError(f"the model's forward raised {type(error).__name__}", at=where, because=message, remedy=remedy) from error
 
 
 def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
@@ -157,26 +110,11 @@ def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
     return tensor.node
 
 
-def _raised_at(error: BaseException) -> str | None:
-    return source_of_error(error, _run.__code__)
-
-
-def _placeholder(
-    handler: Handler, name: str, example: torch.Tensor, axis: int | None, inputs: ExampleInputs, batches: tuple[int, ...]
-) -> TracedTensor:
-    value = _input_value(handler.evaluator, example, axis, batches[:2])
-    node = handler.graph.placeholder(name)
-    graph.describe(node, value.fact, "", "")
-    if name in inputs.renamed:
-        graph.set_argument_name(node, inputs.renamed[name])
-    return TracedTensor(node, value)
-
-
-def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, batches: tuple[int, ...]) -> Value:
+def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int | None, inputs: ExampleInputs) -> TracedTensor:
     """Return an input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-    with evaluator.mode:
+    with handler.evaluator.mode:
         a, b = (
             torch.empty(
                 [batch if dim == axis else size for dim, size in enumerate(example.shape)],
@@ -184,12 +122,11 @@ def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, 
                 device=example.device,
                 memory_format=layout,
             )
-            for batch in batches
+            for batch in handler.batches[:2]
         )
-    return evaluator.intern(a, b)
-
-
-def _erase_unused(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
+    value = handler.evaluator.intern(a, b)
+    node = handler.graph.placeholder(name)
+    graph.describe(node, value.fact, "", "")
+    if name in inputs.renamed:
+        graph.set_argument_name(node, inputs.renamed[name])
+    return TracedTensor(node, value)

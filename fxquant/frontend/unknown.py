@@ -9,15 +9,7 @@ from torch import fx
 
 from fxquant.frontend.values import active, refuse
 
-
-class _Unknown:
-    """The template of a result of which nothing is known before the graph runs."""
-
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN = _Unknown()
+UNKNOWN = object()  # the template of a result of which nothing is known before the graph runs
 
 
 class Unknown:

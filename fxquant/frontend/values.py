@@ -221,30 +221,26 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
 
 
 def _binary(name: str, reflected: bool = False) -> Callable[..., Any]:
-    function = getattr(operator, name)
+    function = getattr(operator, f"__{name}__")
     if reflected:
         return lambda self, other: active().operator(function, (other, self))
     return lambda self, other: active().operator(function, (self, other))
 
 
 def _unary(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
+    function = getattr(operator, f"__{name}__")
     return lambda self: active().operator(function, (self,))
 
 
 def _in_place(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
+    function = getattr(operator, f"__{name}__")
     return lambda self, other: active().memory.advance(self, active().operator(function, (self, other)))
 
 
-_ARITHMETIC = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod", "pow": "pow",
-    "matmul": "matmul", "and": "and_", "or": "or_", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
-}  # fmt: skip
-for _dunder, _name in _ARITHMETIC.items():
-    setattr(TracedTensor, f"__{_dunder}__", _binary(_name))
-    setattr(TracedTensor, f"__r{_dunder}__", _binary(_name, reflected=True))
-    setattr(TracedTensor, f"__i{_dunder}__", _in_place(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
+    setattr(TracedTensor, f"__{_name}__", _binary(_name))
+    setattr(TracedTensor, f"__r{_name}__", _binary(_name, reflected=True))
+    setattr(TracedTensor, f"__i{_name}__", _in_place(_name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(TracedTensor, f"__{_name}__", _binary(_name))
 for _name in ("neg", "pos", "invert", "abs"):
@@ -262,6 +258,11 @@ class BatchNumber:
 
     values: tuple[Any, ...]
     node: fx.Node
+
+    def __new__(cls, values: tuple[Any, ...], node: fx.Node) -> Any:
+        number = super().__new__(cls, values[0])  # type: ignore[call-arg]
+        number.values, number.node = values, node
+        return number
 
     @property
     def a(self) -> Any:
@@ -296,34 +297,15 @@ class BatchNumber:
     def __pow__(self, other: Any, modulus: None = None) -> Any:
         return active().arithmetic(operator.pow, (self, other))
 
-    def __trunc__(self) -> Any:
-        return active().arithmetic(builtins.int, (self,))
-
-    def __floor__(self) -> Any:
-        return active().arithmetic(math.floor, (self,))
-
-    def __ceil__(self) -> Any:
-        return active().arithmetic(math.ceil, (self,))
-
 
 class BatchInt(BatchNumber, int):  # type: ignore[misc]
     """An integer that depends on the batch size."""
-
-    def __new__(cls, values: tuple[int, ...], node: fx.Node) -> BatchInt:
-        number = int.__new__(cls, values[0])
-        number.values, number.node = values, node
-        return number
 
     __hash__ = BatchNumber.__hash__
 
 
 class BatchFloat(BatchNumber, float):  # type: ignore[misc]
     """A float that depends on the batch size."""
-
-    def __new__(cls, values: tuple[float, ...], node: fx.Node) -> BatchFloat:
-        number = float.__new__(cls, values[0])
-        number.values, number.node = values, node
-        return number
 
     __hash__ = BatchNumber.__hash__
 
@@ -339,8 +321,7 @@ def _number_binary(name: str, reflected: bool = False) -> Callable[..., Any]:
     return apply
 
 
-def _number_unary(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
+def _number_unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: active().arithmetic(function, (self,))
 
 
@@ -357,8 +338,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
     setattr(BatchNumber, f"__{_name}__", _number_binary(_name))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(BatchNumber, f"__r{_name}__", _number_binary(_name, reflected=True))
-for _name in ("neg", "pos", "abs"):
-    setattr(BatchNumber, f"__{_name}__", _number_unary(_name))
+for _name, _function in (
+    *(("neg", operator.neg), ("pos", operator.pos), ("abs", operator.abs)),
+    *(("trunc", builtins.int), ("floor", math.floor), ("ceil", math.ceil)),
+):
+    setattr(BatchNumber, f"__{_name}__", _number_unary(_function))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(BatchNumber, f"__{_name}__", _number_comparison(_name))
 

@@ -8,7 +8,6 @@ recorded as it is with these arguments.
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -110,25 +109,13 @@ def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _slice(input: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    places = (*[builtins.slice(None)] * (dim % input.dim()), builtins.slice(start, end, step))
-    return input[places]
-
-
-_VIEWS: dict[str, Callable[..., Any]] = {
-    "slice": _slice,
-    "view": lambda input, size: input.view(size),
-    "expand": lambda input, size, *, implicit=False: input.expand(size),
-    "unfold": Tensor.unfold,
-    "alias": lambda input: input,
-    "split_with_sizes": torch.split,
-}
+_VIEWS = {"slice": python_form(torch.ops.aten.slice.Tensor), "alias": python_form(torch.ops.aten.alias.default)}
 for _name in (
     *("narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach"),
     *("slice", "view", "expand", "unfold", "alias", "split_with_sizes"),
 ):
     for _function in _methods(f"{_name}_copy"):
-        WRITTEN[_function] = _copied(_VIEWS[_name] if _name in _VIEWS else getattr(torch, _name))
+        WRITTEN[_function] = _copied(_VIEWS.get(_name) or _methods(_name)[0])
 
 
 @_stands_for(Tensor.new_tensor)

@@ -22,7 +22,6 @@ _FOREIGN = (
     *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "ir/settings.py", "prepared/hooks.py")),
     "<eval_with_key>",
 )
-_ABSENT = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -80,14 +79,11 @@ class Carried:
 
         Raises AttributeError if the model had none, or one of PyTorch's own.
         """
-        value = self.preserved.get(name, _ABSENT)
-        if isinstance(value, Method):
-            return MethodType(value.function, owner)
-        if value is not _ABSENT:
-            return value
-        value = self.attributes.get(name, _ABSENT)
-        if value is not _ABSENT:
-            return value
+        if name in self.preserved:
+            value = self.preserved[name]
+            return MethodType(value.function, owner) if isinstance(value, Method) else value
+        if name in self.attributes:
+            return self.attributes[name]
         for base in () if self.kind is None else self.kind.__mro__:
             if name in base.__dict__ and base is not object and not base.__module__.startswith("torch."):
                 found = base.__dict__[name]

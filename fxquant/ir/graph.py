@@ -104,6 +104,11 @@ def reads_shape_only(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in ("size", "dim")
 
 
+def called(node: fx.Node) -> str:
+    """Return the name of the method, the function or the module that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
 def batch_norm_path(node: fx.Node) -> str:
     """Return the dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
     return str(node.meta.get("batch_norm", module_path(node)))

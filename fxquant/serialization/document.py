@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.frontend import InputCheck, attach_input_check, is_traced
+from fxquant.frontend import InputCheck, attach_call_hooks, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
-from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
+from fxquant.frontend.signature import CallSignature, is_signature
 from fxquant.ir.carried import Carried
 from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import Annotation, fact, resolve, spelling, stage_of
@@ -223,8 +223,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     model.meta = meta
     replace_graph(model, _graph(expect(document["nodes"], list)))
     _check(model, document, target_of)
-    attach_input_check(model)
-    attach_signature(model)
+    attach_call_hooks(model)
     if CARRIED in meta:
         meta[CARRIED].dress(model)
     link_owners(model, model.graph)

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize, weight_norm
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend import assumptions, attach_input_check, default_leaf, is_traced, trace
+from fxquant.frontend import assumptions, attach_call_hooks, default_leaf, is_traced, trace
 from fxquant.ir import graph
 from fxquant.ir.facts import BatchDim, TensorFact
 from tests.shared.written import written
@@ -297,7 +297,7 @@ def test_another_graph_module_is_traced_like_a_model():
 def test_the_input_check_survives_deepcopy_and_can_be_attached_again():
     traced = trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     hooks = list(traced._forward_pre_hooks.values())
-    attach_input_check(traced)
+    attach_call_hooks(traced)
     assert list(traced._forward_pre_hooks.values()) == hooks
     copied = copy.deepcopy(copy.deepcopy(traced))
     assert list(copied._forward_pre_hooks.values()) == hooks
