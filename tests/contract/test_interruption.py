@@ -21,7 +21,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.reporting.checks import value_ranges
 from fxquant.search import mixed_precision, observer_search
 from fxquant.support import progress as shown
-from fxquant.tuning import bias, samples, second_moment
+from fxquant.tuning import bias, effects, second_moment
 from tests.shared.networks import Network
 
 
@@ -204,8 +204,8 @@ def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(KeyboardInterrupt):
             fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
     ran: list[int] = []
-    original = samples.real_outputs_of
-    monkeypatch.setattr(mixed_precision, "real_outputs_of", lambda *each: ran.append(0) or original(*each))
+    original = effects.outputs_of
+    monkeypatch.setattr(mixed_precision, "outputs_of", lambda *each: ran.append(0) or original(*each))
     resumed = fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
     assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
     assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)
