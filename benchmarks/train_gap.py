@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.accuracy.networks import Block
-from fxquant.demo.digits import load_digits_dataset
+from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.support.progress import progress
 from fxquant.support.seeding import seeded

@@ -77,22 +77,20 @@ if TYPE_CHECKING:
         Observer,
         PercentileObserver,
     )
-    from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
-    from fxquant.quantization.state import State
+    from fxquant.quantization.spec import ActivationConfig, QConfig, State, WeightConfig
     from fxquant.reporting import checks
     from fxquant.reporting.advice import Advice
     from fxquant.reporting.compared import LayerComparison
     from fxquant.reporting.comparing import Comparison, compare
-    from fxquant.reporting.diff import GraphDifference, diff
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
     from fxquant.reporting.forms import record, verify
+    from fxquant.reporting.inspection import GraphDifference, diff
     from fxquant.reporting.page import report
-    from fxquant.search.budget import Budget, Speed
+    from fxquant.search.budget import Budget, Speed, high_precision_outputs
     from fxquant.search.mixed_precision import MixedPrecision, mixed_precision
     from fxquant.search.observer_search import ObserverSearch, ObserverTrial, search_observers
     from fxquant.search.sensitivity import Sensitivity, TensorSensitivity, sensitivity
     from fxquant.search.tune import Tuned, TuneStep, tune
-    from fxquant.search.wide_outputs import high_precision_outputs
     from fxquant.serialization.qconfig import load_qconfig, save_qconfig
     from fxquant.target import Roofline, Target
     from fxquant.tuning import equalize
@@ -247,23 +245,21 @@ _FROM = {
     "fxquant.quantization.observers": "ClipObserver ClipStdObserver FixedScaleObserver HistogramObserver KLObserver LpObserver "
     "MinMaxObserver MixObserver MovingAverageMinMaxObserver MSEObserver Observer PercentileObserver",
     "fxquant.numerics.rounding": "AdaptiveRounding Nearest Rounding",
-    "fxquant.quantization.spec": "ActivationConfig QConfig WeightConfig",
-    "fxquant.quantization.state": "State",
+    "fxquant.quantization.spec": "ActivationConfig QConfig State WeightConfig",
     "fxquant.reporting": "checks",
     "fxquant.reporting.advice": "Advice",
     "fxquant.reporting.compared": "LayerComparison",
     "fxquant.reporting.comparing": "Comparison compare",
-    "fxquant.reporting.diff": "GraphDifference diff",
+    "fxquant.reporting.inspection": "GraphDifference diff",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
     "fxquant.reporting.page": "report",
     "fxquant.serialization.qconfig": "load_qconfig save_qconfig",
     "fxquant.prepared.stage": "Stage",
     "fxquant.target": "Roofline Target",
     "fxquant.tuning": "equalize",
-    "fxquant.search.budget": "Budget Speed",
+    "fxquant.search.budget": "Budget Speed high_precision_outputs",
     "fxquant.search.mixed_precision": "MixedPrecision mixed_precision",
     "fxquant.search.observer_search": "ObserverSearch ObserverTrial search_observers",
-    "fxquant.search.wide_outputs": "high_precision_outputs",
     "fxquant.search.sensitivity": "Sensitivity TensorSensitivity sensitivity",
     "fxquant.search.tune": "Tuned TuneStep tune",
 }

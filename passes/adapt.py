@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.analysis.breaches import Breach, Limits
+from fxquant.analysis.check import Breach, Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import annotate, annotation, made_by
-from fxquant.ir.parts import is_inner_part
+from fxquant.ir.graph import annotate, annotation, is_inner_part, made_by
 from fxquant.ops import operands_of, operator_of, shares
 from fxquant.passes.rewriting import eliminate_dead, keep_in_float
 from fxquant.pipeline import Context

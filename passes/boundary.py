@@ -20,7 +20,7 @@ from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops import matters, operands_of, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.record import Operator
-from fxquant.passes.matching import decide
+from fxquant.passes.rewriting import decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
 from fxquant.quantization.mapping import DEFAULT

@@ -28,17 +28,16 @@ from fxquant.ir.graph import (
     resolve,
     set_fact,
     spell,
+    state_demand,
 )
-from fxquant.ir.parts import state_demand
 from fxquant.ir.stubs import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operands_of, operator_of
 from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.core.promotion import promoted
-from fxquant.ops.core.sizes import settle
-from fxquant.ops.core.unbatched import give_batch
+from fxquant.ops.core.unbatched import give_batch, settle
 from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand

@@ -16,15 +16,27 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import StageViolation
-from fxquant.ir.copying import own_copies
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import attach, fact, inherit, is_parameter, module_path, parameter_value, resolve, set_fact, source, trains_only
+from fxquant.ir.graph import (
+    attach,
+    fact,
+    inherit,
+    is_parameter,
+    module_path,
+    parameter_value,
+    part,
+    resolve,
+    set_fact,
+    set_part,
+    source,
+    step_of,
+    trains_only,
+)
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
+from fxquant.ir.interpreter import own_copies
 from fxquant.ir.model import CARRIED, free_name, replace_graph
-from fxquant.ir.parts import part, set_part, step_of
-from fxquant.lowering.finite import Place
-from fxquant.lowering.lowering import Lowering, Quantized, plainly
+from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
 from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of

@@ -14,11 +14,9 @@ from __future__ import annotations
 import networkx as nx
 from torch import fx
 
-from fxquant.ir.graph import computes_tensor, is_parameter, reads_shape_only
-from fxquant.ir.parts import part
+from fxquant.ir.graph import computes_tensor, is_parameter, part, reads_shape_only
 from fxquant.ops import operands_of, operator_of, shares
-from fxquant.passes.matching import decide
-from fxquant.passes.rewriting import keep_in_float
+from fxquant.passes.rewriting import decide, keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 

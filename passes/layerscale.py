@@ -21,10 +21,12 @@ from fxquant.ir.graph import (
     is_parameter,
     mark_parameter,
     parameter_value,
+    part,
     set_fact,
     shape_of,
+    stated_demand,
+    ties,
 )
-from fxquant.ir.parts import part, stated_demand, ties
 from fxquant.ops import Trait, calls, operator_of
 from fxquant.ops.core.parameters import multiplied_bias, multiplied_weight
 from fxquant.ops.elementwise.arithmetic import mul

@@ -28,8 +28,7 @@ from fxquant.ops.elementwise.arithmetic import add, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.movement.shape import identity, permute
-from fxquant.passes.matching import decide
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import decide, eliminate_dead
 from fxquant.pipeline import Context
 
 

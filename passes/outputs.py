@@ -16,11 +16,9 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx
 
-from fxquant.ir.graph import computes_tensor, is_parameter, parameter_value, reads_shape_only
-from fxquant.ir.parts import ties
+from fxquant.ir.graph import computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
 from fxquant.ops import Fixed, Operator, carried, copies, demand, operands_of, operator_of, read_nodes, shares
-from fxquant.passes.matching import decide, is_named, result_config
-from fxquant.passes.rewriting import keep_in_float
+from fxquant.passes.rewriting import decide, is_named, keep_in_float, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
 

@@ -26,8 +26,7 @@ from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat, stack
 from fxquant.ops.movement.shape import permute, reshape
 from fxquant.ops.movement.views import reach, write
-from fxquant.passes.matching import is_named
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import eliminate_dead, is_named
 from fxquant.pipeline import Context
 
 

@@ -22,8 +22,7 @@ from fxquant.ir.graph import absorb, fact, is_parameter, refusal, resolve
 from fxquant.ops import Trait, operator_of
 from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, written
 from fxquant.ops.elementwise.table import steep
-from fxquant.passes.matching import apart, decide
-from fxquant.passes.rewriting import eliminate_dead
+from fxquant.passes.rewriting import apart, decide, eliminate_dead
 from fxquant.pipeline import Context
 
 MOST = 64  # parts of a function

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import refusal
-from fxquant.ir.parts import state_demand, stated_demand
+from fxquant.ir.graph import refusal, state_demand, stated_demand
 from fxquant.ops import WIDE, Own, Trait, calls, demand, operator_of, shares, traits_of
 from fxquant.ops.core.boundary import quantize
 from fxquant.ops.elementwise.arithmetic import mul, sub
@@ -24,7 +23,7 @@ from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import steep
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.pooling.totals import mean
-from fxquant.passes.matching import decide
+from fxquant.passes.rewriting import decide
 from fxquant.pipeline import Context
 
 

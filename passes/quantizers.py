@@ -27,14 +27,13 @@ from fxquant.ir.graph import (
     source,
 )
 from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
-from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
+from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.core.boundary import DEQUANTIZE
-from fxquant.passes.matching import decide, result_config
+from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
-from fxquant.prepared.operators import QuantizedOperator, Quantizers, quantized_operators
-from fxquant.prepared.owners import link_owners
+from fxquant.prepared.operators import QuantizedOperator, Quantizers, link_owners, quantized_operators
 from fxquant.prepared.stage import is_integer, is_plain
 from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.factors import ChannelFactors

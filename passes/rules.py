@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
 from fxquant.ops.core.spellings import is_meant
 from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
-from fxquant.passes.matching import attributes, covering
+from fxquant.passes.rewriting import attributes, covering
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Call, Chosen, Rule, is_dynamic
 

@@ -14,12 +14,11 @@ import networkx as nx
 from torch import fx
 
 from fxquant.errors import ScaleConflict
-from fxquant.ir.graph import annotate, annotation, observed, set_observed
-from fxquant.ir.parts import ties
+from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
 from fxquant.ops import Own, demand, matters, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import DEQUANTIZE
-from fxquant.passes.matching import decide, result_config
+from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
 

@@ -6,15 +6,28 @@ import torch
 from torch import fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import Annotation, annotation, computes_tensor, fact, is_parameter, matched_rules, parameter_value, refusal, resolve
+from fxquant.ir.graph import (
+    Annotation,
+    annotation,
+    computes_tensor,
+    fact,
+    is_inner_part,
+    is_parameter,
+    matched_rules,
+    parameter_value,
+    part,
+    refusal,
+    resolve,
+    stated_demand,
+    ties,
+)
 from fxquant.ir.graph import annotate as set_annotation
-from fxquant.ir.parts import is_inner_part, part, stated_demand, ties
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operands_of, operator_of, preferred_dtypes, shares
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
-from fxquant.passes.matching import Decision, decide
+from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule

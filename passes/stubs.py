@@ -13,12 +13,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.ir.graph import matched_rules, module_path, set_matched_rules
-from fxquant.ir.parts import state_demand, stated_demand
+from fxquant.ir.graph import matched_rules, module_path, set_matched_rules, state_demand, stated_demand
 from fxquant.ir.stubs import is_stub
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.passes.matching import decide, is_named
-from fxquant.passes.rewriting import bypass
+from fxquant.passes.rewriting import bypass, decide, is_named
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import Chosen
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
-from fxquant.backends.bpu.rooflines import with_rooflines
+from fxquant.backends.bpu.rooflines import FLOAT16, with_rooflines
 from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.target import Target

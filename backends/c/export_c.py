@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backends.c import elementwise_forms, places, reductions
-from fxquant.backends.c.program import WIDTH, Program, Value, comment, identifier, number, pool_name
-from fxquant.backends.c.templates import C_TYPES, FOLDER
+from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.prepared.stage import require_integer

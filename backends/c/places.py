@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fxquant.backends.c.broadcast import around, joined, steps, strides_of
+from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of
 from fxquant.backends.c.program import VIEWS, Call, Value, form
 from fxquant.primitives import position, sampling, scatter, selection, shape
 

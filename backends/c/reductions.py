@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxquant.backends.c.broadcast import around, joined, steps, strides_of
+from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of
 from fxquant.backends.c.program import Call, Value, Window, form
 from fxquant.primitives import accumulate, matrix, pool, position, product, resize, runtime_scales, scatter, selection, transposed, whole
 

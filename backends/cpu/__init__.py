@@ -6,7 +6,7 @@ where there is a compiler. `tensors` needs none: it computes by oneDNN's product
 where it counts as `torch.histc` does on this machine.
 """
 
-from fxquant.backends.cpu import joining, observer_kernels, training, watching  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import compiled, joining, observer_kernels, training  # noqa: F401  # they register their kernels
 from fxquant.backends.cpu.kernels import KERNELS
 from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target

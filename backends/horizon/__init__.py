@@ -10,7 +10,7 @@ without it PATH is searched.
     compiled_program  list, simulate and price the BPU programs of a .bin
     simulated         make these programs one more form for `verify`: each gets the integer graph's integers as its inputs
 
-Which tensor of the graph an input or output is, `backends.onnx.connections` reads off the quantized model that the compiler leaves next to
+Which tensor of the graph an input or output is, `backends.onnx.horizon` reads off the quantized model that the compiler leaves next to
 the .bin. At a difference the tool's own runtime of that model shows the tensors inside a program. The tests use stand-ins for the programs
 (tests/shared/horizon_tool.py); `make test-vendor` uses the real ones.
 """

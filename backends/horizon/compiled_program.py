@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxquant.backends.horizon.camera import nv12_of
-from fxquant.backends.horizon.log import failure
-from fxquant.backends.horizon.tool import Tool
+from fxquant.backends.horizon.export import nv12_of
+from fxquant.backends.horizon.tool import Tool, failure
 from fxquant.errors import CompilationError
 
 TYPES = {"int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "float32": np.float32}

@@ -10,8 +10,7 @@ from typing import Any
 
 from fxquant.backends.horizon.export import LAYERS, SCRIPT
 from fxquant.backends.horizon.formats import HB_MAPPER, OUTPUT
-from fxquant.backends.horizon.log import STEPS, failure, step_of
-from fxquant.backends.horizon.tool import Running, Tool
+from fxquant.backends.horizon.tool import STEPS, Running, Tool, failure, step_of
 from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file

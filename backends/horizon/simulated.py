@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, Form, GraphForm, Values, Wanted
 from fxquant.analysis.segments import returned
 from fxquant.backends.horizon.compiled_program import Binary, Feature, inner_values
-from fxquant.backends.onnx.connections import Connections, Place
-from fxquant.backends.onnx.horizon import horizon_values
+from fxquant.backends.onnx.horizon import Connections, Place, horizon_values
 from fxquant.errors import CompilationError, ExportError
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact

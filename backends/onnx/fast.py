@@ -15,10 +15,10 @@ from onnx import helper
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.backends.onnx.agreement import random_value
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
 from fxquant.backends.onnx.fast_kernels import FastWriter
 from fxquant.backends.onnx.fast_parts import plain
+from fxquant.backends.onnx.float_export import random_value
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter

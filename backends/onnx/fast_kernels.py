@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx import fast_tables, gates
+from fxquant.backends.onnx import fast_parts, gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
@@ -54,7 +54,7 @@ class FastWriter(Writer):
         self.refused = refused
         self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
-        self.functions = {node for node in integer.graph.nodes if fast_tables.computes(integer, node, opset)}
+        self.functions = {node for node in integer.graph.nodes if fast_parts.computes(integer, node, opset)}
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
@@ -288,7 +288,7 @@ def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first:
         return None
     e = w.emitter
     if w.computes(node):
-        return fast_tables.compute(e, node, w.shifted(input), w.zero)
+        return fast_parts.compute(e, node, w.shifted(input), w.zero)
     stored = w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries)
     flat = e.node("Reshape", w.shifted(input), e.constant([-1], torch.int64))
     # onnxruntime's Gather takes four times as long.

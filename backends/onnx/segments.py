@@ -26,9 +26,8 @@ from torch import Tensor, fx
 
 from fxquant.analysis.partition import HOST, Segment, grouped, segments
 from fxquant.analysis.segments import returned
-from fxquant.backends.onnx.export import STYLES, build, check_arguments
+from fxquant.backends.onnx.export import STYLES, build, check_arguments, save_models
 from fxquant.backends.onnx.metadata import read_metadata
-from fxquant.backends.onnx.model_files import save_models
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import is_python

@@ -30,8 +30,8 @@ from benchmarks.fuzz import build
 from benchmarks.fuzz.generate import Case
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
+from fxquant.ir.graph import part
 from fxquant.ir.integer import origin
-from fxquant.ir.parts import part
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
 

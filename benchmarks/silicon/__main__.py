@@ -18,7 +18,7 @@ import fxquant as fxq
 from benchmarks.silicon import networks, operators, vectors
 from benchmarks.silicon.table import markdown, show
 from fxquant.backends.horizon.tool import Tool
-from fxquant.conformance.probes import SCALES, TOGETHER
+from fxquant.conformance.kit import SCALES, TOGETHER
 from fxquant.conformance.rows import ROWS
 
 MARCHES = ("bayes-e", "bernoulli2", "bayes")

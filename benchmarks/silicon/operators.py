@@ -11,8 +11,7 @@ from torch import Tensor
 
 import fxquant as fxq
 from benchmarks.silicon import tool
-from fxquant.conformance.compiled import compile_model, on_processor
-from fxquant.conformance.probes import TOGETHER, converted, groups, images, output_steps
+from fxquant.conformance.kit import TOGETHER, compile_model, converted, groups, images, on_processor, output_steps
 from fxquant.conformance.rows import Row
 
 

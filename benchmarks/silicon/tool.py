@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxquant.backends.horizon.compiled_program import inner_values
 from fxquant.backends.horizon.tool import Tool
-from fxquant.conformance.compiled import Compiled
+from fxquant.conformance.kit import Compiled
 
 
 def outputs(compiled: Compiled, images: Sequence[Tensor]) -> list[list[Tensor]]:

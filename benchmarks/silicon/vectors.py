@@ -19,8 +19,7 @@ from torch import Tensor, fx
 
 import fxquant as fxq
 from benchmarks.silicon import tool
-from fxquant.conformance.compiled import compile_model
-from fxquant.conformance.probes import SCALES, TOGETHER, Together, converted, images, mapping_of, output_steps, probe_target
+from fxquant.conformance.kit import SCALES, TOGETHER, Together, compile_model, converted, images, mapping_of, output_steps, probe_target
 from fxquant.conformance.rows import ROWS, Row
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"

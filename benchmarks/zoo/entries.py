@@ -19,9 +19,7 @@ from benchmarks.zoo.sequence import SignalNetwork
 from benchmarks.zoo.shufflenet import ShuffleNetV2
 from benchmarks.zoo.unet import UNet
 from benchmarks.zoo.volume import VolumeNetwork
-from fxquant.demo.digits import load_digits_dataset
-from fxquant.demo.network import build_demo_network
-from fxquant.demo.training import train_float
+from fxquant.demo.run import build_demo_network, load_digits_dataset, train_float
 from fxquant.support.seeding import seeded
 
 Batches = list[Tensor]

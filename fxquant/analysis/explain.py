@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxquant.analysis import fused, shared_grids
-from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
-from fxquant.analysis.steps import alike
+from fxquant.analysis import fused
+from fxquant.analysis.fused import alike
+from fxquant.analysis.layers import HOST, Layer, description, layers, left_in_float
 from fxquant.frontend import assumptions, moved_by_forward
 from fxquant.ir.graph import model_meta
 from fxquant.ir.integer import QParams
@@ -58,7 +58,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
         also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
-        also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := shared_grids.description(layer.parts)) else ""
+        also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := description(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
         kind, dtype = (

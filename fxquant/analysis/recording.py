@@ -25,7 +25,7 @@ from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.nodes import grid_of, is_dequantize, is_quantize, primitive_of, quantized_operator
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
 KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)

@@ -14,9 +14,8 @@ from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of
+from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
-from fxquant.ir.parts import step_of
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
 from fxquant.prepared.nodes import called, grid_of, is_dynamic, primitive_of, record_of

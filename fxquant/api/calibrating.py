@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fxquant.calibration import calibration
-from fxquant.calibration.left_out import having
-from fxquant.calibration.lost_inputs import warn_of_lost_inputs
+from fxquant.calibration.calibration import having
+from fxquant.calibration.scales import warn_of_lost_inputs
 from fxquant.prepared.batches import as_batches
 from fxquant.reporting.forms import Batches
 from fxquant.support.arguments import checked

@@ -11,9 +11,9 @@ from torch import fx
 from fxquant import backends
 from fxquant.calibration import calibration
 from fxquant.frontend import attach_call_hooks
+from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, dress_carried
-from fxquant.ir.settings import SETTINGS, refuse_changes
 from fxquant.kernels.runner import Runner
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import Context, Dial, check_until, run

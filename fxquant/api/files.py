@@ -15,11 +15,11 @@ from fxquant.analysis.explain import explain
 from fxquant.analysis.text import text
 from fxquant.api.converting import convert, run_with_kernels
 from fxquant.backends.onnx.layouts import LAYOUTS
+from fxquant.calibration.calibration import follow_unseen
 from fxquant.calibration.observations import Observations
-from fxquant.calibration.unseen import follow_unseen
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import is_traced, trace
-from fxquant.frontend.fixed_batch import with_fixed_batch
+from fxquant.frontend.entry import with_fixed_batch
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.ir.model import look_at_constants
 from fxquant.passes import CONVERT
@@ -83,9 +83,7 @@ def export_onnx(
     and inner tensors. Numbers and None among the model's outputs are left out of the file. The file is checked before it
     appears, with float operators also by opening it in onnxruntime, and is written atomically. Raises ConfigurationError or ExportError.
     """
-    from fxquant.backends.onnx.export import export_integer
-    from fxquant.backends.onnx.float_file import export_float
-    from fxquant.backends.onnx.model_files import FileOptions
+    from fxquant.backends.onnx.export import FileOptions, export_float, export_integer
 
     look_at_constants(model)
     options = FileOptions(opset, input_names, output_names, external_data, layouts)

@@ -19,20 +19,19 @@ from fxquant.calibration import calibration
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
-from fxquant.ir.copying import copy_parameters
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, module_path, noise, source, stage_of
+from fxquant.ir.interpreter import copy_parameters
 from fxquant.ir.model import Model, autocast_off, collection_paused, copy_graph, dress_carried
 from fxquant.ops.elementwise.dropout import dropout
 from fxquant.passes import PREPARE
-from fxquant.passes.matching import attributes
+from fxquant.passes.rewriting import attributes
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
-from fxquant.quantization.spec import QConfig
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import QConfig, State
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
 from fxquant.tuning.first_samples import FirstSamples

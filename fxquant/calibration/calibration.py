@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +13,216 @@ import torch
 from torch import fx, nn
 
 import fxquant.calibration.distributed as ranks
-from fxquant.calibration.cutting import keep_statistics, operand_quantizers
-from fxquant.calibration.left_out import having, in_float
-from fxquant.calibration.unseen import SHOWN, follow_unseen
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.ir.graph import by_name, stage_of
 from fxquant.ir.model import repeatable
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
+
+# ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them ---------------------
+#
+# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.loudness`).
+# Most of the float model's variance comes from these samples, but not that of the quantized model. A batch norm that took the
+# statistics of batches would multiply every other sample by the missing part. Behind such a tensor batch norms therefore keep their
+# running statistics.
+
+
+KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh smaller
+
+
+def keep_statistics(prepared: nn.Module) -> None:
+    """Freeze the statistics of batch norms behind tensors that clip much of the observed power; a warning names these tensors.
+
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
+    that is loaded later decides again.
+    """
+    if _decide_anew not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(_decide_anew)  # type: ignore[no-untyped-call]
+    operators = quantized_operators(prepared)
+    if not any(operator.live_batch_norm for operator in operators.values()):
+        return
+    graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
+    normed = {node.name for graph in graphs for node in graph.nodes if node.kwargs.get("batch_norm") is not None}
+    cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
+    known: dict[Quantizer, bool] = {}
+    found: dict[str, list[str]] = {}
+    for operator in operators.values():
+        source = next((cut[quantizer] for quantizer in operand_quantizers(operator) if quantizer in cut), None)
+        if source is not None and operator.live_batch_norm:
+            operator.live_batch_norm = False
+            if operator.name in normed or not graphs:  # a part of a model has no graph
+                found.setdefault(source, []).append(operator.name)
+        if operator.plain:
+            continue
+        if source is None and operator.owns_output:
+            if operator.output not in known:
+                known[operator.output] = not _equalized(operator) and _cuts(operator.output)
+            source = operator.output.name if known[operator.output] else None
+        if source is not None:
+            cut.setdefault(operator.output, source)
+    for source, names in found.items():
+        logger.warning(
+            "batch norms keep their running statistics in training at %s: calibration clipped a few outlier samples in %%%s, "
+            "which the statistics of a batch would include; tensors with another observer, such as 'minmax', are not clipped",
+            ", ".join(f"%{name}" for name in names[:8]) + (", …" if len(names) > 8 else ""),
+            source,
+        )
+
+
+def _decide_anew(prepared: nn.Module, _: Any) -> None:
+    """Decide again after a state was loaded in TRAIN."""
+    if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
+        keep_statistics(prepared)
+
+
+def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
+    """Yield the quantizers of its operands."""
+    for quantizers in operator.inputs.values():
+        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
+
+
+def _equalized(operator: QuantizedOperator) -> bool:
+    """Return whether its channels are multiplied: their powers then have no common unit, and the outliers are channels, not samples."""
+    return operator.factors is not None and bool(operator.factors.outputs.any())
+
+
+@torch.no_grad()
+def _cuts(quantizer: Quantizer) -> bool:
+    """Return whether the calibrated range leaves out more than a quarter of the observed power."""
+    observer = quantizer.observer
+    if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
+        return False
+    points, counts = observer.points()
+    low, high = quantizer.covered()
+    power = (points.square() * counts).sum()
+    kept = (points.clamp(low.double(), high.double()).square() * counts).sum()
+    return bool(kept < KEPT * power)
+
+
+# ---- Tensors that are too small for what they are added to: layer scales of 1e-6, gates next to 0 --------------------
+#
+# In calibration they do not change the sum, and their own scales do not fit the values that training gives them. A scale that is learned
+# from there would clip them, without a gradient, for many steps. Such tensors follow the batches in TRAIN, as tensors that were 0 do.
+# The scales of the weights that they are computed from follow these weights.
+
+
+SHOWN = 8  # tensors that a warning names
+
+
+@torch.no_grad()
+def follow_unseen(prepared: nn.Module) -> None:
+    """Decide which tensors of a prepared model in TRAIN are `unseen`; a warning says which.
+
+    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
+    that is loaded later decides again. A tensor is unseen if all its values are below half a step of every sum that it is a term of,
+    or that unseen tensors alone lead to from it.
+    """
+    if _decide_again not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(_decide_again)  # type: ignore[no-untyped-call]
+    operators = [operator for operator in quantized_operators(prepared).values() if not operator.plain]
+    if not any(operator.state is State.TRAIN for operator in operators):
+        return
+    limits: dict[Quantizer, float] = {}  # what each tensor has to stay below, for every operator that reads it
+    for operator in reversed(operators):
+        for quantizer, limit in _unseen_read(operator, limits):
+            limits[quantizer] = min(limits.get(quantizer, math.inf), limit)
+    found = []
+    for quantizer in dict.fromkeys(each for operator in operators for each in (operator.output, operator.intermediate) if each is not None):
+        quantizer.unseen = _limit(quantizer, limits) > 0
+        if quantizer.unseen and not quantizer.was_zero:
+            found.append(quantizer)
+    for operator in operators:
+        learned = operator.weight_quantizer.learned
+        if operator.unseen and learned is not None and learned.method is not None:
+            learned.forget()
+    if found:
+        logger.warning(
+            "in calibration %s %s below half a step of the sum that reads %s. In TRAIN all scales follow the batches, also learned and "
+            "frozen ones, until the model is calibrated again",
+            ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in found[:SHOWN])
+            + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""),
+            "was" if len(found) == 1 else "were",
+            "it" if len(found) == 1 else "them",
+        )
+
+
+def _decide_again(prepared: nn.Module, _: Any) -> None:
+    """Decide again after a state was loaded in TRAIN."""
+    follow_unseen(prepared)
+
+
+def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Iterator[tuple[Quantizer, float]]:
+    """Yield the quantizers of an operator's operands, and of the tensor that its residual is added to, with their limits.
+
+    An unseen tensor stays below its limit. The limit is 0 for a tensor that is seen.
+    """
+    behind = _limit(operator.output, limits)
+    adds = operator.operator.adds or operator.intermediate is not None
+    of_sum = max(behind, _half_step(operator.output)) if adds else behind
+    before = behind
+    if operator.intermediate is not None:
+        yield operator.intermediate, of_sum
+        before = of_sum if _is_below(operator.intermediate, of_sum) else 0.0
+    inputs: Any
+    for name, inputs in operator.inputs.items():
+        for quantizer in inputs if isinstance(inputs, list) else [inputs]:
+            if isinstance(quantizer, Quantizer) and quantizer is not operator.output:
+                limit = of_sum if operator.operator.adds or name == "residual" else before
+                yield quantizer, 0.0 if quantizer.shown else limit
+
+
+def _limit(quantizer: Quantizer, limits: Mapping[Quantizer, float]) -> float:
+    """Return the limit that an unseen tensor stays below; 0 for a tensor that is seen."""
+    limit = limits.get(quantizer, 0.0)
+    return limit if _is_below(quantizer, limit) else 0.0
+
+
+def _is_below(quantizer: Quantizer, limit: float) -> bool:
+    return limit > 0 and _observed(quantizer) and float(torch.stack(quantizer.covered()).abs().max()) < limit
+
+
+def _observed(quantizer: Quantizer) -> bool:
+    return quantizer.observer is not None and quantizer.observer.observed and not quantizer.frozen and not quantizer.follows_sum
+
+
+def _half_step(quantizer: Quantizer) -> float:
+    """Return half a step of the range that calibration found for a tensor; 0 where it found none."""
+    if not _observed(quantizer):
+        return 0.0
+    low, high = quantizer.covered()
+    return float(high - low) / (quantizer.dtype.high - quantizer.dtype.low) / 2
+
+
+# ---- Operators that calibration, or a method of tuning, leaves as they are, and objects that are otherwise for a while ----
+
+
+def in_float(model: nn.Module) -> list[QuantizedOperator]:
+    """Return the operators in state FLOAT; none if all are."""
+    operators = quantized_operators(model).values()
+    found = [operator for operator in operators if operator.state is State.FLOAT]
+    return found if len(found) < len(operators) else []
+
+
+@contextmanager
+def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Inside, these objects have these values of their attributes, as in `having(operators, left_out=True)`."""
+    before = [(each, {name: getattr(each, name) for name in values}) for each in objects]
+    try:
+        for each, _ in before:
+            for name, value in values.items():
+                setattr(each, name, value)
+        yield
+    finally:
+        for each, had in before:
+            for name, value in had.items():
+                setattr(each, name, value)
+
 
 logger = logging.getLogger("fxquant")
 

@@ -17,9 +17,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from fxquant.cli.boards import add_conformance
 from fxquant.cli.file_commands import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
-from fxquant.cli.models import add_check, add_demo, add_quantize
+from fxquant.cli.models import add_check, add_conformance, add_demo, add_quantize
 from fxquant.errors import FxQuantError
 from fxquant.support.arguments import Kind, checked, words
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.options import FILE, add_data, add_form, command, path, positive
+from fxquant.cli.factories import FILE, add_data, add_form, command, path, positive
 from fxquant.errors import ConfigurationError, Interrupted
 
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given

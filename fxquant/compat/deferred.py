@@ -23,7 +23,7 @@ import fxquant as fxq
 from fxquant.calibration.calibration import require_prepared, update_scales
 from fxquant.errors import ConfigurationError
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 
 logger = logging.getLogger("fxquant")
 

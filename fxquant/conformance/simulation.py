@@ -17,7 +17,7 @@ from fxquant.api import convert
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.manifest import Array, Kit, ProbeProgram, packed, read_kit
-from fxquant.conformance.models import kit_images, model_of
+from fxquant.conformance.results import kit_images, model_of
 from fxquant.ir.interpreter import Interpreter
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.support.arguments import FOLDER, checked

@@ -7,22 +7,239 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
-from fxquant.demo.digits import DigitsDataset, load_digits_dataset
-from fxquant.demo.network import build_demo_network
-from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized
+from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import bar, progress, shown
+from fxquant.support.seeding import seeded
 from fxquant.target import Target
+
+# ---- A minimal training loop, for the float network and for the prepared one -----------------------------------------
+
+
+FLOAT_LEARNING_RATE = 0.01
+_WEIGHT_DECAY = 1e-2
+_LABEL_SMOOTHING = 0.1
+
+OnBatch = Callable[[int, int, float], None]
+"""Called after each batch with the number of batches done, their total and the loss of this batch."""
+
+
+class TrainingImages(Protocol):
+    """Training data: images [count, ...] and their labels [count]; `DigitsDataset` is one."""
+
+    @property
+    def train_images(self) -> Tensor: ...
+    @property
+    def train_labels(self) -> Tensor: ...
+
+
+def train_float(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, on_batch: OnBatch | None = None) -> None:
+    """Train in place from the current weights of `network`, which is left in eval mode.
+
+    Equal weights, seed and number of threads give equal results, bit for bit, on one machine.
+    """
+    _train(network, dataset, epochs, seed, FLOAT_LEARNING_RATE, on_batch)
+
+
+def train_quantized(
+    prepared: nn.Module,
+    dataset: TrainingImages,
+    epochs: int,
+    seed: int,
+    learning_rate: float = FLOAT_LEARNING_RATE / 20,
+    on_batch: OnBatch | None = None,
+) -> None:
+    """Train at a lower rate, for a network that was trained before; `prepared` is left in eval mode.
+
+    The caller has put `prepared` into the state in which it trains.
+    """
+    _train(prepared, dataset, epochs, seed, learning_rate, on_batch)
+
+
+def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, batch_size: int = 256) -> float:
+    """Return the fraction, 0..1, of images whose largest logit is their label's; a module in train mode is evaluated in eval mode."""
+    network = model if isinstance(model, nn.Module) and model.training else None
+    if network is not None:
+        network.eval()
+    try:
+        with torch.no_grad():
+            pairs = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
+            right = sum(int((model(batch).argmax(1) == expected).sum()) for batch, expected in pairs)
+    finally:
+        if network is not None:
+            network.train()
+    return right / len(labels)
+
+
+def _train(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, learning_rate: float, on_batch: OnBatch | None) -> None:
+    images, labels = dataset.train_images, dataset.train_labels
+    total = epochs * -(-len(labels) // BATCH_SIZE)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=_WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=total)
+    network.train()
+    with seeded(seed):
+        for done, chosen in enumerate(_shuffled_batches(len(labels), epochs), start=1):
+            loss = F.cross_entropy(network(images[chosen]), labels[chosen], label_smoothing=_LABEL_SMOOTHING)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            if on_batch is not None:
+                on_batch(done, total, loss.item())
+    network.eval()
+
+
+def _shuffled_batches(count: int, epochs: int) -> Iterator[Tensor]:
+    """Yield batches of indices that visit every image once in each epoch, in a new order each time."""
+    for _ in range(epochs):
+        yield from torch.split(torch.randperm(count), BATCH_SIZE)
+
+
+# ---- A small residual network for 32×32 digits, as a typical PyTorch user would write it -----------------------------
+#
+# Activations, additions and reshapes are written in several forms on purpose: as modules, as functions and as operators.
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions and a shortcut; shape and number of channels are unchanged."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(x + y)
+
+
+class InvertedResidual(nn.Module):
+    """Expand, filter each channel separately (depthwise), reduce; a shortcut if input and output have equal shapes."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        hidden = in_channels * expansion
+        self.expand = nn.Sequential(nn.Conv2d(in_channels, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6())
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, stride, padding=1, groups=hidden, bias=False)
+        self.depthwise_bn = nn.BatchNorm2d(hidden)
+        self.project = nn.Sequential(nn.Conv2d(hidden, out_channels, 1, bias=False), nn.BatchNorm2d(out_channels))
+        self.has_shortcut = stride == 1 and in_channels == out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.expand(x)
+        wide = F.relu6(self.depthwise_bn(self.depthwise(wide)))
+        narrow: Tensor = self.project(wide)
+        if self.has_shortcut:
+            narrow += x
+        return narrow
+
+
+class DemoNetwork(nn.Module):
+    """A network from digits of shape [batch, 1, 32, 32] to logits of shape [batch, 10]."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 24, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU(inplace=True))
+        self.block1 = ResidualBlock(24)
+        self.block2 = InvertedResidual(24, 32, stride=2, expansion=4)
+        self.block3 = InvertedResidual(32, 32, stride=1, expansion=3)
+        self.block4 = InvertedResidual(32, 48, stride=2, expansion=3)
+        self.block5 = InvertedResidual(48, 48, stride=1, expansion=2)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(48, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.block1(x)
+        x = self.block3(self.block2(x))
+        x = self.block5(self.block4(x))
+        x = torch.flatten(self.pool(x), 1)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def build_demo_network(seed: int) -> DemoNetwork:
+    """Return an untrained network whose weights depend only on `seed`; PyTorch's global generator is left unchanged."""
+    with seeded(seed):
+        return DemoNetwork()
+
+
+# ---- The handwritten digits of scikit-learn, as images of a size that a vision network expects -----------------------
+#
+# The images travel inside the scikit-learn package, so nothing is downloaded.
+
+
+IMAGE_SIZE = 32
+NUM_CLASSES = 10
+TEST_IMAGES_PER_CLASS = 36
+_SPLIT_SEED = 20
+_LARGEST_PIXEL = 16  # scikit-learn's pixels are the integers 0..16
+
+
+class DigitsDataset(NamedTuple):
+    """1,797 digits, split into 1,437 to train on and 360 (36 of each digit) to test on.
+
+    Images are float32 of shape [count, 1, 32, 32] with values in [-1, 1]; labels are int64 of shape [count], 0..9.
+    """
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load_digits_dataset() -> DigitsDataset:
+    """Return the digits with their fixed split: every call, in every process, returns equal tensors."""
+    raw = _load_raw_digits()
+    images = _normalise(torch.tensor(raw.images, dtype=torch.float32))
+    labels = torch.tensor(raw.target, dtype=torch.int64)
+    train, test = split_by_class(labels, TEST_IMAGES_PER_CLASS, _SPLIT_SEED)
+    return DigitsDataset(images[train], labels[train], images[test], labels[test])
+
+
+def split_by_class(labels: Tensor, test_images_per_class: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return disjoint ascending indices (train, test); the test set has equally many images of each class."""
+    generator = torch.Generator().manual_seed(seed)
+    is_test = torch.zeros_like(labels, dtype=torch.bool)
+    for label in range(int(labels.max()) + 1):
+        members = (labels == label).nonzero().flatten()
+        chosen = torch.randperm(len(members), generator=generator)[:test_images_per_class]
+        is_test[members[chosen]] = True
+    return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
+
+
+def _normalise(pixels: Tensor) -> Tensor:
+    """Scale and resize [count, 8, 8] in 0..16 to [count, 1, 32, 32] in [-1, 1]."""
+    centred = pixels.unsqueeze(1) / (_LARGEST_PIXEL / 2) - 1
+    return F.interpolate(centred, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+
+
+def _load_raw_digits() -> Any:
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "the digits cannot be loaded",
+            because="they come with scikit-learn, which is not installed",
+            remedy='pip install "fxquant[demo]"',
+        ) from error
+    return load_digits()
+
 
 SEED = 0
 FLOAT_EPOCHS = 20

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.frontend.memory import Memory
-from fxquant.frontend.unknown import Unknown
-from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, Value, refuse
+from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, Unknown, Value, refuse
 
 ATOMS = frozenset((
     int, float, bool, str, complex, bytes, type(None), type(Ellipsis),

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.ir.carried import PLAIN
 from fxquant.ir.model import autocast_off
-from fxquant.ir.settings import PLAIN
 from fxquant.support.forks import free_in_child
 
 _MATH = ("sqrt", "log", "log2", "log10", "log1p", "exp", "floor", "ceil", "trunc", "pow", "fabs", "gcd", "isqrt", "sin", "cos", "atan")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxquant.errors import FxQuantError
+from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.source import calls_from
-from fxquant.frontend.unknown import UNKNOWN
-from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, refuse
+from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
 
 
 class Outcome:
@@ -278,3 +282,78 @@ def _has_values(template: Any) -> bool:
     if isinstance(template, Sequenced):
         return any(_has_values(item) for item in template.items)
     return isinstance(template, (Value, Number)) or template is UNKNOWN
+
+
+# ---- Evaluate the operations on traced tensors: on tensors without data, or on constants, once for equal arguments ----
+
+
+# ---- The shape of a batch norm's result without running it: PyTorch computes one by about fifteen operators on tensors without values
+
+
+_DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
+    """Return the result of a batch norm's forward, a new tensor like its input; None where anything is unusual, and for other functions."""
+    module = getattr(function, "__self__", None)
+    if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, _BatchNorm):
+        return None
+    known = args[0].value.abstract
+    return known if all(_is_normalized_by(module, side) for side in (known.a, known.b)) else None
+
+
+def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
+    """Return whether the running statistics of a batch norm are those of an input's channels, and all is in float32 and contiguous."""
+    if input.dtype != torch.float32 or input.stride() != _strides(tuple(input.shape)):
+        return False
+    tensors = [tensor for tensor in (*module._parameters.values(), module.running_mean, module.running_var) if tensor is not None]
+    like = (module.num_features,), torch.float32, input.device
+    plain = all((tuple(tensor.shape), tensor.dtype, tensor.device) == like for tensor in tensors)
+    complete = module.running_mean is not None and module.running_var is not None and not module.training
+    return plain and complete and input.dim() in _DIMENSIONS.get(type(module), ()) and input.shape[1] == module.num_features
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those of a new tensor of this shape."""
+    return torch.empty(shape, device="meta", dtype=torch.float32).stride()
+
+
+READS_CONTENT = frozenset((
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
+    "__contains__",
+))  # fmt: skip
+
+
+def evaluate(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments) -> Outcome:
+    """Return what an operation returns. Raises TraceError if that depends on data, and what the function raises."""
+    key: Any = tuple(arguments.key) if arguments.fake else None
+    try:
+        outcome = evaluator.cache.get(key)
+    except TypeError:  # something unhashable among the arguments
+        key = outcome = None
+    if outcome is None:
+        outcome = _run(evaluator, name, function, args, kwargs, arguments)
+        if key is not None and not outcome.from_content:
+            evaluator.cache[key] = outcome
+    return outcome
+
+
+def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments) -> Outcome:
+    fake = arguments.fake
+    if fake and name in READS_CONTENT:
+        refuse_data(name)
+    known = known_result(function, args, kwargs) if fake else None
+    if known is not None:
+        return Outcome(known, None, same_place=False)
+    try:
+        return evaluator.run(function, args, kwargs, fake, arguments.substitutes)
+    except FxQuantError:
+        raise
+    except Exception as error:
+        depends = is_data_dependent(error)
+        again = evaluator.run_on_content if depends else evaluator.run_on_zeros
+        found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
+        if found is None and not depends:
+            raise
+        return found or refuse_data(name)

@@ -13,17 +13,15 @@ import torch
 from torch import fx, nn
 
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.evaluation import READS_CONTENT, evaluate
-from fxquant.frontend.fake import Evaluator, Sequenced, refuse_batch_condition
+from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
-from fxquant.frontend.unknown import UNKNOWN, Unknown
-from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
+from fxquant.frontend.values import UNKNOWN, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Unknown, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
-from fxquant.ir import functional, graph, settings
+from fxquant.ir import carried, functional, graph
 
 logger = logging.getLogger("fxquant")
 
@@ -82,7 +80,7 @@ class Handler:
         """Note an attribute of a module that is read: a number, a string or a function becomes a part of the graph."""
         path = self.snapshot.paths.get(id(module))
         if path is not None and not self.paused:
-            settings.note(self.settings.setdefault(path, {}), name, value)
+            carried.note(self.settings.setdefault(path, {}), name, value)
 
     # ---- entries ---------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Sequenced
 from fxquant.frontend.source import frames
-from fxquant.frontend.unknown import UNKNOWN
-from fxquant.frontend.values import Number, Value, active, is_tracing, refuse
+from fxquant.frontend.values import UNKNOWN, Number, Value, active, is_tracing, refuse
 from fxquant.ir import graph
 from fxquant.support.arguments import CALLABLE, Kind, checked
 

@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import TraceError
 from fxquant.frontend.selected import Selected
-from fxquant.frontend.unknown import Unknown
-from fxquant.frontend.values import BatchNumber, refuse
+from fxquant.frontend.values import BatchNumber, Unknown, refuse
 
 _RETURNED = "fxquant.returned"  # in `meta`: {"form": the form of what forward returned}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -27,7 +27,7 @@ from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import frames, user_source
-from fxquant.support.addresses import memory_start
+from fxquant.support.forks import memory_start
 
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
 _BATCH_NORMS: dict[Any, inspect.Signature] = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxquant.ir.graph import resolve
@@ -56,3 +59,79 @@ class Interpreter(fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         return resolve(self.module, target)
+
+
+# ---- Copies of module trees: tensors of their own, everything once ---------------------------------------------------
+
+
+def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of the module tree with tensors and containers of its own; other objects are shared. Its root has no hooks.
+
+    A tensor or module that is used in several places is one tensor or module in the copy as well.
+    """
+    copied: torch.nn.Module = _Copier()(module)
+    return copied
+
+
+def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lasting copies of modules and tensors, made as `copy_parameters` makes them, with modules in eval mode.
+
+    Parameters keep `requires_grad`: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
+    """
+    copier = _Copier()
+    copies = {name: copier(value) for name, value in values.items()}
+    for copied in copies.values():
+        if isinstance(copied, torch.nn.Module):
+            copied.eval()
+    return copies
+
+
+_SHARED = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))  # most of what a module holds
+
+
+class _Copier:
+    """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) in _SHARED:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, torch.Tensor):
+            return self._keep(value, self._tensor(value))
+        if type(value) in (dict, OrderedDict):
+            copied = self._keep(value, type(value)())
+            copied.update((key, self(item)) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple, set):
+            return self._keep(value, type(value)(self(item) for item in value))
+        return value
+
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._known[id(value)] = copied
+        return copied
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors are not in its dictionary
+            return self._keep(module, copy.deepcopy(module))
+        root = isinstance(module, fx.GraphModule)
+        copied: torch.nn.Module = self._keep(module, torch.nn.Module() if root else copy.copy(module))
+        parts = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if root else module.__dict__
+        for name in list(parts):
+            value = module.__dict__[name]
+            if type(value) not in _SHARED or root:  # what is shared is in the copy already, unless that is a new module
+                no_hooks = type(value) is OrderedDict and not value  # of most modules and most kinds of hooks
+                copied.__dict__[name] = OrderedDict() if no_hooks else self(value)
+        if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
+            copied._init_flat_weights()
+        return copied
+
+    @staticmethod
+    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
+        data = tensor.detach().clone()
+        return torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data

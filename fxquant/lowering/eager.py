@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.lowering.epilogue import Clamp, Epilogue, ResidualFactor
-from fxquant.lowering.lowering import Lowering, Quantized, limited
-from fxquant.numerics.clamping import clamped
+from fxquant.lowering.lowering import Clamp, Epilogue, Lowering, Quantized, ResidualFactor, limited
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, Grid, ends_of
 from fxquant.numerics.rescaling import Ratio
-from fxquant.numerics.rounding import straight_through
+from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.quantization.learning import learned_step

@@ -10,30 +10,130 @@ The package's docstring names two more lowerings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.ir.facts import Size
-from fxquant.lowering.epilogue import Clamp, Epilogue, Lift, ResidualFactor
-from fxquant.lowering.finite import Place, cannot_be_integers, first_not_finite
-from fxquant.numerics.clamping import clamped
-from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, WEIGHT_INT8, Grid, Interval, IntType, bits_of, clamp_bound
+from fxquant.numerics.grids import (
+    EVERYTHING,
+    FLOAT32_EXACT,
+    INT32,
+    INT32_MAX,
+    WEIGHT_INT8,
+    Grid,
+    Interval,
+    IntType,
+    bits_of,
+    clamp_bound,
+    power_of_two,
+)
 from fxquant.numerics.rescaling import Ratio, real_multiplier
-from fxquant.numerics.rounding import straight_through
+from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
 from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.product import scale_channels, scale_channels_wide
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
+from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_layers
+
+# ---- The end of an operator's integer function: how an accumulator becomes a quantized tensor ------------------------
+
+
+Clamp = tuple[float | None, float | None]
+
+
+Lift = Callable[[Tensor], Tensor]
+"""What the bias of a layer becomes larger by for an output on a scale: half a step, in steps of the sum; float64, shaped to broadcast."""
+
+
+class ResidualFactor(NamedTuple):
+    """The factor of a residual that is added to an accumulator: per channel, shaped to broadcast.
+
+    multiplier   integers, with gradients while training
+    right_shift  of the product, rounding down; None for none
+    """
+
+    multiplier: Any
+    right_shift: Any = None
+
+    def value(self) -> Tensor:
+        """Return the factor as a tensor; only for eager lowering."""
+        factor: Tensor = self.multiplier
+        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """How an accumulator becomes a quantized tensor.
+
+    ratio  the step of the accumulator
+    clamp  the float interval that limits the result; None for none
+    bound  the largest magnitude of the accumulator, where it may exceed 32 bits
+    lift   what the bias of a layer holds of a step of the output; None for an accumulator without
+    kind   what was accumulated
+    to     the quantizer of the result; None for the operator's output
+    role   the beginning of the names of its constants
+    """
+
+    ratio: Ratio
+    clamp: Clamp | None = None
+    bound: float = 0
+    lift: Lift | None = None
+    kind: str = VALUE
+    to: Quantizer | None = None
+    role: str = ""
+
+    @property
+    def accumulator_bits(self) -> int:
+        """The bits that hold the accumulator."""
+        return 32 if self.bound <= INT32_MAX else 48
+
+
+# ---- Name the parameters of operators in errors, and find those that are not finite ----------------------------------
+
+
+def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
+    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
+    for name, value in parameters.items():
+        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
+    return None
+
+
+def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
+    """Return the parameters that the integers of a layer are computed from, by their descriptions in errors."""
+    named = {"its weight": weight, "its bias": bias}
+    if batch_norm is not None:
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
+    return named
+
+
+def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
+    """Return the error for parameters that are not finite."""
+    return NotFinite(
+        f"the parameters of %{name} cannot become integers",
+        at=at,
+        module=module,
+        because=because,
+        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
+    )
+
+
+class Place(TypedDict):
+    """The user's line and module that an operator came from, as errors take them."""
+
+    at: str
+    module: str
 
 
 @dataclass(frozen=True)

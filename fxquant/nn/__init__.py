@@ -3,12 +3,21 @@
 Their definitions follow public descriptions of the operators with these names; each cites its source.
 """
 
-from fxquant.nn.camera import BgrToGray, ChromaLoss, Nv12ToYuv444, RgbToGray, YuvToBgr, YuvToRgb, rgb_to_nv12, split_nv12
-from fxquant.nn.colour import BgrToYuv444, RgbToYuv444
-from fxquant.nn.detection import AnchorGenerator, DetectionPostProcess
+from fxquant.nn.camera import (
+    BgrToGray,
+    BgrToYuv444,
+    ChromaLoss,
+    Nv12ToYuv444,
+    RgbToGray,
+    RgbToYuv444,
+    YuvToBgr,
+    YuvToRgb,
+    rgb_to_nv12,
+    split_nv12,
+)
+from fxquant.nn.detection import AnchorGenerator, BEVPool, DetectionPostProcess, PointPillarsScatter
 from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, MultiScaleRoIAlign, RoIAlign, Warp
 from fxquant.nn.lookup_table import SegmentLUT
-from fxquant.nn.pillars import BEVPool, PointPillarsScatter
 
 __all__ = [
     "AnchorGenerator",

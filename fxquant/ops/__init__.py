@@ -7,17 +7,23 @@ Importing this package imports every module below it, which fills the table. Add
 from importlib import import_module
 from pkgutil import walk_packages
 
-from fxquant.ops.core.carrying import carried, copies
-from fxquant.ops.core.demands import WIDE, Demand, Fixed, Own, Plain, Same, supported_demand
+from fxquant.ops.core.composite import carried, copies
 from fxquant.ops.core.record import (
     BY_NAME,
     FUNCTIONS,
     METHODS,
     MODULES,
     OPERATORS,
+    WIDE,
+    Demand,
+    Fixed,
     Instead,
     Operator,
+    Own,
     Parameter,
+    Plain,
+    Same,
+    Trait,
     calls,
     demand,
     map_operands,
@@ -31,9 +37,9 @@ from fxquant.ops.core.record import (
     read_nodes,
     shares,
     sharing_operands,
+    supported_demand,
     traits_of,
 )
-from fxquant.ops.core.traits import Trait
 
 __all__ = [
     "BY_NAME", "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "WIDE", "Demand", "Fixed", "Instead", "Operator", "Own", "Parameter",

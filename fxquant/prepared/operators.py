@@ -9,23 +9,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant.errors import CalibrationError
 from fxquant.ir.functional import stopped
+from fxquant.ir.graph import batch_norm_path, module_path, noise
 from fxquant.ir.model import no_program_of_prepared
 from fxquant.lowering.eager import EagerLowering, FusedLowering, Mode
-from fxquant.lowering.finite import cannot_be_integers, first_not_finite, named_parameters
-from fxquant.lowering.lowering import Quantized, limited, plainly
-from fxquant.numerics.clamping import clamped
+from fxquant.lowering.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval
-from fxquant.numerics.rounding import straight_through
+from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_layers
 
@@ -306,3 +305,25 @@ def _watched(value: Tensor, integers: Tensor) -> bool:
 def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
     """Return the quantized operators of a prepared model, by node name, in the order they run."""
     return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}
+
+
+# ---- Which of the user's modules each operator of a prepared model obeys, and which draws its noise ------------------
+#
+# `module.eval()` holds for what was computed in that module.
+
+
+def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
+    """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise."""
+    modules = dict(prepared.named_modules(remove_duplicate=False))
+    for node in graph.find_nodes(op="call_module"):
+        operator = modules.get(str(node.target))
+        if isinstance(operator, QuantizedOperator):
+            batch_norm = operator.operator.arguments(node).get("batch_norm")
+            path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
+            operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
+            operator.noise = (_owner(modules, noise(node) or ""),)
+
+
+def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:
+    """Return the module at a path; None for the model itself, whose flag an operator shares, and where no module exists."""
+    return modules.get(path) if path else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
+from fxquant.numerics.rounding import clamped
 from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, multipliers, need, within
 from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import BOUNDARY_LIMIT, is_scale, quantized_value
+from fxquant.numerics.rounding import clamped
 from fxquant.primitives.bounds import Range, Value, constant_of, need, stored_limits
 from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 

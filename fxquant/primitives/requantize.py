@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
+from fxquant.numerics.rounding import clamped
 from fxquant.primitives.accumulate import DEQUANTIZES
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
 from fxquant.primitives.quantization import clipped, offset

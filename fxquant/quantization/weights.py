@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import (
     SMALLEST_SCALE,
     IntType,
@@ -25,7 +24,7 @@ from fxquant.numerics.grids import (
     scale_from_range,
     weight_scale,
 )
-from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding, clamped
 from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
 from fxquant.training import fused_layers
 

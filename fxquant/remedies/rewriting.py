@@ -9,11 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.breaches import Breach
+from fxquant.analysis.check import Breach
 from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import Annotation, annotate, annotation, fact, mark_parameter, parameter_value, set_fact, shape_of
+from fxquant.ir.graph import (
+    Annotation,
+    Part,
+    annotate,
+    annotation,
+    fact,
+    is_inner_part,
+    mark_parameter,
+    parameter_value,
+    part,
+    set_fact,
+    set_inner,
+    set_part,
+    shape_of,
+)
 from fxquant.ir.model import free_name
-from fxquant.ir.parts import Part, is_inner_part, part, set_inner, set_part
 from fxquant.ops import Operator, Same
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.parameters import folded_bias, folded_weight

@@ -16,7 +16,7 @@ from fxquant.analysis.recording import Facts
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
 from fxquant.reporting.compared import LayerComparison, row
 from fxquant.reporting.cures import Cures

@@ -16,7 +16,7 @@ from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import as_batches, length
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.reporting.model_forms import OnnxForm
 from fxquant.reporting.verifying import check_same_model, compare, exact_form, measure
 from fxquant.support.arguments import PATH, accepted, checked

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import networkx
 from torch import fx
 
+from fxquant.analysis.fused import alike
 from fxquant.analysis.layers import Layer, layers
-from fxquant.analysis.steps import alike
 from fxquant.errors import ConfigurationError
 
 SWEEPS = 4  # in which the places in a row follow those of the neighbours

@@ -30,7 +30,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import argument_name, fact, is_deployed, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.prepared.batches import bad_batch, example_inputs
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 
 
 class OnnxForm(Form):

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.analysis.fused import alike, recurrent_parts
 from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import Form, GraphForm, Values
-from fxquant.analysis.steps import alike, recurrent_parts
 from fxquant.ir.graph import stage_of
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.model_forms import pairs, shift, shifted
 from fxquant.reporting.statistics import Steps, TensorStatistics

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.analysis.shared_grids import CLEARLY
+from fxquant.analysis.layers import CLEARLY
 from fxquant.reporting.advice import AUDIBLE, Advice, gain_of
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects

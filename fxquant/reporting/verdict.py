@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxquant.analysis.recording import GraphForm, Wanted
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise

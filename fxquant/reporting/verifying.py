@@ -23,7 +23,7 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import is_deployed, source, stage_of
 from fxquant.prepared.nodes import called
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.reporting.model_forms import OnnxForm
 
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)

@@ -25,6 +25,7 @@ from fxquant.quantization.observers import (
     PercentileObserver,
 )
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
+from fxquant.search.budget import table
 from fxquant.search.mixed_precision import Work, work_of
 from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked
@@ -34,7 +35,6 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_dige
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
 from fxquant.tuning.effects import FloatOutputs, best_of, decibels, outputs_of
 from fxquant.tuning.simulation import grid_for, rounded, taking_over
-from fxquant.tuning.text_table import table
 
 OBSERVERS: tuple[Any, ...] = (
     HistogramObserver,

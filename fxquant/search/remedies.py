@@ -16,8 +16,8 @@ from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.reporting.verdict import TRIED
-from fxquant.search import mixed_precision, observer_search, wide_outputs
-from fxquant.search.budget import Budget
+from fxquant.search import mixed_precision, observer_search
+from fxquant.search.budget import Budget, with_high_precision
 from fxquant.search.mixed_precision import UNCHANGED, Corrections, Work
 from fxquant.search.sensitivity import WIDTHS, SearchOptions, find
 from fxquant.serialization.qconfig import read, written
@@ -97,7 +97,7 @@ def _high_precision(state: State) -> Proposals:
     """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
     if state.budget is not None:
         return
-    mapping, wide = wide_outputs.with_high_precision(state.untuned().prepared, state.recipe.mapping)
+    mapping, wide = with_high_precision(state.untuned().prepared, state.recipe.mapping)
     if wide:
         yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=mapping)
 

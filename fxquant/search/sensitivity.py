@@ -25,8 +25,8 @@ from fxquant.ir.model import autocast_off
 from fxquant.prepared.batches import as_batches, example_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import QConfig
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import QConfig, State
+from fxquant.search.budget import table
 from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -34,7 +34,6 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_dige
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
 from fxquant.tuning.effects import FloatOutputs, decibels, is_real
 from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
-from fxquant.tuning.text_table import table
 from fxquant.tuning.walk import inputs_of
 
 WIDTHS = (4, 8, 16)

@@ -18,8 +18,8 @@ from fxquant.errors import CalibrationError
 from fxquant.prepared.batches import as_batches
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
-from fxquant.quantization.state import State as OperatorState
-from fxquant.search.budget import Budget, costs, fits
+from fxquant.quantization.spec import State as OperatorState
+from fxquant.search.budget import Budget, costs, fits, table
 from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
@@ -29,7 +29,6 @@ from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.effects import decibels, outputs_of
-from fxquant.tuning.text_table import table
 from fxquant.tuning.walk import inputs_of
 
 logger = logging.getLogger("fxquant")

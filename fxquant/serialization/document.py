@@ -21,21 +21,18 @@ from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, is_signature
 from fxquant.ir.carried import Carried
 from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
-from fxquant.ir.graph import Annotation, fact, resolve, spelling, stage_of
+from fxquant.ir.graph import Annotation, Part, fact, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
-from fxquant.ir.parts import Part
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
-from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.prepared.owners import link_owners
+from fxquant.prepared.operators import QuantizedOperator, link_owners, quantized_operators
 from fxquant.prepared.stage import Stage, violations
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
-from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.tree_reader import TreeReader
-from fxquant.serialization.tree_writer import TreeWriter
+from fxquant.serialization.tree_writer import TargetOf, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 
 logger = logging.getLogger("fxquant")

@@ -17,11 +17,10 @@ from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import METHODS
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import FROZEN, STATISTICS
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import FROZEN, STATISTICS, State
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS
-from fxquant.serialization.tree import LAYOUTS, OPERATOR_FIELDS, QUANTIZER_FIELDS, construct, derived_buffers, tensor_forms
+from fxquant.serialization.tree_writer import LAYOUTS, OPERATOR_FIELDS, QUANTIZER_FIELDS, construct, derived_buffers, tensor_forms
 from fxquant.serialization.values import Malformed, decode, expect, look_up
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)

@@ -14,9 +14,8 @@ from torch import fx
 
 from fxquant.errors import ExportError, Located
 from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import Annotation
+from fxquant.ir.graph import Annotation, Part
 from fxquant.ir.integer import Constant, Operation, QParams, Reference
-from fxquant.ir.parts import Part
 from fxquant.numerics.rounding import Rounding
 from fxquant.ops import Fixed, Own, Same
 from fxquant.quantization.batch_norm import BatchNormTensors

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import power_of_two
 from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
-from fxquant.support.addresses import start
+from fxquant.support.forks import start
 from fxquant.support.offers import Offers
 from fxquant.training import saturation_masks
 from fxquant.training.reference_kernels import Accumulator, Form, Gradients, Passes, Rounded

@@ -11,15 +11,14 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from fxquant.calibration.left_out import having
+from fxquant.calibration.calibration import having
 from fxquant.ir.graph import by_name
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.quantization.spec import FROZEN
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import FROZEN, State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.guard import tuning
+from fxquant.tuning.choices import tuning
 from fxquant.tuning.result import as_text
 from fxquant.tuning.units import constant_arguments, operator_at
 

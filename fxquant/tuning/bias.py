@@ -28,18 +28,17 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.model import repeatable
-from fxquant.lowering.epilogue import Clamp
+from fxquant.lowering.lowering import Clamp
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, judged
-from fxquant.tuning.guard import Tuned, tuning
-from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, by_channel, real_result, taken, weight_of
 
 logger = logging.getLogger("fxquant")
 

@@ -30,13 +30,12 @@ from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.choices import tuning
 from fxquant.tuning.course import left_out
 from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
-from fxquant.tuning.guard import tuning
-from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
-from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
+from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, run, single, taken, weight_of
 
 FEATURES = 0.1
 MIXED = 0.5  # the largest λ

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fxquant.analysis.recording import still
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import autocast_off
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.tuning.result import TunedLayer
 
 logger = logging.getLogger("fxquant")

@@ -20,7 +20,7 @@ from fxquant.quantization.spec import ActivationConfig
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.tuning.choices import WEIGHT, Choice
 from fxquant.tuning.effects import is_real
-from fxquant.tuning.real import weight_of
+from fxquant.tuning.walk import weight_of
 
 Way = str | Grid  # in which a choice is rounded: to a dtype with its observer's scale, or a tensor to this grid
 

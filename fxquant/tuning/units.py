@@ -13,8 +13,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve
 from fxquant.ops.elementwise.table import UNARY
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.tuning.real import is_weighted
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, is_weighted, run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fxquant.backends.cpu import cache, native
+from fxquant.backends.cpu import native
 
 GOOD, EVIL = b"what was compiled" * 100, b"what someone else put there"
 NAME = "kernels-0.library"
@@ -26,7 +26,7 @@ def with_checksum(content: bytes) -> bytes:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache.folder()
+    return native.folder()
 
 
 class Maker:
@@ -75,11 +75,11 @@ CASES: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_cannot_be_trusted_is_made_again_and_replaced(case: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     CASES[case](folder / NAME)
     make = Maker()
-    assert cache.cached(NAME, make) == GOOD
+    assert native.cached(NAME, make) == GOOD
     assert make.calls == 1
     assert len(caplog.records) == 1
     assert str(folder / NAME) in caplog.text
-    assert cache.cached(NAME, make) == GOOD
+    assert native.cached(NAME, make) == GOOD
     assert make.calls == 1
     known = (folder / NAME).lstat()
     assert stat.S_ISREG(known.st_mode)
@@ -93,7 +93,7 @@ def test_a_file_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.Mo
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(OSError, match="belongs to another user"):
-        cache.read(folder / NAME)
+        native.read(folder / NAME)
 
 
 def wrong_owner(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -130,10 +130,10 @@ def test_without_a_folder_of_the_users_own_nothing_is_kept(
     case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil, reason = FOLDERS[case]
-    cache._say_once.cache_clear()
+    native._say_once.cache_clear()
     with monkeypatch.context() as patch:
         spoil(folder, patch)
-        assert [cache.cached(NAME, Maker()) for _ in range(3)] == [GOOD] * 3
+        assert [native.cached(NAME, Maker()) for _ in range(3)] == [GOOD] * 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
     assert not folder.is_dir() or not os.listdir(folder)
@@ -148,22 +148,22 @@ def test_what_cannot_be_written_leaves_nothing_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, function, full)
-        assert cache.cached(NAME, Maker()) == GOOD
+        assert native.cached(NAME, Maker()) == GOOD
     assert "No space left" in caplog.text
     assert not os.listdir(folder)
 
 
 def test_several_threads_keep_one_library(folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(lambda _: cache.cached(NAME, Maker()), range(32))) == {GOOD}
+        assert set(pool.map(lambda _: native.cached(NAME, Maker()), range(32))) == {GOOD}
     assert os.listdir(folder) == [NAME]
 
 
 def test_a_relative_folder_is_not_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cache.folder() == tmp_path / ".cache" / "fxquant"
-    assert cache.folder().stat().st_mode & 0o777 == 0o700
+    assert native.folder() == tmp_path / ".cache" / "fxquant"
+    assert native.folder().stat().st_mode & 0o777 == 0o700
 
 
 SOURCE = "long fxq_number(void) {{ return {}; }}\n"
@@ -179,10 +179,10 @@ def test_libraries_are_loaded_from_bytes_and_told_apart(in_memory: bool, tmp_pat
         source.write_text(SOURCE.format(number))
         subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
         contents.append(made.read_bytes())
-    loaded = [cache.load("same", content) for content in contents]
+    loaded = [native.load("same", content) for content in contents]
     assert [library.fxq_number() for library in loaded] == [1, 2]
     with pytest.raises(OSError, match=r"."):
-        cache.load("broken", b"no library")
+        native.load("broken", b"no library")
 
 
 def test_a_library_without_a_function_is_left_out(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
@@ -194,4 +194,4 @@ def test_a_library_without_a_function_is_left_out(monkeypatch: pytest.MonkeyPatc
     (kept,) = folder.iterdir()
     kept.write_bytes(b"damaged")
     assert native._loaded(source, ("number",)).fxq_number is not None
-    assert cache.read(kept)
+    assert native.read(kept)

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import exportable
-from fxquant.backends.onnx.float_export import FloatRegions
-from fxquant.backends.onnx.independent_parts import split
+from fxquant.backends.onnx.float_export import FloatRegions, split
 from tests.shared.contract import compiled
 from tests.shared.networks import Network
 from tests.shared.onnx_files import assert_verified, batch, integer_of, rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.backends.horizon.camera import nv12_of
+from fxquant.backends.horizon.export import nv12_of
 
 
 class Camera(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import quiet
+from fxquant.backends.onnx import float_export
 from tests.shared.networks import Network
 from tests.shared.onnx_files import run
 
@@ -122,9 +122,9 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
 
 
 def test_a_module_that_the_exporter_imports_may_export() -> None:
-    with quiet.quiet():
-        assert quiet._exporting.acquire(blocking=False)  # it would wait for itself
-        quiet._exporting.release()
+    with float_export.quiet():
+        assert float_export._exporting.acquire(blocking=False)  # it would wait for itself
+        float_export._exporting.release()
 
 
 # ---- attention, and files that a runtime cannot open ------------------------------------------------------------------------

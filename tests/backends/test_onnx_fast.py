@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import fast, fast_kernels, fast_tables
+from fxquant.backends.onnx import fast, fast_kernels, fast_parts
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.ir.integer import qparams
 from fxquant.primitives import elementwise
@@ -110,15 +110,15 @@ def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) ->
 def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
     integer = copy.deepcopy(known("silu"))
     node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)
-    assert fast_tables.computes(integer, node, 21)
-    assert not fast_tables.computes(integer, node, 17)
+    assert fast_parts.computes(integer, node, 21)
+    assert not fast_parts.computes(integer, node, 17)
     integer.get_submodule(node.args[1].target.rpartition(".")[0]).table[100] += 1
-    assert not fast_tables.computes(integer, node, 21)
+    assert not fast_parts.computes(integer, node, 21)
 
 
 @needs_vnni
 def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fast_tables, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
+    monkeypatch.setattr(fast_parts, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
     path = exported(known("silu"), tmp_path / "model.onnx", style="fast")
     kernels = fxq.onnx_metadata(path)["kernels"]
     assert (kernels["computed"], len(kernels["refused"])) == ([], 2)

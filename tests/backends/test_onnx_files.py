@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
-from fxquant.backends.onnx.regions import settings_of
+from fxquant.backends.onnx.float_export import built_once, settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.backends.onnx.translations import built_once
 from fxquant.reporting import inspection
 from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
 from tests.shared.contract import assert_train_is_validate, compiled, same_bytes

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 import fxquant as fxq
-from fxquant.backends.onnx import model_files
+from fxquant.backends.onnx import export
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.ir.integer import is_inner, qparams
@@ -65,7 +65,7 @@ def test_files_with_weights_beside_them_can_be_inspected(style: str, tmp_path: P
 
 
 def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "LARGEST_FILE", 3000)
+    monkeypatch.setattr(export, "LARGEST_FILE", 3000)
     exported(known("linear"), tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists()
     with pytest.raises(fxq.ExportError, match="cannot be one file"):

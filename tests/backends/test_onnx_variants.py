@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import model_files
+from fxquant.backends.onnx import export
 from tests.shared.contract import Compiled, compiled, needs_vnni
 from tests.shared.onnx_files import run
 
@@ -61,7 +61,7 @@ def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, batch: tupl
 def test_a_float_file_that_computes_something_else_is_not_written(
     model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxquant.backends.onnx.float_file.apart", lambda found, wanted: 0.5)
+    monkeypatch.setattr("fxquant.backends.onnx.export.apart", lambda found, wanted: 0.5)
     with pytest.raises(fxq.ExportError, match="of its largest number away"):
         fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=batch)
     assert not list(tmp_path.iterdir())
@@ -115,8 +115,8 @@ def test_a_large_model_has_its_weights_beside_it_once(
 ) -> None:
     integer = both.integer
     together = fxq.export_onnx(integer, tmp_path / "together.onnx", "exact")
-    monkeypatch.setattr(model_files, "LARGEST_FILE", 5000)
-    monkeypatch.setattr(model_files, "SMALLEST_EXTERNAL", 64)
+    monkeypatch.setattr(export, "LARGEST_FILE", 5000)
+    monkeypatch.setattr(export, "SMALLEST_EXTERNAL", 64)
     path = fxq.export_onnx(integer, tmp_path / "apart.onnx", "exact")
     beside = tmp_path / "apart.onnx.data"
     stored = sum(len(tensor.raw_data) for tensor in onnx.load(str(together)).graph.initializer if len(tensor.raw_data) >= 64)

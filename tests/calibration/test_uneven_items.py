@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.numerics.grids import UINT8
-from fxquant.quantization.observers import HistogramObserver, loudness
-from fxquant.quantization.observers.loudness import BINS, OCTAVES
+from fxquant.quantization.observers import HistogramObserver, histogram
+from fxquant.quantization.observers.histogram import BINS, OCTAVES
 from tests.shared.contract import Compiled, compiled
 
 
@@ -94,7 +94,7 @@ def test_an_item_has_the_octave_of_its_largest_magnitude_whatever_the_order() ->
 def test_a_reach_that_doubles_keeps_every_count_over_its_range() -> None:
     counts = torch.rand(2, OCTAVES, BINS, dtype=torch.float64)
     before = counts.clone()
-    loudness.doubled(counts)
+    histogram.doubled(counts)
     assert torch.equal(counts[:, 1:-1], before[:, :-2])
     assert not counts[:, 0].any()
     joined = before[:, -1].view(2, -1, 2).sum(2)
@@ -104,6 +104,6 @@ def test_a_reach_that_doubles_keeps_every_count_over_its_range() -> None:
 
 def test_half_of_the_reach_is_the_next_octave_exactly() -> None:
     for reach in torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist():
-        assert [loudness._octave(reach * 2.0**-octave, reach) for octave in range(OCTAVES)] == list(range(OCTAVES))
-        assert loudness._octave(reach * 0.51, reach) == 0
-        assert loudness._octave(reach * 2.0**-40, reach) == OCTAVES - 1
+        assert [histogram._octave(reach * 2.0**-octave, reach) for octave in range(OCTAVES)] == list(range(OCTAVES))
+        assert histogram._octave(reach * 0.51, reach) == 0
+        assert histogram._octave(reach * 2.0**-40, reach) == OCTAVES - 1

@@ -19,7 +19,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.cli import main
 from fxquant.demo import run
-from fxquant.demo.digits import load_digits_dataset
+from fxquant.demo.run import load_digits_dataset
 from fxquant.ir.integer import qparams
 from fxquant.passes import PIPELINE
 

@@ -30,11 +30,9 @@ from fxquant.cli import main
 from fxquant.conformance import kit as kit_module
 from fxquant.conformance import manifest
 from fxquant.conformance.board import as_npy
-from fxquant.conformance.compiled import Compiled
+from fxquant.conformance.kit import SCALES, Compiled, probe_target
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
-from fxquant.conformance.models import computed, integers, kit_images, model_of
-from fxquant.conformance.probes import SCALES, probe_target
-from fxquant.conformance.results import SIMULATOR
+from fxquant.conformance.results import SIMULATOR, computed, integers, kit_images, model_of
 from fxquant.conformance.rows import ROWS
 from fxquant.conformance.variants import Variant, variants_of
 

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks import zoo
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.demo.digits import load_digits_dataset
-from fxquant.demo.network import build_demo_network
+from fxquant.demo.run import build_demo_network, load_digits_dataset
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import notes
 from fxquant.primitives import PRIMITIVES, accumulate

@@ -20,9 +20,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from benchmarks import calibration_memory, exactness, zoo
-from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_class
-from fxquant.demo.network import build_demo_network
-from fxquant.demo.training import accuracy, train_float, train_quantized
+from fxquant.demo.run import DigitsDataset, accuracy, build_demo_network, load_digits_dataset, split_by_class, train_float, train_quantized
 from fxquant.errors import ConfigurationError
 from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators

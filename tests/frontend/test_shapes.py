@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.frontend import evaluation, shapes
+from fxquant.frontend import fake
 from fxquant.frontend.values import Value
 from fxquant.ir.graph import fact
 
@@ -30,7 +30,7 @@ class Norms(nn.Module):
 
 @pytest.mark.parametrize("dim", [2, 3, 4, 5])
 def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, original = [], shapes.known_result
+    found, original = [], fake.known_result
 
     def compared(function: Any, args: Any, kwargs: Any) -> Value | None:
         known = original(function, args, kwargs)
@@ -43,10 +43,10 @@ def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyP
         return known
 
     x = torch.randn(4, 6, *[3] * (dim - 2))
-    monkeypatch.setattr(evaluation, "known_result", compared)
+    monkeypatch.setattr(fake, "known_result", compared)
     short = fxq.trace(Norms(dim).eval(), x)
     assert len(found) >= 4
-    monkeypatch.setattr(evaluation, "known_result", lambda *_: None)
+    monkeypatch.setattr(fake, "known_result", lambda *_: None)
     whole = fxq.trace(Norms(dim).eval(), x)
     assert [(node.name, fact(node)) for node in short.graph.nodes] == [(node.name, fact(node)) for node in whole.graph.nodes]
 

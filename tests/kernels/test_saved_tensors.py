@@ -13,7 +13,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
 from fxquant.primitives.product import matrix_product
 from fxquant.training import fused_layers, saved_activations
-from fxquant.tuning.real import real_result
+from fxquant.tuning.walk import real_result
 from tests.shared import contract
 
 

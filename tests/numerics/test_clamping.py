@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.numerics.clamping import clamped
 from fxquant.numerics.grids import INT4, Grid
-from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.numerics.rounding import AdaptiveRounding, clamped
 from fxquant.ops.core.record import operator_named
 from fxquant.prepared.operators import take_integers
 from fxquant.primitives import elementwise, product, quantization, requantize

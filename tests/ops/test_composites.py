@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import get
-from fxquant.ir.graph import annotation
+from fxquant.ir.graph import annotation, part
 from fxquant.ir.integer import qparams
-from fxquant.ir.parts import part
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled, needs_vnni

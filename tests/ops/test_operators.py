@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir import graph
 from fxquant.ir.graph import annotation, resolve
+from fxquant.ir.graph import part as part_of
 from fxquant.ir.integer import qparams
-from fxquant.ir.parts import part as part_of
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Same
 from fxquant.ops.core.samples import ATTENDED, COMPOSED, EXACT, HEADS, LIMITED, NORMED, RECURRENT, ROUNDED, SAMPLED
 from fxquant.ops.elementwise.table import UNARY

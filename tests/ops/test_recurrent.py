@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.ir.graph import part, step_of
 from fxquant.ir.integer import qparams
-from fxquant.ir.parts import part, step_of
 from tests.shared import contract
 from tests.shared.contract import compiled
 

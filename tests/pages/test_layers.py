@@ -63,7 +63,7 @@ APART = {
     "cli": ("passes", "backends", "ops", "ir", "compat"),  # the command line is a user of the public functions
 }
 SINGLE = {"passes"}  # packages whose modules import none of their own but what SHARED names: they are run by the table of contents
-SHARED = {"fxquant.passes.rewriting", "fxquant.passes.matching"}
+SHARED = {"fxquant.passes.rewriting"}
 
 ONNX_WRITERS = {
     "agreement", "connections", "emitter", "export", "fast", "fast_kernels", "float_export", "float_file", "horizon",
@@ -71,13 +71,13 @@ ONNX_WRITERS = {
 }  # fmt: skip
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
-    "scipy": {"fxquant.search.integer_program"},
+    "scipy": {"fxquant.search.mixed_precision"},
     "matplotlib": set(),
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
-    "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
+    "onnx": {"fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},
-    "sklearn": {"fxquant.demo.digits"},
+    "sklearn": {"fxquant.demo.run"},
     "torch.ao": {"fxquant.compat.torch_ao"},  # PyTorch's own objects by name, where this PyTorch has them
     "torch.quantization": set(),
 }

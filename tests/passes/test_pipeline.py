@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxquant as fxq
 from fxquant.backends import get as get_target
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.ir.copying import copy_parameters
 from fxquant.ir.integer import is_inner, qparams
+from fxquant.ir.interpreter import copy_parameters
 from fxquant.ir.model import Model, copy_graph
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run

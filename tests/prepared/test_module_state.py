@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import fxquant as fxq
-from fxquant.quantization.factors import ChannelFactors
-from fxquant.quantization.remembered import Remembered
+from fxquant.quantization.factors import ChannelFactors, Remembered
 
 TARGETS = {"uint8": "x86", "int8": "bayes-e", "int4": "nash-e"}
 METHODS = [  # of activations, and of weights

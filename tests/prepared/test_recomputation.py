@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fxquant as fxq
-from fxquant.ir.recomputation import Taken, _key
+from fxquant.ir.model import Taken, _key
 
 LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
 SETTINGS: dict[str, tuple[str, str, Any]] = {

@@ -20,8 +20,7 @@ import fxquant as fxq
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.budget import costs, fits
-from fxquant.search.integer_program import optimum
-from fxquant.search.mixed_precision import work_of
+from fxquant.search.mixed_precision import optimum, work_of
 from fxquant.search.remedies import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from fxquant.tuning import effects

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import model_files as onnx_files
+from fxquant.backends.onnx import export as onnx_files
 from fxquant.compat import horizon
 from fxquant.serialization.qconfig import written
 from fxquant.support.files import write_file, write_files
@@ -33,7 +33,7 @@ WRITES = frozenset(("write_text", "write_bytes", "savefig", "save_file", "tofile
 SAVES = frozenset(("save", "save_model", "savez", "savefig", "write_html", "write_image"))
 OURS = ("safetensors.torch.save", "save_model", "fxq.save")  # the first returns bytes
 MEMORY = ("archive", "picture", "buffer")  # names of buffers in memory, which may be given to these
-CACHE = "fxquant.backends.cpu.cache"
+CACHE = "fxquant.backends.cpu.native"
 # The compiled library in the user's cache, which no one else may read, and what is loaded, from memory or a temporary folder.
 LIBRARIES = [
     "file.write_bytes(content)",

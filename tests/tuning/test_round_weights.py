@@ -16,15 +16,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.demo.digits import load_digits_dataset
+from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import output_effect, walk
+from fxquant.tuning import second_moment, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
-from fxquant.tuning.output_effect import ALONE, FLOOR, output_effects
-from fxquant.tuning.real import real_result, weight_of
-from fxquant.tuning.second_moment import WINDOW, _Layer
+from fxquant.tuning.second_moment import ALONE, FLOOR, WINDOW, _Layer, output_effects
 from fxquant.tuning.units import bound_arguments, weighted_nodes
-from fxquant.tuning.walk import Samples, Walk
+from fxquant.tuning.walk import Samples, Walk, real_result, weight_of
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -210,7 +208,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
         found = original(*arguments, **settings)
         return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(output_effect, "run", without_gradient)
+    monkeypatch.setattr(second_moment, "run", without_gradient)
     with caplog.at_level(logging.WARNING, "fxquant"):
         alone = contract.calibrated(network(), BATCHES, qconfig=FOUR_BITS)
     assert [record for record in caplog.records if "layer by layer" in record.message]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.tuning import effects, ranges
+from fxquant.tuning import effects, first_samples
 from tests.shared import contract
 
 COUNT = 96
@@ -55,8 +55,8 @@ def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCapture
     batches = list(images(LOUD).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance) for balance in (False, None))
-        assert ranges.is_balanced(chosen)
-        assert not ranges.is_balanced(usual)
+        assert first_samples.is_balanced(chosen)
+        assert not first_samples.is_balanced(usual)
         assert effects.is_lower(noise(chosen, images(LOUD, seed=1)), noise(usual, images(LOUD, seed=1)))
         contract.assert_validate_is_integer(chosen, fxq.convert(chosen), batches[0])
     assert sum("ranges are chosen by the noise of each sample" in line for line in caplog.messages) == 1
@@ -68,7 +68,7 @@ def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pyte
     batches = list(images(LOUD).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance, bounded=False) for balance in (False, None))
-    assert not ranges.is_balanced(chosen)
+    assert not first_samples.is_balanced(chosen)
     assert fxq.qparams(chosen) == fxq.qparams(usual)
     assert any("ranges are chosen by the squared error of all samples" in line for line in caplog.messages)
 
@@ -88,7 +88,7 @@ def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
     with torch.no_grad():
         once, twice = calibrated(batches, "bayes-e", None), calibrated(batches[:4], "bayes-e", None)
         fxq.calibrate(twice, batches[4:], correct_bias=False, show_progress=False)
-    assert ranges.is_balanced(once)
+    assert first_samples.is_balanced(once)
     assert fxq.qparams(once) == fxq.qparams(twice)
 
 
@@ -98,11 +98,11 @@ def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch
         usual = calibrated(batches, "bayes-e", False)
 
         def interrupted(self: Any) -> float:
-            if ranges.is_balanced(self.prepared):
+            if first_samples.is_balanced(self.prepared):
                 raise KeyboardInterrupt
             return 1.0
 
-        monkeypatch.setattr("fxquant.tuning.ranges.FloatOutputs.measure", interrupted)
+        monkeypatch.setattr("fxquant.tuning.first_samples.FloatOutputs.measure", interrupted)
         prepared = fxq.prepare(Classifier().eval(), batches[0], "bayes-e")
         with pytest.raises(KeyboardInterrupt):
             fxq.calibrate(prepared, batches, correct_bias=False, show_progress=False)

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.demo.digits import load_digits_dataset
+from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import course, distillation, effects
-from fxquant.tuning.blocks import block_units
+from fxquant.tuning.reconstruction import block_units
 from fxquant.tuning.units import layer_units
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state

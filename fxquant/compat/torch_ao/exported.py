@@ -13,7 +13,7 @@ from fxquant.compat.deferred import converted
 from fxquant.compat.torch_ao.tables import TABLES
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.exported import is_unpacked
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
 PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run

@@ -15,7 +15,7 @@ from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qco
 from fxquant.compat.torch_ao.switches import engine_target
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
 

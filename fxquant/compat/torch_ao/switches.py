@@ -15,14 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.calibration.cutting import keep_statistics
-from fxquant.calibration.unseen import follow_unseen
+from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
 from fxquant.compat.deferred import Deferred
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.spec import State
 
 
 def _switch(switch: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.demands import Same
-from fxquant.ops.core.record import OPERATORS
-from fxquant.ops.core.traits import Trait
+from fxquant.ops.core.record import OPERATORS, Same, Trait
 from fxquant.primitives import quantization
 
 

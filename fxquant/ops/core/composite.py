@@ -11,11 +11,23 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
-from fxquant.ir.graph import attach, fact, inherit, is_parameter, mark_parameter, set_fact, spell, spelling
-from fxquant.ir.parts import Part, set_part, state_demand, tie
+from fxquant.ir.graph import (
+    Part,
+    attach,
+    fact,
+    inherit,
+    is_parameter,
+    mark_parameter,
+    part,
+    set_fact,
+    set_part,
+    spell,
+    spelling,
+    state_demand,
+    tie,
+)
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.demands import Demand
-from fxquant.ops.core.record import OPERATORS, Operator
+from fxquant.ops.core.record import BY_NAME, OPERATORS, Demand, Operator, Own, Same, demand, operator_of
 
 CONSTANT = "_constant_"  # the prefix of the names of constants, as of those that the tracer holds
 
@@ -163,3 +175,25 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result
+
+
+# ---- Operators that only copy elements: their result holds elements of what they read, and no others -----------------
+
+
+def carried(operator: Operator) -> tuple[str, ...]:
+    """Return the parameters whose elements an operator's result holds as they are; none where it computes."""
+    return operator.carries or (operator.operands if operator.moves else ())
+
+
+def copies(node: fx.Node) -> bool:
+    """Return whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
+
+    Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
+    """
+    operator, whole = operator_of(node), part(node)
+    if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):
+        return False
+    if whole is None:
+        return True
+    composite = BY_NAME.get(whole.composite)
+    return composite is not None and bool(carried(composite))  # a part of what was legalized computes

@@ -16,13 +16,11 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact, is_parameter, reads_shape_only, refusal, resolve
-from fxquant.ir.parts import part
+from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE
-from fxquant.ops.core.demands import Own, Plain
-from fxquant.ops.core.record import Operator, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.core.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.table import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)

@@ -2,32 +2,56 @@
 
 from fxquant.ir.facts import BatchDim, Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.rounding import clamped
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.constants import on_the_output, selected
-from fxquant.ops.core.declare import Guard, bound, composite, function_and_method, listed, lowered, settings_of, spelled, taking
-from fxquant.ops.core.demands import INNER, WIDE, Demand, Fixed, Own, Plain, Same
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.guards import (
+from fxquant.ops.core.declare import (
     COMPUTED,
     NO_DIMENSIONS,
+    Guard,
     are_fixed,
+    bound,
+    composite,
     fixed,
     fixed_along,
     fixed_sizes,
+    function_and_method,
     is_tensor,
     known_size,
     known_sizes,
+    listed,
+    lowered,
     nodes,
     numbers,
+    on_the_output,
     one_of,
+    selected,
+    settings_of,
     shape_of,
+    spelled,
+    taking,
 )
-from fxquant.ops.core.record import OPERATORS, Adapt, Instead, Operator, Parameter, operator_named, operator_of, register
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import (
+    INNER,
+    OPERATORS,
+    WIDE,
+    Adapt,
+    Demand,
+    Fixed,
+    Instead,
+    Operator,
+    Own,
+    Parameter,
+    Plain,
+    Same,
+    Trait,
+    operator_named,
+    operator_of,
+    register,
+)
 from fxquant.ops.core.samples import (
     ALIGNED,
     EXACT,
@@ -44,7 +68,6 @@ from fxquant.ops.core.samples import (
     sampled,
     written,
 )
-from fxquant.ops.core.traits import Trait
 
 __all__ = [
     "ALIGNED", "COMPUTED", "EXACT", "FLOAT32_EXACT", "FOLDED", "HEADS", "IMAGES", "INNER", "LIMITED", "NORMED", "NO_DIMENSIONS",

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.epilogue import Clamp, Epilogue, Lift
-from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.lowering.lowering import Clamp, Epilogue, Lift, Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, IntType, accumulator_bound
 from fxquant.numerics.rescaling import Ratio
 from fxquant.primitives import accumulate

@@ -9,22 +9,115 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
-from fxquant.ir.parts import stated_demand
+from fxquant.ir.graph import fact, is_parameter, stated_demand
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
-from fxquant.ops.core.demands import OWN, Demand, Fixed, Own, Plain, Same
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.samples import Sample
-from fxquant.ops.core.traits import Trait
 from fxquant.primitives.arithmetic import Arithmetic
+
+# ---- Grids that an operator demands of its result: its own, its operand's, a fixed one, or none ----------------------
+
+
+@dataclass(frozen=True)
+class Own:
+    """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
+
+    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
+    shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
+    otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
+    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
+                   that dtype
+    """
+
+    dtype: str | None = None
+    shared_where: str | None = None
+    otherwise: str | None = None
+    headroom: float = 1.0
+    limit: float | None = None
+
+
+# For an inner tensor of a composite: what its result needs, and what its result is better with.
+WIDE = Own("int16", headroom=2.0)
+
+
+OWN = Own()
+INNER = Own("int16", otherwise="int8")
+
+
+@dataclass(frozen=True)
+class Same:
+    """The grid of the operands of these parameters; of all operands, where none is named."""
+
+    operands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A grid that is given, whatever the values: this scale and this dtype.
+
+    zero_point  of an affine dtype; None: the one that covers what a symmetric dtype does
+    otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
+    """
+
+    scale: float
+    dtype: str
+    zero_point: int | None = None
+    otherwise: Fixed | Own | None = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """No grid: the result is booleans or integers ("bool", "int64"), which are read as they are. It has no gradient."""
+
+    dtype: str
+
+
+Demand = Own | Same | Fixed | Plain
+
+
+def supported_demand(demanded: Demand, dtypes: Collection[str]) -> Demand:
+    """Return the demand that applies on a target with activations of these dtypes: its alternative, where the target lacks the first."""
+    if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
+        return demanded
+    if isinstance(demanded, Own):
+        return replace(demanded, dtype=demanded.otherwise, otherwise=None, headroom=1.0)
+    return supported_demand(demanded.otherwise, dtypes)
+
+
+# ---- Traits of operators: what passes and backends rely on instead of an operator's name -----------------------------
+#
+# An operator that has a trait meets its criterion; tests/ops/test_traits.py runs each of them. One without it may meet it all the same:
+# then no pass relies on it yet. In a criterion f is the operator's float function, x and y are activations, c and z are numbers.
+
+
+class Trait(Enum):
+    """Criteria that operators meet."""
+
+    ELEMENTWISE = "A function of each element of one tensor: f of a permuted x is the permuted f(x)."
+    HOMOGENEOUS = "f(2x) = 2 f(x), for all activations together; bounds of a clamp are 0, and no divisor is given."
+    AFFINE = "With a number as one of its two operands: f((x + y) / 2, c) = (f(x, c) + f(y, c)) / 2."
+    SPATIAL = "Mixes elements along the dimensions after the channels only: f of permuted channels is f(x) with its channels permuted."
+    REDUCTION = "Reduces dimensions, in whatever order: f of x, permuted along them, is f(x)."
+    SUMMATION = "A reduction that adds up: f(x + y) = f(x) + f(y)."
+    STATISTIC = "A reduction of squares: f(-x) = f(x), and f(2x) is 2 f(x) or 4 f(x)."
+    SOFTMAX = "Depends on the differences of the elements of a row, and keeps their order: f(x + c) = f(x), and f(x) is sorted like x."
+    MATRIX_PRODUCT = "Sums of products of two operands: f(2x, y) = f(x, 2y) = 2 f(x, y), and not of elements at the same index."
+    DIVIDES = "Has a pole where its second operand is 0: f(c, 0) is not finite."
+    CHOOSES = "Selects for each element: values that are not selected may be NaN, and its result is still finite."
+    BOUNDED_BELOW = "Raises values below a bound to it: no element of f(x, c) is less than c."
+    RESHAPES = "Reshapes its elements in the same order; it may repeat them, and drops none."
+    REARRANGES = "Returns elements of its operands, in entire rows and any order, without arithmetic."
+    OUTPUTS_FIRST = "Dimension 0 of its weight is the output channels: twice the weight at one index doubles that channel only."
+
 
 # How the arguments of one call form become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]

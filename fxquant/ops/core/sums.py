@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering.epilogue import Clamp
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, power_of_two
 from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
-from fxquant.numerics.rounding import straight_through
+from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import SUM, ShiftedSums
 

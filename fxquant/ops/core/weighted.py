@@ -22,10 +22,7 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve
-from fxquant.lowering.epilogue import Clamp, Epilogue, Lift, ResidualFactor
-from fxquant.lowering.finite import named_parameters
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.clamping import clamped
+from fxquant.lowering.lowering import Clamp, Epilogue, Lift, Lowering, Quantized, ResidualFactor, named_parameters
 from fxquant.numerics.grids import (
     FLOAT32_EXACT,
     INT32,
@@ -37,18 +34,74 @@ from fxquant.numerics.grids import (
     ends_of,
     least_scale_for_bias,
     least_scale_for_residual,
+    power_of_two,
 )
 from fxquant.numerics.rescaling import Ratio
-from fxquant.numerics.rounding import straight_through
+from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops.core.products import LayerSum, Product, accumulator_limit, per_channel
-from fxquant.ops.core.residuals import requantizes_residuals, residual_factor, scaled_residual
 from fxquant.ops.core.sums import lower_add
-from fxquant.primitives import elementwise
+from fxquant.primitives import elementwise, product
+from fxquant.primitives.comparison import choose, compare
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import QuantizedWeight
 from fxquant.training import fused_layers
 from fxquant.training.reference_kernels import form_of
+
+# ---- A residual in the accumulator of a layer: its multiplier per output channel, and why it is not added there ------
+
+
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to an integer costs more than half a step of the largest residual
+
+
+def residual_factor(layer: LayerSum, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
+    """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    lowering = layer.lowering
+    if requantizes_residuals(lowering):
+        lowering.note("residual", "added after a requantization, as this target does")
+        return None, bound
+    factor, added = scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+    with_residual = bound + added
+    shifts = factor.right_shift is not None
+    reason = _not_in_accumulator(layer, residual, factor.value().detach(), float(with_residual.max()), shifts)
+    if reason is not None:
+        lowering.note("residual", f"added after a requantization: {reason}")
+        return None, bound
+    lowering.note("residual", "added in the accumulator")
+    return factor, with_residual
+
+
+def scaled_residual(layer: LayerSum, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
+    """Return the factor that brings a residual to steps of the sum, and how much the residual can add to an accumulator."""
+    bits, right_shift = layer.lowering.arithmetic.residual_bits, None
+    if bits:
+        mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
+        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
+    else:
+        shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
+        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=steps[0].device))
+    added = torch.ceil(ResidualFactor(multiplier, right_shift).value() * residual.grid.magnitude)
+    real = ratio.approximate()
+    if real.requires_grad and torch.is_grad_enabled():
+        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), multiplier.double())
+    return ResidualFactor(multiplier, right_shift), added
+
+
+def _not_in_accumulator(layer: LayerSum, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
+    """Return why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
+    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
+    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
+        return "its target adds 16-bit tensors in a separate step"
+    if not shifts and int(factor.min()) < smallest:
+        return f"its multiplier falls to {int(factor.min())}, below {smallest}"
+    return f"the accumulator could reach {largest:.0f}" if largest > layer.limit else None
+
+
+def requantizes_residuals(lowering: Lowering) -> bool:
+    """Return whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
+
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 
@@ -360,3 +413,49 @@ def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         if isinstance(value, fx.Node) and not is_parameter(value):
             return f"its {name} is computed by %{value.name} from more than parameters"
     return None
+
+
+# ---- Slopes below zero as integers in steps of 2^-7, for targets that multiply by such -------------------------------
+
+
+LARGEST_DIFFERENCE = 127  # of one and a slope, in its steps, where what is added is a byte
+
+
+def shifts_of(slopes: Tensor, bits: int, added: bool) -> tuple[Tensor, Tensor]:
+    """(A, n) of slopes, int64: A = round_half_even(slope · 2^n), with n = `bits`, or less by one where 2^n - A is `added` and no byte."""
+    shift = torch.full_like(slopes, bits, dtype=torch.int64)
+    if added:
+        shift = torch.where(2.0**bits - torch.round(slopes.double() * 2.0**bits) > LARGEST_DIFFERENCE, bits - 1, shift)
+    return torch.round(slopes.double() * power_of_two(shift)).to(torch.int64), shift
+
+
+def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: Clamp | None, added: bool) -> Any:
+    """Compute q where q ≥ 0, else ⌊q · A / 2^n + ½⌋, then on the output's grid.
+
+    Where the target has `added` a byte to q, the result is at most q + 127.
+    """
+    whole, shift = shifts_of(slopes, lowering.arithmetic.slope_bits, added)
+    lowering.describe("slope", power_of_two(-shift).float().flatten(), -slopes.dim() if slopes.dim() else None)
+    held = lowering.constant("slope", whole, torch.int32)
+    multiplied = lowering.call(elementwise.multiply, input.value, held, False)
+    steeper = whole > torch.ones_like(shift) << shift
+    if added and bool(steeper.any()):  # what is added to q is negative there, and its halves are rounded away from 0
+        multiplied = lowering.call(
+            elementwise.add_constant, multiplied, lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
+        )
+    unit = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),), (power_of_two(shift),))
+    grid = input.grid
+    below = lowering.arithmetic.requantize(lowering, multiplied, unit, *grid.bounds, grid, "negative_")
+    if added and bool((whole <= 0).any()):
+        most = lowering.constant("most", torch.tensor(LARGEST_DIFFERENCE, device=slopes.device), torch.int32)
+        raised = lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, input.value), most)
+        one = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),))
+        limit = lowering.arithmetic.requantize(lowering, raised, one, *grid.bounds, grid, "limit_")
+        below = lowering.call(product.minimum, below, limit)
+    zero = lowering.constant("zero", torch.zeros((), dtype=torch.float32, device=slopes.device), torch.int8)
+    chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
+    to = lowering.output
+    moved = lowering.rescale(Quantized(chosen, grid, input.shape), to, "")
+    if clamp is None or clamp == (None, None) or lowering.bounds(clamp, to) == to.grid.bounds:
+        return moved
+    return lowering.holds(lowering.call(elementwise.clamp, moved, *lowering.bounds(clamp, to)), to.grid)

@@ -17,10 +17,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import WIDE, Builder, Operator, Trait, register
+from fxquant.ops.core.operators import (
+    INNER,
+    WIDE,
+    Builder,
+    Operator,
+    Plain,
+    TensorFact,
+    Trait,
+    composite,
+    fact,
+    is_parameter,
+    numbers,
+    register,
+)
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
-from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.elementwise.selection import where
@@ -120,3 +133,31 @@ _rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.
 _rounded(trunc_quotient, _rounded_quotient, torch.trunc, "torch.div(x, y, rounding_mode='trunc')")
 _rounded(floor_remainder, _rounded_remainder, torch.floor, "remainder(x, y)", "x % y", "y.__rmod__(2.0)")
 _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
+
+
+# ---- Whether two numbers are close to each other: a composite of a difference and a comparison -----------------------
+#
+# isclose(x, y)   →   |x - y| <= rtol · |y| + atol
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = [fact(arguments[name]) for name in ("input", "other")]
+    real = all(isinstance(one, TensorFact) and one.dtype == torch.float32 for one in known)
+    return None if real else "its operands are not float32 tensors: compare integers by =="
+
+
+@composite(
+    takes="input other rtol atol equal_nan",  # no grid has a NaN
+    demand=Plain("bool"),
+    refuses=(_refuses, numbers("rtol", "atol", because="rtol or atol is computed", finite=True)),
+)
+@sampled("isclose(x, y, atol=0.2)", "isclose(x, y[:, :1], rtol=0, atol=0.3)", share=0.02)
+def isclose(build: Builder, input: fx.Node, other: fx.Node, rtol: float = 1e-05, atol: float = 1e-08) -> Any:
+    """Return whether |input - other| <= rtol · |other| + atol."""
+    if is_parameter(input) and rtol == 0:
+        input, other = other, input
+    distance = build(torch.abs, build(sub, input, other, demand=INNER), demand=INNER)
+    if rtol == 0:
+        return build(torch.le, distance, float(atol))
+    share = build(mul, build(torch.abs, other, demand=INNER), float(rtol), demand=INNER)
+    return build(torch.le, distance, build(add, share, float(atol), demand=INNER))

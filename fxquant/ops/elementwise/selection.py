@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.declare import Branch, on_the_output, real
 from fxquant.ops.core.operators import ALIGNED, Lowering, Quantized, TensorFact, Trait, fact, lowered, sampled
 from fxquant.primitives import comparison
 

@@ -21,7 +21,7 @@ from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, one_varying, permute, reshape
-from fxquant.ops.reduction.running import tril, triu
+from fxquant.ops.reduction.progression import tril, triu
 
 # ---- lists of places ---------------------------------------------------------------------------------------------------
 

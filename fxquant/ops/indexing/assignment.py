@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
-from fxquant.ops.core.constants import Branch, on_the_output, real, selected
-from fxquant.ops.core.declare import function_and_method, lowered, spelled
+from fxquant.ops.core.declare import Branch, function_and_method, lowered, on_the_output, real, selected, spelled
 from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.selection import where

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.ops.core.declare import Guard, composite, first_reason, function_and_method, lowered
-from fxquant.ops.core.guards import are_fixed, fixed, has_dimensions
+from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
 from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
 from fxquant.ops.indexing.index import getitem

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core import equations
-from fxquant.ops.core.equations import is_computed
+from fxquant.ops.core import matrix
+from fxquant.ops.core.matrix import is_computed
 from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes, sampled, written
 from fxquant.ops.core.record import Instead, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
@@ -155,7 +155,7 @@ def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if len(shape_of(arguments["weight"])) == 2 else "its weight is computed and is not a matrix"
 
 
-@composite(function=equations.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, macs=_products)
+@composite(function=matrix.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, macs=_products)
 @sampled("F.linear(x, y[0, 0, :5])", within=ROUNDED)
 def computed_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None) -> Any:
     """Compute x · wᵀ + b with a weight that the model computes."""

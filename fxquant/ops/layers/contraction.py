@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.core import equations
+from fxquant.ops.core import matrix
 from fxquant.ops.core.declare import composite, function_and_method, listed
-from fxquant.ops.core.equations import spelled
+from fxquant.ops.core.matrix import spelled
 from fxquant.ops.core.operators import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, nodes, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
@@ -160,7 +160,7 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
 
 
 @composite(
-    function=equations.einsum,
+    function=matrix.einsum,
     operands=("operands",),
     by_name=False,
     traits=frozenset({Trait.MATRIX_PRODUCT}),
@@ -220,7 +220,7 @@ def _refuses_added(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @composite(
-    function=equations.added_product,
+    function=matrix.added_product,
     operands=("input", "one", "other"),
     calls={
         **function_and_method(_added("ij,j->i", "mat", "vec"), "addmv"),

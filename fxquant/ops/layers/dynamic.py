@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.lowering.finite import named_parameters
+from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
 from fxquant.ops.core.operators import Lowering, TensorFact, fact, is_parameter, lowered, operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of

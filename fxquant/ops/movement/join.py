@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ops.core.constants import Branch, on_the_output, real
+from fxquant.ops.core.declare import Branch, on_the_output, real
 from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, fact, is_parameter, lowered, sampled
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import numbers, result_varying

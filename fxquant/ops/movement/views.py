@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core.creation import made_number
+from fxquant.ops.core.casting import made_number
 from fxquant.ops.core.operators import ALIGNED, ROUNDED, Builder, Size, TensorFact, are_fixed, composite, function_and_method, sampled
 from fxquant.ops.core.places import tensors
 from fxquant.ops.elementwise.selection import where

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import Guard, first_reason, lowered
-from fxquant.ops.core.guards import are_fixed, known_sizes
+from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered
 from fxquant.ops.core.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Ratio, Same, Trait, operator_named, sample, selected
 from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too

@@ -5,23 +5,106 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.numerics.grids import INT8
-from fxquant.ops.core.declare import Guard, first_reason, lowered, module_of
-from fxquant.ops.core.guards import are_fixed, known_sizes
-from fxquant.ops.core.operators import IMAGES, Call, Clamp, Lowering, Quantized, Ratio, Same, Size, TensorFact, Trait, clamped, sample
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8
+from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered, module_of
+from fxquant.ops.core.operators import (
+    IMAGES,
+    NORMED,
+    POSITIVE,
+    WIDE,
+    Builder,
+    Call,
+    Clamp,
+    Lowering,
+    Quantized,
+    Ratio,
+    Same,
+    Size,
+    TensorFact,
+    Trait,
+    clamped,
+    composite,
+    sample,
+)
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, operator_named
 from fxquant.ops.core.weighted import lower_uniform, sizes
-from fxquant.ops.pooling.uneven_windows import lower_uneven, onnx_uneven, runs
+from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.elementwise.table import SHIFTED
 from fxquant.primitives import accumulate, elementwise, pool
+from fxquant.primitives.arithmetic import LAYER
 from fxquant.primitives.pool import POOLED_EXACT
+
+# ---- Means over windows of which some reach over an edge, for targets whose average pooling is a layer ---------------
+#
+# The windows that are alike are one layer each, with the weight of their mean; side by side they are the result.
+
+
+def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: float, divisor: Tensor, clamp: Clamp | None) -> Quantized:
+    """Return the sums of windows, which stay below `largest`, times 127, by the constants of the layer that divides each by its divisor."""
+    device = input.scale.device
+    scale = (1 / divisor.to(device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE)
+    steps = lowering.arithmetic.step(input.scale, scale)
+    wide = lowering.prove(torch.tensor(largest * WEIGHT_INT8.high, dtype=torch.float64, device="cpu"), "the sum") >= FLOAT32_EXACT
+    weight = lowering.constant("weight", torch.tensor(float(WEIGHT_INT8.high), device=device), torch.int32)
+    scaled = lowering.call(elementwise.multiply, total, weight, wide)
+
+    def lift(to: Tensor) -> Tensor:
+        return lowering.arithmetic.layer_bias(torch.zeros_like(scale, dtype=torch.float64), steps[0], to.detach())
+
+    if not lowering.lifts_late:
+        held = lowering.constant("bias", lift(lowering.output.grid.scale), torch.int32)
+        scaled = lowering.call(elementwise.add_constant, scaled, held)
+    return lowering.requantize(scaled, Ratio(steps), clamp, lift=lift, kind=LAYER)
+
+
+class Run(NamedTuple):
+    """Windows along one dimension that are alike: the elements that they begin at and meet, and by what their sums are divided."""
+
+    start: int
+    length: int
+    divisor: int
+    windows: int
+
+
+def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_padding: bool) -> list[Run]:
+    """Return the windows along one dimension, those that are alike together."""
+    found: list[Run] = []
+    for start in range(-padding, -padding + windows * step, step):
+        low, high = max(start, 0), min(start + taps, size)
+        divisor = min(start + taps, size + padding) - start if counts_padding else high - low
+        last = found[-1] if found else None
+        if last is not None and (last.length, last.divisor, last.start + last.windows * step) == (high - low, divisor, low):
+            found[-1] = last._replace(windows=last.windows + 1)
+        else:
+            found.append(Run(low, high - low, divisor, 1))
+    return found
+
+
+def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: int) -> str:
+    """A convolution for each pair of runs, on the scale of the result, side by side."""
+    rows = []
+    for high in along[0]:
+        row = []
+        for wide in along[1]:
+            pair = (high, wide)
+            ends = [run.start + (run.windows - 1) * step + run.length for run, step in zip(pair, stride, strict=True)]
+            part = c.do("Slice", c.input, c.integers([run.start for run in pair]), c.integers(ends), c.integers([2, 3]))
+            value = torch.tensor(1 / float(high.divisor * wide.divisor), dtype=torch.float32, device="cpu")
+            weight = c.e.constant(value.expand(channels, 1, high.length, wide.length).contiguous())
+            shape = [high.length, wide.length]
+            mean = c.do("Conv", part, weight, kernel_shape=shape, strides=list(stride), pads=[0, 0, 0, 0], group=channels)
+            row.append(c.rounded(c.epilogue(mean)))
+        rows.append(row[0] if len(row) == 1 else c.do("Concat", *row, axis=3))
+    return rows[0] if len(rows) == 1 else c.do("Concat", *rows, axis=2)
+
 
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
@@ -298,3 +381,39 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
 
 
 avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
+
+
+# ---- Pools by a power: the p-norm of windows, a composite that is 16 bits wide inside --------------------------------
+#
+# (Σ x^p)^(1/p) = (k · mean x^p)^(1/p)    of windows of k elements, as PyTorch has it: a sum that is negative has a root for p = 1 alone
+
+
+AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
+
+
+def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    p = arguments["norm_type"]
+    return None if isinstance(p, int | float) and 0 < p < math.inf else f"the {p}-norm has no integer form"
+
+
+def _lp_pool(rank: int) -> Callable[..., Any]:
+    samples = (
+        sample(input=IMAGES[rank], norm_type=2.0, kernel_size=3, stride=2),
+        sample(input=IMAGES[rank], norm_type=1.0, kernel_size=(2, 3, 2)[:rank] if rank > 1 else 2, ceil_mode=True, within=NORMED),
+        sample(over=POSITIVE, input=IMAGES[rank], norm_type=3.0, kernel_size=2),
+    )
+
+    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)), samples=samples)
+    def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+        """Return the p-norm of windows in one, two or three dimensions."""
+        count = float(math.prod(sizes(kernel_size, rank)))
+        if norm_type == 1:
+            return build(mul, build(AVERAGES[rank], input, kernel_size, stride, 0, ceil_mode, demand=WIDE), count)
+        powers = build(torch.square, input, demand=WIDE) if norm_type == 2 else build(torch.pow, input, float(norm_type), demand=WIDE)
+        means = build(AVERAGES[rank], powers, kernel_size, stride, 0, ceil_mode, demand=WIDE)
+        return build(SHIFTED.function, means, "pow", count, 0.0, {"exponent": 1 / norm_type})
+
+    return lp_pool
+
+
+lp_pool1d, lp_pool2d, lp_pool3d = map(_lp_pool, (1, 2, 3))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.guards import NO_DIMENSIONS, are_fixed, known_sizes
+from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.samples import IMAGES, sample, sampled

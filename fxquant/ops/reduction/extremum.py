@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxquant.ir.facts import TensorFact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
-from fxquant.ops.core.constants import Branch, on_the_output, real, refuse_nan
+from fxquant.ops.core.declare import Branch, on_the_output, real, refuse_nan
 from fxquant.ops.core.operators import NORMED, Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between

@@ -24,7 +24,7 @@ from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.normalization.channels import scale_channels
-from fxquant.ops.normalization.magnitude import extent_of, magnitude_of, unit_and_inverse
+from fxquant.ops.normalization.layer_norm import extent_of, magnitude_of, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------

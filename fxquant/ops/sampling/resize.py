@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
-from fxquant.ops.core.declare import bound, lowered, settings_of
-from fxquant.ops.core.guards import are_fixed, fixed_sizes, one_of
+from fxquant.ops.core.declare import are_fixed, bound, fixed_sizes, lowered, one_of, settings_of
 from fxquant.ops.core.matrix import (
     CUBIC,
     Row,

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxquant.quantization.learning.lsq import LSQ
-from fxquant.quantization.learning.lsq_plus import LSQ_PLUS
-from fxquant.quantization.learning.method import Method
-from fxquant.quantization.learning.pact import PACT
+from fxquant.quantization.learning.method import LSQ, LSQ_PLUS, PACT, TQT, Method
 from fxquant.quantization.learning.scale import TrainableScale, learned_step, method_of
-from fxquant.quantization.learning.tqt import TQT
 
 METHODS: Mapping[str, Method] = {method.name: method for method in (LSQ, LSQ_PLUS, PACT, TQT)}  # by what `training=` calls them
 

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.numerics.grids import Grid, IntType
-from fxquant.quantization.learning.lsq import LSQ
-from fxquant.quantization.learning.lsq_plus import LSQ_PLUS
-from fxquant.quantization.learning.method import Method, Parameters, Step
-from fxquant.quantization.learning.pact import PACT
-from fxquant.quantization.learning.tqt import TQT
-from fxquant.quantization.remembered import Remembered
+from fxquant.quantization.factors import Remembered
+from fxquant.quantization.learning.method import LSQ, LSQ_PLUS, PACT, TQT, Method, Parameters, Step
 
 
 class TrainableScale(nn.Module):

@@ -1,7 +1,18 @@
 """Observers: they watch a tensor's values and say which scale, or which interval, covers them."""
 
 from fxquant.quantization.observers.distribution import ClipStdObserver, KLObserver, MixObserver, PercentileObserver
-from fxquant.quantization.observers.histogram import HistogramObserver, LpObserver, MSEObserver, sampled
+from fxquant.quantization.observers.histogram import (
+    Gathering,
+    HistogramObserver,
+    LpObserver,
+    MSEObserver,
+    beside,
+    gathering,
+    many_at_ends,
+    observe_together,
+    on_step,
+    sampled,
+)
 from fxquant.quantization.observers.ranges import (
     CLASSES,
     NAMED,
@@ -15,7 +26,6 @@ from fxquant.quantization.observers.ranges import (
     observer_named,
     settings,
 )
-from fxquant.quantization.observers.together import Gathering, beside, gathering, many_at_ends, observe_together, on_step
 
 __all__ = [
     "CLASSES",

@@ -3,16 +3,134 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxquant.numerics.grids import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
-from fxquant.quantization.observers import counting, loudness
+from fxquant.numerics.grids import SMALLEST_SCALE, IntType, end_on_step, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.quantization.observers import counting
 from fxquant.quantization.observers.counting import sampled as sampled
-from fxquant.quantization.observers.ranges import Observer, finite_range
+from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
 from fxquant.support.arguments import checked
+
+# ---- Samples of a batch by their norms, so that a few outlier samples do not silently reduce the precision of all others ----
+#
+# The octave of a sample is how often the reach of a histogram has to be halved to its largest magnitude. The magnitudes of the samples of
+# each octave are counted in separate bins over [0, reach / 2^octave], those of positive and of negative values separately. So the noise
+# of a grid in samples of large and of small norms can be computed without the samples:
+#
+#     noise    E_k = Σ n · min(x², Δ²/12) of what the grid covers, Σ n · (|x| - limit)² of what it cuts off
+#     a sample 10·log10(E_k / P_k + 10^-3.5) dB, on average over all samples: noise 35 dB below a sample does it no harm
+#
+# The pooled squared error is dominated by the outlier samples; this average is the expected error of the next sample.
+
+
+OCTAVES, BINS = 8, 256
+SAMPLE = 2**15  # about so many elements of a batch are counted
+FEWEST = 32  # elements that a sample has at least: the norm of fewer is part of what they mean
+APART = 3  # octaves between the outlier samples and those of the smallest norm; with fewer, all samples count alike
+ENOUGH = 10**-3.5  # of a sample's power: an error below it does no harm
+WORTH = 3.0  # dB: the noise of a sample has to be halved, on average
+
+
+def empty() -> Tensor:
+    """Return empty counts of positive and of negative values for each octave: float64 of shape (2, OCTAVES, BINS)."""
+    return torch.zeros(2, OCTAVES, BINS, dtype=torch.float64, device="cpu")
+
+
+def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float) -> None:
+    """Add the items of a batch, which dimension 0 counts; of a large one every so many elements count for those beside them.
+
+    `low` and `high` are the range of each item, float32.
+    """
+    items = value.detach().flatten(1).float()
+    octaves = [_octave(largest, reach) for largest in torch.maximum(-low, high).tolist()]
+    apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
+    counted = -(-items.shape[1] // apart)
+    there = sorted(set(octaves))
+    for octave in there:
+        own = None if len(there) == 1 else [item for item, of in enumerate(octaves) if of == octave]
+        found = counting.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
+        counts[0, octave] += found[BINS:]
+        counts[1, octave] += found[:BINS].flip(0)
+
+
+def _octave(largest: float, reach: float) -> int:
+    """Return how many times the reach has to be halved to a magnitude."""
+    ratio = reach / max(largest, reach * 2.0**-OCTAVES)
+    return min(max(math.frexp(ratio)[1] - 1, 0), OCTAVES - 1)
+
+
+def doubled(counts: Tensor) -> None:
+    """Move the counts of every octave to the next one, after the reach was doubled."""
+    last = counts[:, -1].view(2, -1, 2).sum(2)
+    counts[:, 1:] = counts[:, :-1].clone()
+    counts[:, 0] = 0
+    counts[:, -1, : BINS // 2] += last
+
+
+def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> Tensor:
+    """Return the counts of several histograms, over the largest of their reaches."""
+    found = empty().to(reach.device)
+    middles = torch.arange(BINS, device=reach.device, dtype=torch.float64) + 0.5
+    for state in states:
+        if not float(state["reach"]) > 0:
+            continue
+        ratio = float(reach.double() / state["reach"].double())
+        lower = int(torch.frexp(torch.tensor(ratio, dtype=torch.float64, device="cpu")).exponent) - 1
+        for octave in range(OCTAVES):
+            to = min(octave + lower, OCTAVES - 1)
+            bins = (middles * (2.0 ** (to - octave) / ratio)).long().clamp_max(BINS - 1)
+            found[:, to].index_add_(1, bins, state[name][:, octave])
+    return found
+
+
+class Items:
+    """The norms of the samples that a histogram has counted.
+
+    apart  octaves between the samples with the largest and the smallest norm, from which on they differ
+    worth  dB by which the average noise of a sample has to fall for another grid to be taken
+    """
+
+    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH) -> None:
+        there = torch.nonzero(counts.sum((0, 2))).flatten()
+        self.counts = counts[:, there]
+        tops = reach * torch.exp2(-there.double())
+        self.magnitudes = (torch.arange(BINS, device=counts.device, dtype=torch.float64) + 0.5) * (tops / BINS).unsqueeze(1)
+        self.power = (self.counts * self.magnitudes.square()).sum((0, 2))
+        self.differ = len(there) > 1 and int(there[-1] - there[0]) >= apart and bool((self.power > 0).sum() > 1)
+        self.worth = worth
+
+    def better(self, pooled: Tensor, steps: Tensor, low: Tensor, high: Tensor, beyond: tuple[float, float]) -> int:
+        """Return the index of the grid with the least pooled error, unless another lowers the noise of a sample by `worth`.
+
+        `pooled` is the error of all values together, float64 of shape (grids,). `steps`, `low` and `high` are the grids' scales and the
+        magnitudes of their limits, float64 of that shape. `beyond` holds the factors by which later negative and positive values may
+        exceed the observed ones; every value counts twice, as observed and multiplied by its factor.
+        """
+        usual = int(pooled.argmin())
+        if not self.differ:
+            return usual
+        noise = torch.zeros(len(self.power), len(steps), dtype=torch.float64, device=steps.device)
+        for sign, limit, further in ((0, high, beyond[1]), (1, low, beyond[0])):
+            for factor in (1.0, further):
+                noise += self._noise(self.counts[sign], factor, steps, limit)
+        live = self.power > 0
+        share = self.counts.sum((0, 2))[live]
+        decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + ENOUGH)
+        mean = (decibels * (share / share.sum()).unsqueeze(1)).sum(0)
+        best = int(mean.argmin())
+        return best if float(mean[usual] - mean[best]) >= self.worth else usual
+
+    def _noise(self, counts: Tensor, factor: float, steps: Tensor, limit: Tensor) -> Tensor:
+        """Return the squared error of each octave on each grid, of shape (octaves, grids)."""
+        values = (self.magnitudes * factor).unsqueeze(2)
+        inside = torch.minimum(values.square(), steps.square() / 12)
+        return (torch.where(values > limit, (values - limit).square(), inside) * counts.unsqueeze(2)).sum(1)
 
 
 class HistogramObserver(Observer, names="histogram"):
@@ -41,7 +159,7 @@ class HistogramObserver(Observer, names="histogram"):
     items: Tensor
     ahead = 1.1  # how much larger later values are taken to be; 1 where the observed values count alone
     each = True  # whether every sample of a batch counts alike, whatever its norm
-    apart, worth = loudness.APART, loudness.WORTH  # octaves between items, and dB that another range gains, for it to be taken
+    apart, worth = APART, WORTH  # octaves between items, and dB that another range gains, for it to be taken
 
     @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
@@ -51,7 +169,7 @@ class HistogramObserver(Observer, names="histogram"):
         self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
         self.register_buffer("negative", torch.zeros(bins, dtype=torch.float64, device="cpu"))
-        self.register_buffer("items", loudness.empty())
+        self.register_buffer("items", empty())
 
     @property
     def only_zeros(self) -> bool:
@@ -70,8 +188,8 @@ class HistogramObserver(Observer, names="histogram"):
             self.counts.add_(found.double().mul_(share))
             if negative is not None:
                 self.negative.add_(negative.double().mul_(share))
-        if items is not None and reach > 0 and value.numel() >= loudness.FEWEST * len(value):
-            loudness.count(self.items, value, *items, reach)
+        if items is not None and reach > 0 and value.numel() >= FEWEST * len(value):
+            count(self.items, value, *items, reach)
         self.largest.clamp_min_(largest)
         self.count.add_(1)
 
@@ -84,7 +202,7 @@ class HistogramObserver(Observer, names="histogram"):
                 joined = counts.view(-1, 2).sum(1)
                 counts.zero_()
                 counts[: self.bins // 2] = joined
-            loudness.doubled(self.items)
+            doubled(self.items)
             self.reach.mul_(2)
 
     def loss(self, error: Tensor) -> Tensor:
@@ -168,8 +286,8 @@ class HistogramObserver(Observer, names="histogram"):
         items = self._items()
         return items is not None and items.differ
 
-    def _items(self) -> loudness.Items | None:
-        return loudness.Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
+    def _items(self) -> Items | None:
+        return Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
 
     def _best(self, steps: Tensor, dtype: IntType) -> int:
         """Return the index of the best of these steps of a symmetric dtype."""
@@ -239,7 +357,7 @@ class HistogramObserver(Observer, names="histogram"):
                 bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
                 counts.index_add_(0, bins, state[name])
             buffer.copy_(counts)
-        self.items.copy_(loudness.merged(states, "items", reach))
+        self.items.copy_(merged(states, "items", reach))
         self.reach.copy_(reach)
         self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
@@ -276,3 +394,74 @@ class MSEObserver(HistogramObserver, names="mse"):
 def _fractions(ahead: float, device: torch.device) -> Tensor:
     """128ths, from the first up to `ahead`: float64."""
     return torch.arange(1, int(128 * ahead) + 1, device=device, dtype=torch.float64) / 128
+
+
+# ---- Which observers gather the same, so that what one has seen serves the others ------------------------------------
+
+
+@lru_cache
+def standard() -> dict[type[Observer], Gathering | None]:
+    """Observers that gather, between them, what each of fxquant's needs with its usual settings, and how each of them gathers."""
+    return {kind: gathering(kind()) for kind in (MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver)}
+
+
+Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, and the settings that say what it gathers
+
+
+def observe_together(observers: Sequence[Observer], value: Tensor, items: bool = False) -> None:
+    """Let observers take in one batch, a float tensor, whose range is computed once for all of fxquant's observers.
+
+    With `items`, dimension 0 is the batch dimension, and the norms of the samples are distinguished.
+    Raises ValueError, and changes none of these, if any value is NaN or infinite.
+    """
+    apart = items and value.dim() > 1 and any(isinstance(observer, HistogramObserver) for observer in observers)
+    (low, high), each = finite_ranges(value) if apart else (finite_range(value), None)
+    for observer in observers:
+        if gathering(observer) is None:
+            observer.observe(value)
+        else:
+            cast(_Gathers, observer).take(value, low, high, each)
+
+
+def beside(observer: Observer) -> dict[str, nn.Module]:
+    """Return the observers, by class, that have to observe beside this one, so that all of `standard` do."""
+    there = gathering(observer)
+    return {kind.__name__: kind() for kind, gathers in standard().items() if gathers != there}
+
+
+def many_at_ends(observers: Sequence[Observer], dtype: IntType) -> tuple[bool, bool]:
+    """Return whether many values lie at the smallest and at the largest value, by the histogram among these observers.
+
+    Of a symmetric dtype both say whether many lie at the largest magnitude.
+    """
+    return next((each.crowded(dtype) for each in observers if isinstance(each, HistogramObserver)), (False, False))
+
+
+def on_step(scale: Tensor, dtype: IntType, observers: Sequence[Observer]) -> Tensor:
+    """Return the scale of a symmetric dtype, float32, changed so that the largest magnitude is the last step if many values lie there.
+
+    Only a magnitude less than one step beyond that changes it.
+    """
+    histogram = next((each for each in observers if isinstance(each, HistogramObserver)), None)
+    if histogram is None or not histogram.crowded(dtype)[1]:
+        return scale
+    return end_on_step(scale, histogram.largest, dtype.high)
+
+
+def gathering(observer: Observer) -> Gathering | None:
+    """How an observer gathers, so that observers of one way, which differ in how they choose a scale, can take over from each other.
+
+    None if its class has a method `observe` of its own, whose statistics mean something to that class alone.
+    """
+    for kind, names in _GATHERING.items():
+        if type(observer).observe is kind.observe:
+            return kind.__name__, tuple((name, getattr(observer, name)) for name in names)
+    return None
+
+
+_Gathers = MinMaxObserver | HistogramObserver
+_GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
+    MinMaxObserver: (),
+    MovingAverageMinMaxObserver: ("averaging_constant",),
+    HistogramObserver: ("bins", "sample"),
+}

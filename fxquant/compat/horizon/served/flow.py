@@ -29,10 +29,10 @@ from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import gathering
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.state import State
-from fxquant.support.addresses import start
+from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
-from fxquant.tuning.rounding import adaround
+from fxquant.support.forks import start
+from fxquant.tuning.course import adaround
 
 logger = logging.getLogger("fxquant")
 
