@@ -237,19 +237,9 @@ def _area(form: Held) -> int:
 
 
 def _move(input: Held, result: Held, **values: int) -> Move:
-    batch, height, width, channels = input.grid
+    sizes = dict(zip(("batch", "height", "width", "channels"), input.grid, strict=True))
     _, out_height, out_width, _ = result.grid
-    return Move(
-        batch=batch,
-        height=height,
-        width=width,
-        channels=channels,
-        out_height=out_height,
-        out_width=out_width,
-        out_channels=result.pixel,
-        threads=1,
-        **values,
-    )
+    return Move(**sizes, out_height=out_height, out_width=out_width, out_channels=result.pixel, threads=1, **values)
 
 
 class Quantize:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,9 @@ def keep_statistics(prepared: nn.Module) -> None:
             continue
         if source is None and operator.owns_output:
             if operator.output not in known:
-                known[operator.output] = not _equalized(operator) and _cuts(operator.output)
+                # Where channels are multiplied, their powers have no common unit, and the outliers are channels, not samples.
+                multiplied = operator.factors is not None and bool(operator.factors.outputs.any())
+                known[operator.output] = not multiplied and _cuts(operator.output)
             source = operator.output.name if known[operator.output] else None
         if source is not None:
             cut.setdefault(operator.output, source)
@@ -85,11 +87,6 @@ def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
     """Yield the quantizers of its operands."""
     for quantizers in operator.inputs.values():
         yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
-
-
-def _equalized(operator: QuantizedOperator) -> bool:
-    """Return whether its channels are multiplied: their powers then have no common unit, and the outliers are channels, not samples."""
-    return operator.factors is not None and bool(operator.factors.outputs.any())
 
 
 @torch.no_grad()
@@ -116,15 +113,15 @@ SHOWN = 8  # tensors that a warning names
 
 
 @torch.no_grad()
-def follow_unseen(prepared: nn.Module) -> None:
+def follow_unseen(prepared: nn.Module, _: Any = None) -> None:
     """Decide which tensors of a prepared model in TRAIN are `unseen`; a warning says which.
 
     The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
     that is loaded later decides again. A tensor is unseen if all its values are below half a step of every sum that it is a term of,
     or that unseen tensors alone lead to from it.
     """
-    if _decide_again not in prepared._load_state_dict_post_hooks.values():
-        prepared.register_load_state_dict_post_hook(_decide_again)  # type: ignore[no-untyped-call]
+    if follow_unseen not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(follow_unseen)  # type: ignore[no-untyped-call]
     operators = [operator for operator in quantized_operators(prepared).values() if not operator.plain]
     if not any(operator.state is State.TRAIN for operator in operators):
         return
@@ -145,16 +142,16 @@ def follow_unseen(prepared: nn.Module) -> None:
         logger.warning(
             "in calibration %s %s below half a step of the sum that reads %s. In TRAIN all scales follow the batches, also learned and "
             "frozen ones, until the model is calibrated again",
-            ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in found[:SHOWN])
-            + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""),
+            _listed(found),
             "was" if len(found) == 1 else "were",
             "it" if len(found) == 1 else "them",
         )
 
 
-def _decide_again(prepared: nn.Module, _: Any) -> None:
-    """Decide again after a state was loaded in TRAIN."""
-    follow_unseen(prepared)
+def _listed(quantizers: Sequence[Quantizer]) -> str:
+    """Return the names and source lines of tensors for a warning."""
+    names = ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in quantizers[:SHOWN])
+    return names + (f" and {len(quantizers) - SHOWN} more" if len(quantizers) > SHOWN else "")
 
 
 def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Iterator[tuple[Quantizer, float]]:
@@ -171,9 +168,9 @@ def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float])
         before = of_sum if _is_below(operator.intermediate, of_sum) else 0.0
     inputs: Any
     for name, inputs in operator.inputs.items():
+        limit = of_sum if operator.operator.adds or name == "residual" else before
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:
             if isinstance(quantizer, Quantizer) and quantizer is not operator.output:
-                limit = of_sum if operator.operator.adds or name == "residual" else before
                 yield quantizer, 0.0 if quantizer.shown else limit
 
 
@@ -260,30 +257,24 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -> None:
     """Put operators of a prepared model, or of a part of one, into a state. See `set_state`."""
-    zeros: list[Quantizer] = []
+    zeros: list[Quantizer] = []  # what was 0 in all of calibration
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
             if not operator.inputs or any(operator.inputs.values()):  # of constants alone, zeros stay zeros
                 zeros += [quantizer for quantizer in owned_quantizers(operator) if quantizer.pending and quantizer.was_zero]
             update_scales(operator)
         operator.state = state
-    _warn_of_zeros(zeros)
+    if zeros:
+        logger.warning(
+            "calibration saw only zeros in %s: their scales do not fit later values. In TRAIN they follow the batches, "
+            "also where they are learned or frozen, until the model is calibrated again; without training all other values saturate",
+            _listed(zeros),
+        )
     if state is State.TRAIN:
         keep_statistics(model)
         follow_unseen(model)
         for sentence in (vars(model).get("meta") or {}).get("lost_gradients", ()):
             logger.warning("%s", sentence)
-
-
-def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
-    """Warn of tensors that were 0 in all of calibration, and say what becomes of their scales."""
-    if quantizers:
-        logger.warning(
-            "calibration saw only zeros in %s: their scales do not fit later values. In TRAIN they follow the batches, "
-            "also where they are learned or frozen, until the model is calibrated again; without training all other values saturate",
-            ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in quantizers[:SHOWN])
-            + (f" and {len(quantizers) - SHOWN} more" if len(quantizers) > SHOWN else ""),
-        )
 
 
 def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
@@ -417,25 +408,21 @@ def calibrate(
 
     def observe() -> int:
         nonlocal first
+        seen = 0
         try:
-            return take()
+            for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
+                arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+                if first is not None:
+                    prelude, first = first, None
+                    prelude(arguments)
+                with _all_or_nothing(prepared), repeatable():
+                    prepared(**by_name(prepared, arguments))
+                if each is not None:
+                    each(arguments)
+                seen += 1
         finally:
             if first is not None:
                 first(None)  # no other rank waits for this one
-
-    def take() -> int:
-        nonlocal first
-        seen = 0
-        for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
-            arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
-            if first is not None:
-                prelude, first = first, None
-                prelude(arguments)
-            with _all_or_nothing(prepared), repeatable():
-                prepared(**by_name(prepared, arguments))
-            if each is not None:
-                each(arguments)
-            seen += 1
         return seen
 
     with _computing(prepared, open_):

@@ -22,17 +22,8 @@ from fxquant.numerics.grids import (
 )
 from fxquant.quantization.factors import Remembered
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
-from fxquant.quantization.observers import (
-    HistogramObserver,
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    Observer,
-    beside,
-    many_at_ends,
-    observe_together,
-    on_step,
-)
-from fxquant.quantization.observers.ranges import averaged, in_numbers
+from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
+from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 # ---- Follow the ranges of batches in training: the threshold of a tensor moves with its range ------------------------
@@ -148,7 +139,7 @@ class Quantizer(TrainableScale):
 
     def _zero_point(self, scale: Tensor) -> int:
         """Return the current zero point for this scale."""
-        if self.method is None or self.method.end is None or self.frozen or not self.calibrated:
+        if self.method is None or not self.method.moves_end or self.frozen or not self.calibrated:
             return int(self.zero_point)
         end = self.method.end(self.base_scale, -self.zero_point * self.base_scale, self._values())
         return self._zero_point_at(end, scale)
@@ -401,7 +392,7 @@ class Quantizer(TrainableScale):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A scale that was given has no observations; those that are here then stay. A zero point that was learned loads where none is."""
         saved, stopped = method_of(state_dict, prefix), bool(state_dict.get(prefix + "stopped", False))
-        if self.dtype.affine and saved is not None and saved.end is not None and self.method != saved and not stopped:
+        if self.dtype.affine and saved is not None and saved.moves_end and self.method != saved and not stopped:
             base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)
             end, scale = saved.end(base, -state_dict[prefix + "zero_point"] * base, values), saved.scale(base, values, self.reach)
             state_dict[prefix + "zero_point"] = torch.tensor(

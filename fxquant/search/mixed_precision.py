@@ -51,17 +51,9 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
     keys = [(name, dtype) for name, choice in choices.items() for dtype in (choice.dtypes if name in losses else (choice.dtype,))]
     column = {key: index for index, key in enumerate(keys)}
     objective = [losses.get(name, {}).get(dtype, 0.0) for name, dtype in keys]
-    rows: list[dict[int, float]] = []
-    lowest: list[float] = []
-    highest: list[float] = []
-
-    def require(row: dict[int, float], low: float, high: float) -> None:
-        rows.append(row)
-        lowest.append(low)
-        highest.append(high)
-
+    rows: list[tuple[dict[int, float], float, float]] = []  # the factors of the variables, and the limits of their sum
     for name in choices:
-        require({index: 1.0 for key, index in column.items() if key[0] == name}, 1.0, 1.0)
+        rows.append(({index: 1.0 for key, index in column.items() if key[0] == name}, 1.0, 1.0))
     pairs: dict[tuple[str, str, str, str], int] = {}
     for limit, most in budget.limits.items():
         row: dict[int, float] = {}
@@ -72,7 +64,7 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
                 constant += cost if not any(key) else 0.0
             else:
                 row[place] = row.get(place, 0.0) + cost / most
-        require(row, -np.inf, 1 - constant / most)
+        rows.append((row, -np.inf, 1 - constant / most))
     for left, right in {(left, right): None for left, _, right, _ in pairs}:
         for own in (0, 2):
             for name, dtype in keys:
@@ -83,17 +75,17 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
                     for key, index in pairs.items()
                     if (key[0], key[2]) == (left, right) and (key[own], key[own + 1]) == (name, dtype)
                 }
-                require({**summed, column[name, dtype]: -1.0}, 0.0, 0.0)
+                rows.append(({**summed, column[name, dtype]: -1.0}, 0.0, 0.0))
     objective += [0.0] * len(pairs)
     unit = max(map(abs, objective), default=0.0) or 1.0
     shape = len(rows), len(objective)
-    places = [(index, place, value) for index, row in enumerate(rows) for place, value in row.items()]
+    places = [(index, place, value) for index, (row, *_) in enumerate(rows) for place, value in row.items()]
     sums = matrix(([value for *_, value in places], ([row for row, *_ in places], [place for _, place, _ in places])), shape=shape)
     found = milp(
         np.array(objective) * (RESOLUTION / unit),
         integrality=np.array([1] * len(keys) + [0] * len(pairs)),
         bounds=bounds(0, 1),
-        constraints=constraint(sums, lowest, highest),
+        constraints=constraint(sums, [low for _, low, _ in rows], [high for *_, high in rows]),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -223,10 +215,10 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Choose int4, int8 or int16 for every weight, and every tensor where the budget is about more than weights, as the target has them.
 
-    The dtypes are the exact optimum of the sum of the sensitivities (see `sensitivity`) within the budget, found by integer programming;
-    `measured=False` takes the second-order estimates, which cost one run. What is found is prepared with the scales of the one
-    calibration, and measured; so is every uniform choice within the budget, and the best of all is chosen: by `metric(model)`, of which
-    more is better, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes.
+    The dtypes are the exact optimum of the sum of the sensitivities within the budget, found by integer programming. They are prepared
+    with the scales of the one calibration, and measured; so is every uniform choice within the budget. The best of all is chosen by
+    `metric`, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes. The options are
+    those of `sensitivity`, for a float model alone.
 
     Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
     """
@@ -330,14 +322,9 @@ def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision
         noise = reference.noise(partial(outputs_of, made)).pooled
         return noise, None if metric is None else score_of(metric, made)
 
-    call = {
-        "function": "mixed_precision",
-        "budget": budget,
-        "widths": tuple(widths),
-        "measured": options.measured,
-        "model": model_digest(work.prepared),
-    }
-    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
+    call = {"function": "mixed_precision", "budget": budget, "widths": tuple(widths), "measured": options.measured}
+    call |= {"model": model_digest(work.prepared), "metric": metric is not None}
+    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call)
     results: list[tuple[Candidate, fx.GraphModule]] = []
     for one in progress([before, *tried], len(tried) + 1, "mixed precision", options.show_progress):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))

@@ -7,23 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import Grid
+from fxquant.quantization import observers as kinds
 from fxquant.quantization.mapping import Chosen, QConfigMapping
-from fxquant.quantization.observers import (
-    ClipStdObserver,
-    HistogramObserver,
-    KLObserver,
-    LpObserver,
-    MinMaxObserver,
-    MixObserver,
-    MovingAverageMinMaxObserver,
-    MSEObserver,
-    Observer,
-    PercentileObserver,
-)
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
 from fxquant.search.budget import table
 from fxquant.search.mixed_precision import Work, work_of
@@ -35,22 +24,23 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_dige
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
 from fxquant.tuning.effects import FloatOutputs, best_of, decibels, outputs_of
 from fxquant.tuning.simulation import grid_for, rounded, taking_over
+from fxquant.tuning.walk import Samples
 
 OBSERVERS: tuple[Any, ...] = (
-    HistogramObserver,
-    MSEObserver,
-    LpObserver(2.4),
-    LpObserver(3.0),
-    LpObserver(4.0),
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    PercentileObserver(99.999),
-    PercentileObserver(99.99),
-    PercentileObserver(99.9),
-    ClipStdObserver(4.0),
-    ClipStdObserver(6.0),
-    KLObserver,
-    MixObserver,
+    kinds.HistogramObserver,
+    kinds.MSEObserver,
+    kinds.LpObserver(2.4),
+    kinds.LpObserver(3.0),
+    kinds.LpObserver(4.0),
+    kinds.MinMaxObserver,
+    kinds.MovingAverageMinMaxObserver,
+    kinds.PercentileObserver(99.999),
+    kinds.PercentileObserver(99.99),
+    kinds.PercentileObserver(99.9),
+    kinds.ClipStdObserver(4.0),
+    kinds.ClipStdObserver(6.0),
+    kinds.KLObserver,
+    kinds.MixObserver,
 )
 
 
@@ -130,9 +120,8 @@ def search_observers(
     """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
 
     Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
-    and measured in integers, and the best of these is chosen: by `metric(model)`, of which more is better, and then by the error of the
-    outputs; what is given stays if nothing is better. Scales that were given stay. After a kill the same call with the same `checkpoint`
-    goes on, and ends with the same numbers.
+    and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the outputs; what is given stays if
+    nothing is better. Scales that were given stay. The options are those of `sensitivity`, for a float model alone.
 
     Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
     """
@@ -156,16 +145,8 @@ def search(
         for name, observer in named.items()
         if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
     }
-    journal = Checkpoint(
-        checkpoint,
-        {
-            "function": "search_observers",
-            "observers": tuple(named),
-            "metric": metric is not None,
-            "model": model_digest(work.prepared),
-            "samples": digest(value for inputs in work.samples for value in inputs if isinstance(value, Tensor)),
-        },
-    )
+    call = {"function": "search_observers", "observers": tuple(named), "metric": metric is not None}
+    journal = Checkpoint(checkpoint, {**call, "model": model_digest(work.prepared), "samples": digest(Samples(work.samples).tensors)})
     reference, trials = reference_of(work.prepared, work.samples), []
 
     def tried(choice: Choice) -> dict[str, Any]:
@@ -220,12 +201,12 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
     return ObserverTrial(choice.name, noise, before, best_of(noise, before))
 
 
-_TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpObserver: "p", ClipStdObserver: "deviations"}
+_TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpObserver: "p", kinds.ClipStdObserver: "deviations"}
 
 
 def label(observer: Any) -> str:
     """Return a description of an observer: its class and settings."""
-    made = observer if isinstance(observer, Observer) else observer()
+    made = observer if isinstance(observer, kinds.Observer) else observer()
     usual = type(made).__name__.removesuffix("Observer")
     setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
     return usual if setting is None else f"{usual} {setting:g}"
@@ -237,11 +218,8 @@ def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
     def changed(chosen: Chosen) -> Chosen:
         if chosen is None or chosen.dynamic:  # nothing is observed for these
             return chosen
-        return replace(
-            chosen,
-            output=replace(chosen.output, observer=observer),
-            input=None if chosen.input is None else replace(chosen.input, observer=observer),
-        )
+        read = None if chosen.input is None else replace(chosen.input, observer=observer)
+        return replace(chosen, output=replace(chosen.output, observer=observer), input=read)
 
     def all_of(rules: Mapping[Any, Chosen]) -> dict[Any, Chosen]:
         return {key: changed(chosen) for key, chosen in rules.items()}

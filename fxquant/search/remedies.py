@@ -156,18 +156,21 @@ def _equalization(state: State) -> Proposals:
         yield "off", _with(state, equalize=False)
 
 
-# By name what tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
-METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]] = {
+# Tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
+Tuner = Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]
+
+
+def _learning(method: Callable[..., Any]) -> Tuner:
+    return lambda model, samples, steps, seed, file, show: method(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    )
+
+
+METHODS: dict[str, Tuner] = {
     "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
-    "distillation": lambda model, samples, steps, seed, file, show: distill(
-        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
-    ),
-    "AdaRound": lambda model, samples, steps, seed, file, show: adaround(
-        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
-    ),
-    "reconstruction": lambda model, samples, steps, seed, file, show: reconstruct(
-        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
-    ),
+    "distillation": _learning(distill),
+    "AdaRound": _learning(adaround),
+    "reconstruction": _learning(reconstruct),
 }
 
 

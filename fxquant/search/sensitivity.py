@@ -34,7 +34,7 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_dige
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
 from fxquant.tuning.effects import FloatOutputs, decibels, is_real
 from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
-from fxquant.tuning.walk import inputs_of
+from fxquant.tuning.walk import Samples, inputs_of
 
 WIDTHS = (4, 8, 16)
 Metric = Callable[[Any], float]  # a function of a model, of which more is better
@@ -138,15 +138,7 @@ def _bytes(tensor: TensorSensitivity) -> float:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a search measures.
-
-    widths         the numbers of bits that are tried
-    measured       whether each choice is measured, and not only estimated
-    metric         a function of a model, of which more is better; None without one
-    seed           of the estimate
-    checkpoint     the path of the file that keeps what is measured; None for none
-    show_progress  whether a progress bar is shown; None where the terminal decides
-    """
+    """How a search measures: the options of `sensitivity`, which every search has in part."""
 
     widths: Sequence[int] = WIDTHS
     measured: bool = True
@@ -176,12 +168,16 @@ def sensitivity(
 
     `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared model, whose own target and
     qconfig are used. Each dtype's scale is that of the tensor's observer, so one calibration serves all dtypes. The loss is measured
-    in one run over the batches per tensor and dtype, and also estimated to second order for all of them at once. `measured=False` omits
-    the measurement. `metric(model)` returns a number of which more is better; it is also evaluated for each tensor and dtype.
-
+    in one run over the batches per tensor and dtype, and also estimated to second order for all of them at once.
     Tensors whose dtype an operator demands, whose scale was given or frozen, and modules with a QConfig of their own are left out.
-    The outputs of the float model are kept for all batches. `seed` is that of the estimate; no global generator is used. If the process
-    is killed, the same call with the same `checkpoint` continues, and ends with the same numbers. The model is left unchanged.
+    The outputs of the float model are kept for all batches. The model is left unchanged.
+
+    widths         the numbers of bits that are tried
+    measured       False: the loss is only estimated
+    metric         a function of a model, of which more is better, evaluated for each tensor and dtype as well
+    seed           of the estimate; no global generator is used. The same seed, model and batches give the same bits
+    checkpoint     the path of a file: after a kill the same call continues from it, and ends with the same numbers
+    batch_fn, num_batches, show_progress are as in `calibrate`
 
     Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
     and `calibrate` raise.
@@ -244,18 +240,9 @@ def find(
     metric, measured = options.metric, options.measured
     choices = Choices(prepared, options.widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
-    journal = Checkpoint(
-        options.checkpoint,
-        {
-            "function": "sensitivity",
-            "widths": tuple(options.widths),
-            "kinds": tuple(kinds),
-            "seed": options.seed,
-            "metric": metric is not None,
-            "model": model_digest(prepared),
-            "samples": digest(value for inputs in samples for value in inputs if isinstance(value, Tensor)),
-        },
-    )
+    call = {"function": "sensitivity", "widths": tuple(options.widths), "kinds": tuple(kinds), "seed": options.seed}
+    call |= {"metric": metric is not None, "model": model_digest(prepared), "samples": digest(Samples(samples).tensors)}
+    journal = Checkpoint(options.checkpoint, call)
     reference = reference_of(prepared, samples)
     with still(prepared, State.FLOAT), autocast_off():
         estimates = journal.at("estimate", lambda: _estimated(reference, wanted, options.seed))
@@ -343,7 +330,9 @@ def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> 
                     weights[choice.name] = value.detach(), arguments
                     continue
                 for dtype in choice.dtypes:
-                    found[choice.name][dtype] += float((squared * _error(choice, dtype, value.detach())).sum())
+                    grid, real = grid_for(choice.operators[0].output, dtype), value.detach()
+                    error = (grid.dequantize(grid.quantize(real)) - real).double().square()
+                    found[choice.name][dtype] += float((squared * error).sum())
     for choice in wanted:
         if choice.name in weights:
             weight, arguments = weights[choice.name]
@@ -360,9 +349,3 @@ def _probe(outputs: Sequence[Tensor], powers: Sequence[float], generator: torch.
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1
         total = total.to(output.device) + (output * signs).sum() / (power * len(outputs)) ** 0.5
     return total
-
-
-def _error(choice: Choice, dtype: str, value: Tensor) -> Tensor:
-    """Return the squared rounding error of a tensor's elements."""
-    grid = grid_for(choice.operators[0].output, dtype)
-    return (grid.dequantize(grid.quantize(value)) - value).double().square()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxquant.analysis.recording import still
 from fxquant.errors import CalibrationError
@@ -29,11 +29,10 @@ from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.effects import decibels, outputs_of
-from fxquant.tuning.walk import inputs_of
+from fxquant.tuning.walk import Samples, inputs_of
 
 logger = logging.getLogger("fxquant")
 
-HELD_OUT_OF = 4  # every fourth batch is held out
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 
 
@@ -97,18 +96,10 @@ class Tuned:
         return self.drop <= self.tolerance
 
     def __str__(self) -> str:
-        rows = [
-            (
-                step.remedy,
-                f"{step.score:.5g}",
-                f"{self.reference - step.score:+.4g}",
-                f"{decibels(step.noise):.2f} dB",
-                f"{step.gain:+.4g}",
-                "kept" if step.kept else "dropped",
-                step.tried,
-            )
-            for step in self.steps
-        ]
+        rows = []
+        for step in self.steps:
+            figures = f"{step.score:.5g}", f"{self.reference - step.score:+.4g}", f"{decibels(step.noise):.2f} dB", f"{step.gain:+.4g}"
+            rows.append((step.remedy, *figures, "kept" if step.kept else "dropped", step.tried))
         told = f"{'within' if self.reached else 'beyond'} the tolerance of {self.tolerance:.4g}"
         head = ("remedy", "score", "drop", "SQNR", "gain", "", "what")
         return f"float {self.reference:.5g}, tuned {self.score:.5g}: a drop of {self.drop:.4g}, {told}\n{table(head, rows)}"
@@ -139,9 +130,9 @@ def tune(
 ) -> Tuned:
     """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
 
-    Three of four batches calibrate and teach; every fourth is held out, and judges, beside `metric(model)`, a number of which more is
-    better: an accuracy on a validation set, say. Without one it is minus the relative error of the outputs in percent, root mean
-    square, and 0 for the float model. What a remedy finds is kept if the score is higher, or the same with less error on what is held
+    Three of four batches calibrate and teach; every fourth is held out, and judges, beside `metric`: an accuracy on a validation set,
+    say. Without one the score is minus the relative error of the outputs in percent, root mean square, and 0 for the float model. What
+    a remedy finds is kept if the score is higher, or the same with less error on what is held
     out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
 
     Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
@@ -150,9 +141,8 @@ def tune(
     outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
     reconstruction, in `steps` for each layer or block.
 
-    The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
-    `checkpoint` goes on behind the last thing that was tried, and ends with the same bits. Raises CalibrationError for fewer than
-    two batches, and what `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
+    The other options are those of `sensitivity`, for a float model alone. Raises CalibrationError for fewer than two batches, and what
+    `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
     """
     every = list(as_batches(batches))
     if len(every) < 2:
@@ -161,20 +151,15 @@ def tune(
             because=f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge",
             remedy="pass at least 2 batches, or smaller ones: torch.split(images, 16)",
         )
-    held_out = range(HELD_OUT_OF - 1, len(every), HELD_OUT_OF) if len(every) >= HELD_OUT_OF else range(len(every) - 1, len(every))
-    teaching = [batch for index, batch in enumerate(every) if index not in held_out]
-    work = work_of(model, teaching, target, qconfig, batch_fn, show_progress)
-    judging = inputs_of(work.prepared, [every[index] for index in held_out], None, batch_fn)
+    split = Samples(every)
+    work = work_of(model, [every[index] for index in split.learning], target, qconfig, batch_fn, show_progress)
+    judging = inputs_of(work.prepared, [every[index] for index in split.judging], None, batch_fn)
     call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
-    call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
+    call |= {"model": model_digest(work.prepared), "samples": digest(Samples([*work.samples, *judging]).tensors)}
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
     options = SearchOptions(metric=metric, seed=seed, show_progress=show_progress)
     session = _Session(work, judging, Checkpoint(checkpoint, call), steps, budget, options)
     return session.run(tolerance)
-
-
-def _tensors(samples: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
-    return (value for inputs in samples for value in inputs if isinstance(value, Tensor))
 
 
 class _Session:
@@ -209,17 +194,15 @@ class _Session:
         return Tuned(made, self.recipe.mapping, self.recipe.methods, tuple(self.tried), reference, self.best.score, enough, changed)
 
     def _float_score(self) -> float:
-        if self.metric is None:
-            return 0.0
         with still(self.work.prepared, OperatorState.FLOAT):
-            return score_of(self.metric, self.work.prepared)
+            return 0.0 if self.metric is None else score_of(self.metric, self.work.prepared)
 
     def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Judge what a remedy proposes, and keep the best of it."""
         known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
         state = State(self.work, self.recipe, self.budget, self.steps, self.seed, self.show)
         for entry in known["tried"]:
-            self._take(remedy, TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
+            self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not known["done"]:
             for index, (told, recipe) in enumerate(remedy.propose(state)):
                 if index < len(known["tried"]):
@@ -230,7 +213,7 @@ class _Session:
                 gain = 0.0 if self.best is None else score - self.best.score
                 better = self.best is None or (score, -noise) > (self.best.score, -self.best.noise)
                 step = TuneStep(remedy.name, told, score, noise, gain, better and not refused)
-                self._take(remedy, step, recipe, made)
+                self._take(step, recipe, made)
                 if self.journal.path is not None:
                     known["tried"].append({"step": asdict(step), "recipe": recipe.document()})
                     self.journal.write()
@@ -239,7 +222,7 @@ class _Session:
             known["done"] = True
             self.journal.write()
 
-    def _take(self, remedy: Remedy, step: TuneStep, recipe: Recipe, made: fx.GraphModule | None) -> None:
+    def _take(self, step: TuneStep, recipe: Recipe, made: fx.GraphModule | None) -> None:
         self.tried.append(step)
         logger.info("tune: %s (%s): score %.5g, %s", step.remedy, step.tried, step.score, "kept" if step.kept else "dropped")
         if step.kept:

@@ -89,7 +89,7 @@ def reestimate_batch_norm(
     """
     with tuning(prepared):
         found, skipped = _batch_norms(prepared)
-        before = [(_statistic(norm.running_mean), _statistic(norm.running_var)) for _, _, norm in found]
+        before = [(norm.running_mean.clone(), norm.running_var.clone()) for _, _, norm in found]
         source, count = as_batches(batches), 0
         with _seeing(found), torch.no_grad():
             for batch in progress(first_batches(source, num_batches), length(source, num_batches), "batch norms", show_progress):
@@ -130,11 +130,6 @@ def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
         having(quantizers, mode=FROZEN),
     ):
         yield
-
-
-def _statistic(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value.detach().clone()
 
 
 def _row(name: str, norm: Any, mean: Tensor, variance: Tensor) -> MovedStatistics:

@@ -157,7 +157,7 @@ def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: Quan
 
 def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
     added = BiasCorrection(len(value)).to(next(operator.buffers(), torch.empty(0, device="cpu")).device)
-    added.value.copy_(torch.as_tensor(value, dtype=torch.float32))
+    added.value.copy_(torch.as_tensor(value, device="cpu", dtype=torch.float32))
     operator.weight_quantizer.correct(added)
 
 
@@ -175,7 +175,9 @@ def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
         real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
         if real is None or integer is None:
             return None
-        difference = _without_outliers(real - integer)
+        difference = real - integer  # where an operand was cut off, this is not an error of rounding, and is limited
+        limit = OUTLIER * difference.abs().median(1, keepdim=True).values
+        difference = difference.clamp(-limit, limit)
         total, count = total + difference.sum(1), count + difference.shape[1]
         if clamp is not None:
             apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
@@ -196,12 +198,6 @@ def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tenso
         step = (target - moved.clamp(low, high).mean(1)) / slope
         added += torch.minimum(torch.maximum(step, -longest), longest)
     return added
-
-
-def _without_outliers(rows: Tensor) -> Tensor:
-    """Limited to some times the median magnitude of each row: where an operand was cut off, differences are not those of rounding."""
-    limit = OUTLIER * rows.abs().median(1, keepdim=True).values
-    return rows.clamp(-limit, limit)
 
 
 def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:

@@ -190,7 +190,10 @@ def _equalize(
             ranks.gathered(None)
         return
     known = channels(prepared, open_alone=True)
-    watched = {node.name: labels for node, labels in known.tensors.items() if _matters(prepared, known, node)}
+    quantized = {node: labels for node, labels in known.tensors.items() if quantized_operator(prepared, node) is not None}
+    watched = {  # those whose channels may have factors, and those that a layer reads
+        node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in known.read for user in node.users)
+    }
     seen = statistics(prepared, watched, batches)
     if join is not None and joined:
         seen = join(ranks.gathered(seen))
@@ -202,13 +205,6 @@ def _equalize(
     layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
     if layers:
         logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
-
-
-def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
-    """Return whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
-    return quantized_operator(prepared, node) is not None and (
-        bool(known.tensors[node].any()) or any(user in known.read for user in node.users)
-    )
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------

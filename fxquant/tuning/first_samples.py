@@ -80,7 +80,7 @@ def is_balanced(prepared: fx.GraphModule) -> bool:
     return any(quantizer.balanced for quantizer in _quantizers(prepared).values())
 
 
-def put(quantizers: Sequence[Quantizer], balanced: bool) -> None:
+def balance(quantizers: Sequence[Quantizer], balanced: bool) -> None:
     """Choose the scales of these quantizers anew, by the noise of each sample or not."""
     for quantizer in quantizers:
         quantizer.balance_samples(balanced)
@@ -88,7 +88,7 @@ def put(quantizers: Sequence[Quantizer], balanced: bool) -> None:
 
 def balances_better(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show_progress: bool | None) -> bool:
     """Return whether ranges by the noise of each sample are clearly better for the outputs; the scales stay what they were."""
-    candidates = {POOLED: partial(put, quantizers, False), EACH: partial(put, quantizers, True)}
+    candidates = {POOLED: partial(balance, quantizers, False), EACH: partial(balance, quantizers, True)}
     return _chosen(prepared, candidates, judging, "ranges are chosen by", show_progress) == EACH
 
 
@@ -246,7 +246,7 @@ class FirstSamples:
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Round and correct by them; where ranks calibrate together, by those of the first."""
-        seen = self._seen_by_all(distributed)
+        seen = sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen  # by all ranks
         corrects = self.corrects and seen >= self.enough
         self._choose_ranges(seen, distributed, show_progress)
         if not self.rounds and not corrects:
@@ -273,7 +273,7 @@ class FirstSamples:
                 return balances_better(prepared, free, self._few()[0].chunks, show_progress)
 
             balanced = bool(free) and seen >= ENOUGH and self._of_first_rank(distributed, better, False)
-        put(free, balanced)
+        balance(free, balanced)
         if self.balances is not False:
 
             def factors() -> dict[str, float]:
@@ -285,26 +285,21 @@ class FirstSamples:
         """Run a method again and return what it gives layers; those that are left out keep what is known."""
         before, operators = _parts(self.prepared), quantized_operators(self.prepared)
         method(distributed, show_progress)
-        given = {name: (now, before[name]) for name, now in _parts(self.prepared).items() if not _same(now, before[name])}
+        now = _parts(self.prepared)
+        given = {name: (now[name], had) for name, had in before.items() if any(a is not b for a, b in zip(now[name], had, strict=True))}
         return {name: pair for name, pair in known.items() if operators[name].left_out} | given
 
     def _round(self, distributed: bool, show_progress: bool | None) -> None:
         def rounded() -> second_moment.Rounded:
-            found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
-            return {name: each.cpu() for name, each in found.items()}
+            return second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
 
         second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
 
     def _correct(self, distributed: bool, show_progress: bool | None) -> None:
         def corrected() -> dict[str, list[float]]:
-            samples, judging = self._few()
-            return bias.corrections(self.prepared, samples, judging, show_progress)
+            return bias.corrections(self.prepared, *self._few(), show_progress)
 
         bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
-
-    def _seen_by_all(self, distributed: bool) -> int:
-        """Return how many samples went by in the ranks that calibrate together."""
-        return sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not distributed or ranks.count() == 1:
@@ -360,10 +355,6 @@ def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
     operators = quantized_operators(prepared)
     for name, each in parts.items():
         operators[name].weight_quantizer.put(each)
-
-
-def _same(one: Parts, other: Parts) -> bool:
-    return all(part is another for part, another in zip(one, other, strict=True))
 
 
 def _undo(prepared: fx.GraphModule, done: Given) -> None:

@@ -105,19 +105,14 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
     for node in lesson.unit.nodes:
         for values in real:
             values[node] = run(lesson.prepared, node, values, exact=False)
-        if node in lesson.unit.weighted and _is_open(operators[node]):
+        quantizer = operators[node].weight_quantizer if node in lesson.unit.weighted else None
+        if quantizer is not None and quantizer.learned is None and not quantizer.power_of_two:  # else the weight does not give its scale
             share = _best(node, operators[node], rounded, real)
             if share is not None:
                 found[node] = share
         for values in rounded:
             values[node] = run(lesson.prepared, node, values, exact=True)
     return found
-
-
-def _is_open(operator: QuantizedOperator) -> bool:
-    """Return whether its weight's scale follows from the weight, and can have any value."""
-    quantizer = operator.weight_quantizer
-    return quantizer.learned is None and not quantizer.power_of_two
 
 
 def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:

@@ -227,11 +227,11 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
 
 
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
-    """Weights of at most so many bits that are rounded to the nearest, rounded by these samples; what they have now."""
+    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings."""
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, LayerCheckpoint(None, {}), tuned.undo)
     quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-    return {name: settled(each) for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+    return {name: settled(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
 
 def settle(prepared: fx.GraphModule, found: Rounded) -> None:
@@ -319,7 +319,13 @@ def _judged(
     prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: FloatOutputs, undo: Callable[[], None]
 ) -> tuple[TunedLayer, ...]:
     """Return the rows, judged by the outputs: the layers of few bits together, and after them those of 8 bits, which gain less."""
-    operators, put_back, found = quantized_operators(prepared), undo, {row.name: row for row in rows}
+    operators, found = quantized_operators(prepared), {row.name: row for row in rows}
+    kept: Rounded = {}
+
+    def put_back() -> None:
+        undo()
+        settle(prepared, kept)
+
     decided = {row.name: settled(operators[row.name].weight_quantizer) for row in rows if row.kept}
     undo()
     for few, what in ((True, "weights of few bits"), (False, "8-bit weights")):
@@ -328,13 +334,7 @@ def _judged(
         before = outputs.measure() if any(row.kept for row in group) else 0.0
         found.update({row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), [attempt])})
         kept = {name: decided[name] for name, row in found.items() if few and row.kept and _has_few_bits(operators[name])}
-        put_back = partial(_put_back, prepared, undo, kept)
     return tuple(found.values())
-
-
-def _put_back(prepared: fx.GraphModule, undo: Callable[[], None], kept: Rounded) -> None:
-    undo()
-    settle(prepared, kept)
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:

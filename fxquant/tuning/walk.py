@@ -173,12 +173,13 @@ class Walk:
         """The most bytes that were kept at the same time, without parameters."""
         return self._kept.largest
 
+    @torch.no_grad()
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
         """Return the values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
         wanted = list(nodes)
         for node in self._needed(wanted):
             for values in self._values:
-                values[node] = self._run(node, values)
+                values[node] = run(self.prepared, node, values, exact=self.exact)
                 if node.op != "get_attr":
                     self._kept.add(values[node])
             self._done.add(node)
@@ -209,10 +210,6 @@ class Walk:
                 found.add(node)
                 left.extend(operand for operand in node.all_input_nodes if operand not in self._done)
         return sorted(found, key=self._order.__getitem__)
-
-    @torch.no_grad()
-    def _run(self, node: fx.Node, values: Values) -> Any:
-        return run(self.prepared, node, values, exact=self.exact)
 
 
 def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:

@@ -633,19 +633,6 @@ def test_what_moved_in_a_checkpoint_moves_again() -> None:
     assert all(after > before[name] for name, after in fxq.qparams(frozen).items())
 
 
-@pytest.mark.parametrize("mode", ["statistics", "learned"])
-def test_a_checkpoint_of_earlier_versions_that_does_not_say_what_stands_still_loads(mode: str) -> None:
-    qconfig = config(mode, mode)
-    prepared, loaded = skips(qconfig=qconfig), skips(qconfig=qconfig)
-    train_on(prepared, images(), 1)
-    fxq.set_qparams(loaded, {"second": 0.25})
-    state = {name: value for name, value in prepared.state_dict().items() if not name.endswith(".stopped")}
-    assert len(state) < len(prepared.state_dict())
-    assert loaded.load_state_dict(state) == ([], [])
-    assert fxq.qparams(loaded) == fxq.qparams(prepared)
-    assert loaded.quantized.second.quantizer.frozen
-
-
 def test_a_state_dict_works_with_functional_call() -> None:
     prepared = skips()
     found = torch.func.functional_call(prepared, prepared.state_dict(), (images(),))

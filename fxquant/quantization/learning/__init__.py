@@ -1,4 +1,4 @@
-"""Scales that training learns, a method a file: what is trained, what scale it gives, and its gradient."""
+"""Scales that training learns."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The record of a method that learns a scale: its parameters, the scale they give, and their gradients."""
+"""The methods that learn a scale: the parameters of each, the scale they give, and their gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,155 +64,152 @@ class Step:
         return ((self.real.numel() / self.base.numel()) / (size * squares)).sqrt() / step.square()
 
 
-@dataclass(frozen=True)
 class Method:
     """A method that learns a scale.
 
     name          its name as a value of `training=`
     parameters    the names of its parameters, each of the scale's shape
-    start         from a scale and the grid's reach, the largest |integer|: the values of the parameters that give this scale
-    scale         from the scale that training started from, the parameters and the reach: the current scale, which is positive
-    gradients     the gradients of the parameters
-    end           None, or, from the scale and the lowest float value at the start and the parameters: the current lowest float value
     power_of_two  whether the scale is rounded up to a power of two
+    moves_end     whether the lowest float value of an affine grid is learned, too
     """
 
     name: str
     parameters: tuple[str, ...]
-    start: Callable[[Tensor, float], Parameters]
-    scale: Callable[[Tensor, Parameters, float], Tensor]
-    gradients: Callable[[Step], Parameters]
-    end: Callable[[Tensor, Tensor, Parameters], Tensor] | None = None
-    power_of_two: bool = False
+    power_of_two = False
+    moves_end = False
+
+    def start(self, base: Tensor, reach: float) -> Parameters:
+        """Return the parameters that give this scale, on a grid whose largest |integer| is `reach`. By default: 0."""
+        return tuple(torch.zeros_like(base) for _ in self.parameters)
+
+    def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
+        """Return the current scale, which is positive, for the one that training started from."""
+        raise NotImplementedError
+
+    def gradients(self, step: Step) -> Parameters:
+        """Return the gradients of the parameters."""
+        raise NotImplementedError
+
+    def end(self, base: Tensor, end: Tensor, parameters: Parameters) -> Tensor:
+        """Return the current lowest float value, for the scale and the lowest float value at the start."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> str:
+        """Return the name of the one instance, which copies and files hold by it."""
+        return next(name for name, value in globals().items() if value is self)
 
 
-# ---- LSQ, learned step size quantization -----------------------------------------------------------------------------
-#
-# Esser, McKinstry, Bablani, Appuswamy, Modha: Learned Step Size Quantization, ICLR 2020, section 2. For a real
-# number v on a scale s, with q = clip(round(v / s), low, high) and v̂ = q · s:
-#
-#     ∂v̂/∂v = 1 where low ≤ v/s ≤ high, 0 elsewhere
-#     ∂v̂/∂s = q - v/s where low ≤ v/s ≤ high, q elsewhere
-#
-# summed over the numbers that share s. On an affine grid q and the limits are centred, and the zero point is held.
-#
-# What is trained is `scale_change`, 0 at first:
-#
-#     scale = base · (1 + scale_change) where scale_change ≥ 0,   base / (1 - scale_change) where scale_change < 0
-#
-# It is positive whatever an optimizer does, and has no unit: scales of 0.001 and of 10 train alike. Its gradient is s · ∂L/∂s, of a weight
-# multiplied by `Step.proportion`; weight decay pulls it to what calibration found.
-#
-# The paper trains s itself, and multiplies its gradient by 1 / sqrt(n · high). It derives that factor from what it wants, that the steps of
-# scales and of weights be in proportion to them, with layers of few bits; what is done here keeps to the aim where the factor does not:
-#
-# - A step of s in the tensor's unit is, in proportion to s, of any size: in a U-Net of 4 bits, activations' scales moved ten thousand times
-#   less than its weights did, and an int16 scale grew fivefold in four steps.
-# - At 8 bits a clipped weight's share is high = 127 times a step, and a layer of few weights has a scale that moves some hundred times
-#   faster than they do.
-# - n counts the batch, so that gradients accumulated over parts of a batch, or over processes, were not those of the whole.
+class _LSQ(Method):
+    """Learned step size quantization.
+
+    Esser, McKinstry, Bablani, Appuswamy, Modha: Learned Step Size Quantization, ICLR 2020, section 2. For a real
+    number v on a scale s, with q = clip(round(v / s), low, high) and v̂ = q · s:
+
+        ∂v̂/∂v = 1 where low ≤ v/s ≤ high, 0 elsewhere
+        ∂v̂/∂s = q - v/s where low ≤ v/s ≤ high, q elsewhere
+
+    summed over the numbers that share s. On an affine grid q and the limits are centred, and the zero point is held.
+
+    What is trained is `scale_change`, 0 at first:
+
+        scale = base · (1 + scale_change) where scale_change ≥ 0,   base / (1 - scale_change) where scale_change < 0
+
+    It is positive whatever an optimizer does, and has no unit: scales of 0.001 and of 10 train alike. Its gradient is s · ∂L/∂s, of a
+    weight multiplied by `Step.proportion`; weight decay pulls it to what calibration found.
+
+    The paper trains s itself, and multiplies its gradient by 1 / sqrt(n · high), so that the steps of scales and of weights are in
+    proportion to them in layers of few bits. `Step.proportion` keeps to that aim where the factor does not:
+
+    - A step of s in the tensor's unit is, in proportion to s, of any size: in a U-Net of 4 bits, activations' scales moved ten thousand
+      times less than its weights did, and an int16 scale grew fivefold in four steps.
+    - At 8 bits a clipped weight's share is high = 127 times a step, and a layer of few weights has a scale that moves some hundred times
+      faster than they do.
+    - n counts the batch, so that gradients accumulated over parts of a batch, or over processes, were not those of the whole.
+    """
+
+    name, parameters = "learned", ("scale_change",)
+
+    def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
+        change = parameters[0]
+        return torch.where(change < 0, base / (1 + change.abs()), base * (1 + change)).clamp_min(SMALLEST_SCALE)
+
+    def gradients(self, step: Step) -> Parameters:
+        return (step.of_logarithm(),)
 
 
-def changed(base: Tensor, parameters: Parameters, reach: float = 0.0) -> Tensor:
-    """The scale that a change, the first parameter, makes of another."""
-    change = parameters[0]
-    return torch.where(change < 0, base / (1 + change.abs()), base * (1 + change)).clamp_min(SMALLEST_SCALE)
+class _LSQPlus(_LSQ):
+    """LSQ+: the scale and the offset of an affine grid are learned.
+
+    Bhalgat, Lee, Nagel, Blankevoort, Kwak: LSQ+, improving low-bit quantization through learnable offsets and better initialization, CVPR
+    Workshops 2020, section 3. The lowest integer stands for the float value β; with v/s inside the grid, and q from 0 to `STEPS`:
+
+        ∂v̂/∂s = round(v/s) - v/s inside, q elsewhere          ∂v̂/∂β = 0 inside, 1 elsewhere
+
+    The zero point is round(-β / s), an integer of the dtype, so that 0 is exact, as integer arithmetic requires; the paper allows any β.
+    `offset_change` starts at 0, and is a fraction of the interval that the grid covered at the start: β is its value at the start plus
+    that fraction. So both parameters are dimensionless.
+    """
+
+    name, parameters = "lsq+", ("scale_change", "offset_change")
+    moves_end = True
+
+    def end(self, base: Tensor, end: Tensor, parameters: Parameters) -> Tensor:
+        return end + parameters[1] * base * STEPS
+
+    def gradients(self, step: Step) -> Parameters:
+        stored = step.integers - step.low  # as the zero point is part of β
+        of_scale = step.summed(step.gradient * torch.where(step.inside, step.integers - step.real, stored))
+        of_offset = step.summed(step.gradient * ~step.inside)
+        return of_scale * step.scale.reshape(step.base.shape), of_offset * step.base * STEPS
 
 
-def _start(base: Tensor, reach: float) -> Parameters:
-    return (torch.zeros_like(base),)
+class _PACT(Method):
+    """The value at which an activation is clipped is learned.
+
+    Choi, Wang, Venkataramani, Chuang, Srinivasan, Gopalakrishnan: PACT, parameterized clipping activation for quantized neural networks,
+    2018, section 3. v is clipped at α, which the largest integer stands for (of a symmetric grid, the smallest stands for -α):
+
+        ∂v̂/∂v = 1 inside, 0 elsewhere     ∂v̂/∂α = 0 inside, q / reach elsewhere: 1 above, and, where the grid has a lower half, -1 below
+
+    α itself is trained, in the unit of the tensor: weight decay, which the paper uses with the weights' strength, pulls it to 0. Its
+    gradient is the plain sum.
+    """
+
+    name, parameters = "pact", ("alpha",)
+
+    def start(self, base: Tensor, reach: float) -> Parameters:
+        return (base * reach,)
+
+    def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
+        return (parameters[0] / reach).clamp_min(SMALLEST_SCALE)
+
+    def gradients(self, step: Step) -> Parameters:
+        return (step.summed(step.gradient * step.integers * ~step.inside) / max(step.high, -step.low),)
 
 
-def _gradients(step: Step) -> Parameters:
-    return (step.of_logarithm(),)
+class _TQT(Method):
+    """Scales are powers of two, and the threshold that they are rounded up from is learned.
 
+    Jain, Gural, Wu, Dick: Trained Quantization Thresholds for accurate and efficient fixed-point inference, MLSys 2020, section 3.
+    With a threshold t, s = 2^ceil(log2 t) / 2^(bits - 1), and rounding up passed straight through:
 
-LSQ = Method("learned", ("scale_change",), _start, changed, _gradients)
+        ∂v̂/∂(log2 t) = s · ln 2 · (q - v/s inside, q elsewhere)
 
+    What is trained is `log2_change`, 0 at first: the logarithm of the threshold minus that of the one that training started from. The
+    paper trains it with Adam, whose steps do not depend on the gradient's size; for other optimizers' sake a weight's is multiplied by
+    `Step.proportion`, as LSQ's is.
+    """
 
-# ---- LSQ+: the scale and the offset of an affine grid are learned ----------------------------------------------------
-#
-# Bhalgat, Lee, Nagel, Blankevoort, Kwak: LSQ+, improving low-bit quantization through learnable offsets and better initialization, CVPR
-# Workshops 2020, section 3. The lowest integer stands for the float value β; with v/s inside the grid, and q from 0 to `steps`:
-#
-#     ∂v̂/∂s = round(v/s) - v/s inside, q elsewhere          ∂v̂/∂β = 0 inside, 1 elsewhere
-#
-# The zero point is round(-β / s), an integer of the dtype, so that 0 is exact, which the
-# integer arithmetic requires; the paper allows any β.
-#
-# The trained parameters are LSQ's `scale_change` and `offset_change`. `offset_change` starts at 0, and is a fraction of the interval that
-# the grid covered at the start: β is its value at the start plus that fraction. So both parameters are dimensionless.
+    name, parameters = "tqt", ("log2_change",)
+    power_of_two = True
+
+    def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
+        # an exponent overflows where a factor does not
+        return (base * torch.exp2(parameters[0])).clamp(SMALLEST_SCALE, 1 / SMALLEST_SCALE)
+
+    def gradients(self, step: Step) -> Parameters:
+        return (step.of_logarithm() * math.log(2),)
 
 
 STEPS = 255  # of the one affine dtype, uint8
-
-
-def _lsq_plus_start(base: Tensor, reach: float) -> Parameters:
-    return torch.zeros_like(base), torch.zeros_like(base)
-
-
-def _end(base: Tensor, end: Tensor, parameters: Parameters) -> Tensor:
-    return end + parameters[1] * base * STEPS
-
-
-def _lsq_plus_gradients(step: Step) -> Parameters:
-    stored = step.integers - step.low  # as the zero point is part of β
-    of_scale = step.summed(step.gradient * torch.where(step.inside, step.integers - step.real, stored))
-    of_offset = step.summed(step.gradient * ~step.inside)
-    return of_scale * step.scale.reshape(step.base.shape), of_offset * step.base * STEPS
-
-
-LSQ_PLUS = Method("lsq+", ("scale_change", "offset_change"), _lsq_plus_start, changed, _lsq_plus_gradients, _end)
-
-
-# ---- PACT: the value at which an activation is clipped is learned ----------------------------------------------------
-#
-# Choi, Wang, Venkataramani, Chuang, Srinivasan, Gopalakrishnan: PACT, parameterized clipping activation for quantized neural networks,
-# 2018, section 3. v is clipped at α, which the largest integer stands for (of a symmetric grid, the smallest stands for -α):
-#
-#     ∂v̂/∂v = 1 inside, 0 elsewhere          ∂v̂/∂α = 0 inside, q / reach elsewhere: 1 above, and, where the grid has a lower half, -1 below
-#
-# α itself is trained, in the unit of the tensor: weight decay, which the paper uses with the weights' strength, pulls it to 0. Its gradient
-# is the plain sum.
-
-
-def _pact_start(base: Tensor, reach: float) -> Parameters:
-    return (base * reach,)
-
-
-def _scale(base: Tensor, parameters: Parameters, reach: float) -> Tensor:
-    return (parameters[0] / reach).clamp_min(SMALLEST_SCALE)
-
-
-def _pact_gradients(step: Step) -> Parameters:
-    return (step.summed(step.gradient * step.integers * ~step.inside) / max(step.high, -step.low),)
-
-
-PACT = Method("pact", ("alpha",), _pact_start, _scale, _pact_gradients)
-
-
-# ---- TQT: scales are powers of two, and the threshold that they are rounded up from is learned -----------------------
-#
-# Jain, Gural, Wu, Dick: Trained Quantization Thresholds for accurate and efficient fixed-point inference, MLSys 2020, section 3.
-# With a threshold t, s = 2^ceil(log2 t) / 2^(bits - 1), and rounding up passed straight through:
-#
-#     ∂v̂/∂(log2 t) = s · ln 2 · (q - v/s inside, q elsewhere)
-#
-# What is trained is `log2_change`, 0 at first: the logarithm of the threshold minus that of the one that training started from. The paper
-# trains it with Adam, whose steps do not depend on the gradient's size; for other optimizers' sake a weight's is multiplied by
-# `Step.proportion`, as LSQ's is.
-
-
-def _tqt_start(base: Tensor, reach: float) -> Parameters:
-    return (torch.zeros_like(base),)
-
-
-def _tqt_scale(base: Tensor, parameters: Parameters, reach: float) -> Tensor:
-    return (base * torch.exp2(parameters[0])).clamp(SMALLEST_SCALE, 1 / SMALLEST_SCALE)  # an exponent overflows where a factor does not
-
-
-def _tqt_gradients(step: Step) -> Parameters:
-    return (step.of_logarithm() * math.log(2),)
-
-
-TQT = Method("tqt", ("log2_change",), _tqt_start, _tqt_scale, _tqt_gradients, power_of_two=True)
+LSQ, LSQ_PLUS, PACT, TQT = _LSQ(), _LSQPlus(), _PACT(), _TQT()

@@ -1,35 +1,21 @@
 """Observers: they watch a tensor's values and say which scale, or which interval, covers them."""
 
 from fxquant.quantization.observers.distribution import ClipStdObserver, KLObserver, MixObserver, PercentileObserver
-from fxquant.quantization.observers.histogram import (
-    Gathering,
-    HistogramObserver,
-    LpObserver,
-    MSEObserver,
-    beside,
-    gathering,
-    many_at_ends,
-    observe_together,
-    on_step,
-    sampled,
-)
+from fxquant.quantization.observers.histogram import Gathering, HistogramObserver, LpObserver, MSEObserver, gathering, observe_together
 from fxquant.quantization.observers.ranges import (
     CLASSES,
-    NAMED,
     SETTINGS,
     ClipObserver,
     FixedScaleObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
-    finite_range,
     observer_named,
     settings,
 )
 
 __all__ = [
     "CLASSES",
-    "NAMED",
     "SETTINGS",
     "ClipObserver",
     "ClipStdObserver",
@@ -44,13 +30,8 @@ __all__ = [
     "MovingAverageMinMaxObserver",
     "Observer",
     "PercentileObserver",
-    "beside",
-    "finite_range",
     "gathering",
-    "many_at_ends",
     "observe_together",
     "observer_named",
-    "on_step",
-    "sampled",
     "settings",
 ]
