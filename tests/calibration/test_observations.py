@@ -280,7 +280,9 @@ def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.Observat
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(target="bernoulli"))
     together = fxq.observations(prepared)
-    assert_same_state(restored(together, OTHERS["int4"][0], "bernoulli"), fresh(OTHERS["int4"][0], "bernoulli"))
+    assert_same_state(
+        restored(together, OTHERS["smallest and largest"][0], "bernoulli"), fresh(OTHERS["smallest and largest"][0], "bernoulli")
+    )
 
 
 class Own(fxq.Observer):

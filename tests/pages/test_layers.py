@@ -66,8 +66,7 @@ SINGLE = {"passes"}  # packages whose modules import none of their own but what 
 SHARED = {"fxquant.passes.rewriting"}
 
 ONNX_WRITERS = {
-    "agreement", "connections", "emitter", "export", "fast", "fast_kernels", "float_export", "float_file", "horizon",
-    "independent_parts", "layouts", "metadata", "model_files", "opsets", "reading", "runtime", "sums", "writer",
+    "emitter", "export", "fast", "fast_kernels", "float_export", "horizon", "layouts", "metadata", "reading", "runtime", "sums", "writer",
 }  # fmt: skip
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
@@ -194,9 +193,8 @@ def test_imports_form_no_circle() -> None:
 def test_a_planted_circle_is_found(source: str) -> None:
     modules = library()
     planted = {**modules, "fxquant.frontend.memory": modules["fxquant.frontend.memory"] + source}
-    assert circles(planted) == [
-        [f"fxquant.frontend.{name}" for name in ("arguments", "evaluation", "gradients", "handler", "memory", "snapshot")]
-    ]
+    (circle,) = circles(planted)
+    assert {"fxquant.frontend.handler", "fxquant.frontend.memory"} <= set(circle)
 
 
 def test_imports_keep_their_direction() -> None:
