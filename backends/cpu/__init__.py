@@ -17,24 +17,10 @@ REAL = RealArithmetic("real", residual="requantize")  # onnxruntime adds 8-bit t
 ACTIVATIONS = ("uint8", "int8", "int4", "int32")
 WEIGHTS = ("int4", "int8")
 
+X86 = "x86 processors: a weight scale for each output channel"
+ARM = "ARM processors: one weight scale for each layer"
+
 TARGETS = (
-    Target(
-        "x86",
-        "x86 processors: a weight scale for each output channel",
-        REAL,
-        ACTIVATIONS,
-        WEIGHTS,
-        default_activation="uint8",
-        dynamic=True,
-    ),
-    Target(
-        "qnnpack",
-        "ARM processors: one weight scale for each layer",
-        REAL,
-        ACTIVATIONS,
-        WEIGHTS,
-        per_channel_weights=False,
-        default_activation="uint8",
-        dynamic=True,
-    ),
+    Target("x86", X86, REAL, ACTIVATIONS, WEIGHTS, default_activation="uint8", dynamic=True),
+    Target("qnnpack", ARM, REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False, default_activation="uint8", dynamic=True),
 )

@@ -16,7 +16,7 @@ from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless
 from fxquant.kernels.layer import Layer, enumerated
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.primitives import Role, requantize, role_of
@@ -317,26 +317,15 @@ class Join:
         forms = [site.held(read) for read in site.match.reads]
         if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
             raise NotApplicable("its operands and its result have different memory layouts")
-        return _Joined(forms, result)
 
-
-@dataclass(frozen=True)
-class _Joined:
-    forms: Sequence[Held]
-    result: Held
-
-    def bind(self) -> Bound:
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
             first = 0
-            for form, tensor in zip(self.forms, inputs, strict=True):
+            for form, tensor in zip(forms, inputs, strict=True):
                 part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
-                part.copy_(bytes_ if form.zero == self.result.zero else bytes_ ^ BIASED)
+                part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
                 first += form.channels
 
-        return bound
-
-
-# ---- Checksums of the constants of integer models, by native.c -------------------------------------------------------
+        return Stateless(bound)
 
 
 class NativeWatch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
+from fxquant.backends.cpu.training import constants, numbers
 from fxquant.training import fused_elementwise, saturation_masks
 from fxquant.training.fused_elementwise import Join
 from fxquant.training.reference_kernels import Rounded
@@ -49,14 +51,10 @@ class NativeJoining:
         integers, real = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
         inside = torch.empty(shape, dtype=torch.uint8, device="cpu") if marks else None
         made = _made(join)
-        made.mode = FIXED if how.fixed else REAL
-        (made.low, made.high), (made.bottom, made.top), (made.least, made.most) = (how.low, how.high), how.bounds, how.clamp
-        made.limit, made.add, made.scale = how.limit, how.add, float(how.scale)
-        names = ("half", "first", "product") if how.fixed else ("multiplier",)
-        dtype = torch.float64 if how.fixed else torch.float32
-        constants = {name: _each(join, value, dtype) for name, value in zip(names, how.factors, strict=True)}
+        for name, number in numbers(how).items():
+            setattr(made, name, number)
         written = {"ratio": _each(join, ratio, torch.float64), "integers": integers, "real": real, "inside": inside}
-        _call("join_forward", made, _operands(join) | constants | written)
+        _call("join_forward", made, _operands(join) | constants(how, partial(_each, join)) | written)
         return integers, real, inside, made.outside
 
     def backward(

@@ -14,12 +14,10 @@ from fxquant.backends.cpu import compiled, native, tensors
 from fxquant.backends.cpu.compiled import loaded_library, packed
 from fxquant.backends.cpu.tensors import require_onednn, unless_saturated
 from fxquant.kernels import patterns
-from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, Kernel, NotApplicable, Site
+from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, Kernel, NotApplicable, Site, Stateless
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 from fxquant.support.forks import address, point
-
-# ---- Kernels for linear layers that are quantized at run time: one call of native.c, or oneDNN's sums among tensor operations ----
 
 
 class NativeDynamic:
@@ -82,33 +80,22 @@ class OneDnnDynamic:
         largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
         if largest >= FLOAT32_EXACT:
             raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
-        built = _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
-        return unless_saturated(site, self, built)
+        prepacked = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+        ones = torch.ones(len(weight), dtype=torch.float32, device="cpu")
+        zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
 
-
-@dataclass(frozen=True)
-class _OneDnn:
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    outputs: int
-
-    def bind(self) -> Bound:
-        ones = torch.ones(self.outputs, dtype=torch.float32, device="cpu")
-        zeros = torch.zeros(self.outputs, dtype=torch.int64, device="cpu")
-
-        def bound(given: Sequence[Tensor], output: Tensor) -> None:
-            made = centred(given[0])
-            zero_point = int(made.zero_point)
-            stored = made.integers.add_(made.zero_point).to(torch.uint8)
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            operand = centred(inputs[0])
+            zero_point = int(operand.zero_point)
+            stored = operand.integers.add_(operand.zero_point).to(torch.uint8)
             sums = torch.ops.onednn.qlinear_pointwise(
-                stored, 1.0, zero_point, self.weight, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+                stored, 1.0, zero_point, prepacked, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
             )
-            torch.mul(sums.add_(0.0), made.scale * self.scale, out=output)
-            if self.bias is not None:
-                output.add_(self.bias)
+            torch.mul(sums.add_(0.0), operand.scale * scale, out=output)
+            if bias is not None:
+                output.add_(bias)
 
-        return bound
+        return unless_saturated(site, self, Stateless(bound))
 
 
 KERNELS = (

@@ -6,7 +6,7 @@ oneDNN returns the sums as float32 integers, exact below 2^24. Images are proces
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.kernels.admission import prove
-from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site
+from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless
 from fxquant.kernels.layer import Layer, enumerated, residual_factor
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
@@ -111,7 +111,8 @@ class _Sums:
             return held.view(-1, *size, form.pixel)[..., :channels].permute(0, 3, 1, 2)
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-            given = images_of(self.input, inputs[0], (height, width), self.packed_channels)
+            packed = self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
+            given = images_of(self.input, inputs[0], (height, width), packed)
             written = images_of(result, output, (out_height, out_width), channels)
             added = None if residual is None else images_of(residual, inputs[1], (out_height, out_width), channels)
             for first in range(0, given.shape[0], step):
@@ -123,10 +124,6 @@ class _Sums:
                 written[first : first + step].copy_(self.requantized_sums(sums))
 
         return bound
-
-    @property
-    def packed_channels(self) -> int:
-        return self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
 
 
 @functools.cache
@@ -211,22 +208,12 @@ class TensorPool:
         parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
             raise NotApplicable("its result and its operand have different memory layouts")
-        return _Pool({name: tuple(parts[name]) for name in ("kernel", "stride", "begin", "dilation")}, input, result)
-
-
-@dataclass(frozen=True)
-class _Pool:
-    window: Mapping[str, tuple[int, ...]]
-    input: Held
-    result: Held
-
-    def bind(self) -> Bound:
-        _, height, width, _ = self.input.grid
-        _, *sizes, _ = self.result.grid
-        windows = list(zip(sizes, *(self.window[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
+        _, height, width, _ = input.grid
+        _, *sizes, _ = result.grid
+        windows = list(zip(sizes, *(parts[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-            value = inputs[0].view(-1, height, width, self.input.pixel)
+            value = inputs[0].view(-1, height, width, input.pixel)
             for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
                 reach = (size - 1) * stride + (taps - 1) * dilation + 1
                 around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
@@ -236,7 +223,7 @@ class _Pool:
                 value = functools.reduce(torch.maximum, strided)
             output.view(value.shape).copy_(value)
 
-        return bound
+        return Stateless(bound)
 
 
 class TensorTable:
@@ -249,19 +236,12 @@ class TensorTable:
         forms, result = [site.held(read) for read in site.match.reads], site.result()
         if any(form.sizes != result.sizes for form in forms):
             raise NotApplicable("its operands have different sizes")
-        return _Table(enumerated(site, forms, result), result)
+        table = enumerated(site, forms, result)
 
-
-@dataclass(frozen=True)
-class _Table:
-    table: Tensor
-    result: Held
-
-    def bind(self) -> Bound:
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
             index = inputs[0].to(torch.int32)
             if len(inputs) == 2:
                 index = index.mul_(256).add_(inputs[1])
-            torch.index_select(self.table, 0, index.flatten(), out=output.view(-1))
+            torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
-        return bound
+        return Stateless(bound)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,9 @@ class NativePasses(Passes):
         """Return the integers, the dequantized tensor, and the number of elements without gradient, if a saturation mask is given."""
         sums, form = accumulator.sums, accumulator.form
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
-        names = ("half", "first", "product") if how.fixed else ("multiplier",)
-        dtype = torch.float64 if how.fixed else torch.float32
-        constants = {name: _each(value, form, dtype) for name, value in zip(names, how.factors, strict=True)}
-        given = {"sums": sums, **_added(accumulator), **constants, **marks}
-        made = _call("finish_forward", form, _numbers(how), **given, integers=integers, real=real)
+        own = constants(how, lambda value, dtype: _each(value, form, dtype))
+        given = {"sums": sums, **_added(accumulator), **own, **marks}
+        made = _call("finish_forward", form, numbers(how), **given, integers=integers, real=real)
         return integers, real, made.outside
 
     def mark_back(
@@ -83,7 +81,7 @@ class NativePasses(Passes):
         _call(
             "finish_backward",
             form,
-            _numbers(how),
+            numbers(how),
             sums=sums,
             **_added(accumulator),
             ratio=_each(ratio, form),
@@ -131,20 +129,18 @@ def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /,
     return made
 
 
-def _numbers(how: Rounded) -> dict[str, float]:
-    (low, high), (least, most) = (how.low, how.high), how.clamp
-    return {
-        "mode": FIXED if how.fixed else REAL,
-        "limit": how.limit,
-        "add": how.add,
-        "low": low,
-        "high": high,
-        "least": least,
-        "most": most,
-        "scale": float(how.scale),
-        "bottom": how.bounds[0],
-        "top": how.bounds[1],
-    }
+def numbers(how: Rounded) -> dict[str, float]:
+    """Return the constants of a requantization that are the same for all channels, as fields of a structure in C."""
+    (bottom, top), (least, most) = how.bounds, how.clamp
+    limits = {"low": how.low, "high": how.high, "bottom": bottom, "top": top, "least": least, "most": most}
+    return {**limits, "mode": FIXED if how.fixed else REAL, "limit": how.limit, "add": how.add, "scale": float(how.scale)}
+
+
+def constants(how: Rounded, each: Callable[[Tensor, torch.dtype], Tensor]) -> dict[str, Tensor]:
+    """Return the constants of a requantization that may differ between channels, by name, as `each` arranges a tensor in a dtype."""
+    names = ("half", "first", "product") if how.fixed else ("multiplier",)
+    dtype = torch.float64 if how.fixed else torch.float32
+    return {name: each(value, dtype) for name, value in zip(names, how.factors, strict=True)}
 
 
 def _added(accumulator: Accumulator) -> dict[str, Any]:

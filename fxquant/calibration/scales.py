@@ -134,9 +134,6 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
                 operator.weight_quantizer.learned.stop()
 
 
-# ---- Inputs of a model most of whose values round to 0: a few large values set a scale that is too coarse for all others ----
-
-
 logger = logging.getLogger("fxquant")
 
 LOST = 0.5  # the share of an input's values that are not 0, and become 0

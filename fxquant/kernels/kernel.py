@@ -181,6 +181,17 @@ class Built(Protocol):
         """Return a new function, for one thread at a time."""
 
 
+@dataclass(frozen=True)
+class Stateless:
+    """An implementation at one place whose function serves several threads at once."""
+
+    bound: Bound
+
+    def bind(self) -> Bound:
+        """Return the function."""
+        return self.bound
+
+
 class Implementation(Protocol):
     """A way to compute a kernel.
 

@@ -157,16 +157,9 @@ def pointwise(root: fx.Node) -> Matched:
             return because
     if not 1 <= len(reads) <= 2:
         return f"it reads {len(reads)} tensors; kernels read 1 or 2"
-    if len(reads) == 2 and math.prod(_trailing(reads[0])) == 1:
+    if len(reads) == 2 and len(sizes := _sizes(reads[0])) == 4 and sizes[2:] == (1, 1):
         reads.reverse()  # what has one pixel comes second
     return Match(root, (*covers, root), tuple(reads))
-
-
-def _trailing(node: fx.Node) -> tuple[int, ...]:
-    """Return height and width of an image; (0,) for anything else."""
-    known = fact(node)
-    assert isinstance(known, TensorFact)
-    return tuple(size if isinstance(size, int) else 0 for size in known.shape[2:]) if len(known.shape) == 4 else (0,)
 
 
 def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | None:

@@ -164,47 +164,39 @@ class Runner:
                 match = matched if isinstance(matched, Match) else None
                 key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
                 if key not in self.chosen:
-                    self.chosen[key] = self._choose(model, node, known[0], found, match, sizes, non_negative)
+                    if found is None or match is None:
+                        refused = {"": "its pattern is not there any more"}
+                        self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(known[0], None, refused))
+                    else:
+                        few = {read: (*(min(size, PROVED) for size in sizes[read][:1]), *sizes[read][1:]) for read in (*match.reads, node)}
+                        self.chosen[key] = _choose(found, Site(model, match, few, non_negative))
                     while len(self.chosen) > MOST_PROGRAMS * len(fused):
                         self.chosen.popitem(last=False)
                 chosen[node] = self.chosen[key]
         return Program(model, layouts, non_negative, chosen)
 
-    def _choose(
-        self,
-        model: fx.GraphModule,
-        node: fx.Node,
-        name: str,
-        found: Kernel | None,
-        match: Match | None,
-        sizes: Mapping[fx.Node, tuple[int, ...]],
-        non_negative: frozenset[fx.Node],
-    ) -> Chosen:
-        if found is None or match is None:
-            return Chosen(Match(node, (node,), ()), Choice(name, None, {"": "its pattern is not there any more"}))
-        few = {
-            read: tuple(min(size, PROVED) if axis == 0 else size for axis, size in enumerate(sizes[read])) for read in (*match.reads, node)
-        }
-        site = Site(model, match, few, non_negative)
-        refused: dict[str, str] = {}
-        disagrees: list[str] = []
-        for implementation in found.implementations:
-            if any(0 in sizes[read] for read in match.reads):
-                refused[implementation.name] = "its operand is empty"
-                continue
-            try:
-                built = implementation.build(site)
-                prove(site, implementation, built)
-            except NotApplicable as error:
-                refused[implementation.name] = str(error)
-            except Disagrees as error:
-                refused[implementation.name] = str(error)
-                disagrees.append(implementation.name)
-                instead = "another implementation or its primitives run instead"
-                disagreed(model, f"the kernel '{implementation.name}'", [f"%{node.name}"], str(error), instead)
-            else:
-                return Chosen(match, Choice(name, implementation.name, refused, tuple(disagrees)), implementation, built)
-        return Chosen(match, Choice(name, None, refused, tuple(disagrees)))
+
+def _choose(wanted: Kernel, site: Site) -> Chosen:
+    """Return the first implementation that is proved at this site; the primitives if none is."""
+    refused: dict[str, str] = {}
+    disagrees: list[str] = []
+    for implementation in wanted.implementations:
+        if any(0 in site.sizes[read] for read in site.match.reads):
+            refused[implementation.name] = "its operand is empty"
+            continue
+        try:
+            built = implementation.build(site)
+            prove(site, implementation, built)
+        except NotApplicable as error:
+            refused[implementation.name] = str(error)
+        except Disagrees as error:
+            refused[implementation.name] = str(error)
+            disagrees.append(implementation.name)
+            instead = "another implementation or its primitives run instead"
+            disagreed(site.model, f"the kernel '{implementation.name}'", [f"%{site.match.root.name}"], str(error), instead)
+        else:
+            return Chosen(site.match, Choice(wanted.name, implementation.name, refused, tuple(disagrees)), implementation, built)
+    return Chosen(site.match, Choice(wanted.name, None, refused, tuple(disagrees)))
 
 
 def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:

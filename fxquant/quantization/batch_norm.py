@@ -41,17 +41,10 @@ class BatchNormTensors(NamedTuple):
 
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
     """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
-    bn = batch_norm
-    return BatchNormTensors(  # type: ignore[return-value]  # a tuple's fields are read, as all readers do
-        bn.running_mean,
-        bn.running_var,
-        factors if bn.weight is None else bn.weight * factors,
-        None if bn.bias is None else bn.bias * factors,
-        bn.momentum,
-        bn.eps,
-        bn.num_batches_tracked,
-        bn.track_running_stats,
-    )
+    bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
+    weight = factors if bn.weight is None else bn.weight * factors
+    bias = None if bn.bias is None else bn.bias * factors
+    return bn._replace(weight=weight, bias=bias)  # type: ignore[return-value]  # a tuple's fields are read, as all readers do
 
 
 def running_gain(batch_norm: BatchNorm) -> Tensor:

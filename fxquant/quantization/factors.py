@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from fxquant.numerics.grids import power_of_two
 
-# ---- Facts that follow from buffers, remembered until one of the buffers changes -------------------------------------
-
-
 Fact = TypeVar("Fact")
 
 

@@ -26,9 +26,6 @@ from fxquant.quantization.observers.histogram import HistogramObserver, beside, 
 from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
-# ---- Follow the ranges of batches in training: the threshold of a tensor moves with its range ------------------------
-
-
 FAR = 2.0  # times as far as a threshold
 
 

@@ -315,9 +315,6 @@ class QConfig:
         return replace(self, output=self.output.resolved(default), input=None if self.input is None else self.input.resolved(default))
 
 
-# ---- The four states of a prepared model -----------------------------------------------------------------------------
-
-
 class State(enum.Enum):
     """The state of a prepared operator, which determines what it computes.
 

@@ -202,9 +202,6 @@ def _only_moves(prepared: fx.GraphModule, node: fx.Node) -> bool:
     return operator is not None and (operator is DEQUANTIZE or operator.moves)
 
 
-# ---- Tables as plain text --------------------------------------------------------------------------------------------
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows under their head; the first `left` columns and the last are aligned to the left, all others to the right."""
     lines = [tuple(head), *map(tuple, rows)]

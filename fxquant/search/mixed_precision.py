@@ -13,13 +13,11 @@ from torch import fx, nn
 from fxquant.api import calibrate, prepare
 from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import float_model
-from fxquant.prepared.batches import as_batches, example_inputs
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.search.budget import Budget, cost_terms, costs, fits, table
-from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Metric, SearchOptions, Sensitivity, as_prepared, find, reference_of, score_of
+from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Metric, SearchOptions, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -228,12 +226,7 @@ def mixed_precision(
 
 @dataclass(frozen=True)
 class Corrections:
-    """The corrections of calibration, as the arguments of `fxq.calibrate`.
-
-    equalize       whether channels are multiplied by powers of two
-    round_weights  whether weights are rounded by samples; None: those of less than 8 bits
-    correct_bias   whether biases are corrected; None: if there are 64 samples or more
-    """
+    """The corrections of calibration: the arguments of `fxq.calibrate` with these names."""
 
     equalize: bool = True
     round_weights: bool | None = None
@@ -294,10 +287,8 @@ def work_of(
     show_progress: bool | None,
 ) -> Work:
     """A float model prepared and calibrated, with what prepares it anew."""
-    prepared = as_prepared(model, batches, target, qconfig, None, batch_fn, show_progress, float_only=True)
+    prepared, example = calibrated(model, batches, target, qconfig, None, batch_fn, show_progress)
     samples = inputs_of(prepared, batches, None, batch_fn)
-    first = next(iter(as_batches(batches)))
-    example = example_inputs(float_model(model), first if batch_fn is None else batch_fn(first))
     return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples)
 
 

@@ -46,15 +46,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The state that a remedy starts from.
-
-    work    the float model, calibrated as it was given, with the samples to learn from
-    recipe  the best so far
-    budget  the budget that the model has to keep, if any
-    steps   the number of steps of methods that learn
-    seed    the seed of all random numbers
-    show    whether to show progress
-    """
+    """The state that a remedy starts from: the float model, calibrated as it was given, the best recipe so far, and arguments of `tune`."""
 
     work: Work
     recipe: Recipe

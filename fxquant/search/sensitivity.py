@@ -182,12 +182,29 @@ def sensitivity(
     Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
     and `calibrate` raise.
     """
-    prepared = as_prepared(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
+        prepared = _checked(model, qconfig)
+    else:
+        prepared, _ = calibrated(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
     samples = inputs_of(prepared, batches, num_batches, batch_fn)
     return find(prepared, samples, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
 
 
-def as_prepared(
+def _checked(model: fx.GraphModule, qconfig: QConfig | QConfigMapping | None) -> fx.GraphModule:
+    """Return a prepared model. Raises ConfigurationError if there is a qconfig beside it, and NotCalibrated where a scale is missing."""
+    if qconfig is not None:
+        raise ConfigurationError(
+            "a prepared model has a qconfig already",
+            because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
+            remedy="leave qconfig out, or pass the float model",
+        )
+    for operator in quantized_operators(model).values():
+        if not operator.plain:
+            operator.output.require()
+    return model
+
+
+def calibrated(
     model: nn.Module,
     batches: Any,
     target: str | Target,
@@ -195,42 +212,27 @@ def as_prepared(
     num_batches: int | None,
     batch_fn: Callable[[Any], Any] | None,
     show_progress: bool | None,
-    *,
-    float_only: bool = False,
-) -> fx.GraphModule:
-    """The model prepared and calibrated, or as it is if it is such. Raises NotCalibrated where a scale is missing."""
-    is_prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
-    if is_prepared and float_only:
+) -> tuple[fx.GraphModule, Any]:
+    """Prepare and calibrate a float model; return it with the example inputs that it was prepared with."""
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         raise ConfigurationError(
             "a prepared model cannot be prepared again",
             because="its dtypes are to change, and they are those that it was prepared with",
             remedy="pass the float model, and the qconfig",
         )
-    if is_prepared and qconfig is not None:
+    if isinstance(batches, Iterator):
         raise ConfigurationError(
-            "a prepared model has a qconfig already",
-            because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
-            remedy="leave qconfig out, or pass the float model",
+            f"a {type(batches).__name__} yields its batches only once",
+            because="a search runs the same batches again and again",
+            remedy="pass a list or a DataLoader: list(batches)",
         )
-    if not is_prepared:
-        if isinstance(batches, Iterator):
-            raise ConfigurationError(
-                f"a {type(batches).__name__} yields its batches only once",
-                because="a search runs the same batches again and again",
-                remedy="pass a list or a DataLoader: list(batches)",
-            )
-        as_written, source = float_model(model), as_batches(batches)
-        first = next(iter(source), None)
-        if first is None:
-            raise no_batches(num_batches)
-        example = example_inputs(as_written, first if batch_fn is None else batch_fn(first))
-        prepared = prepare(as_written, example, target, qconfig)
-        return calibrate(prepared, source, num_batches, batch_fn, show_progress=show_progress)
-    for operator in quantized_operators(model).values():
-        if not operator.plain:
-            operator.output.require()
-    assert isinstance(model, fx.GraphModule)
-    return model
+    as_written, source = float_model(model), as_batches(batches)
+    first = next(iter(source), None)
+    if first is None:
+        raise no_batches(num_batches)
+    example = example_inputs(as_written, first if batch_fn is None else batch_fn(first))
+    prepared = prepare(as_written, example, target, qconfig)
+    return calibrate(prepared, source, num_batches, batch_fn, show_progress=show_progress), example
 
 
 def find(
@@ -291,9 +293,6 @@ def score_of(metric: Metric, model: nn.Module) -> float:
             remedy="return a float: an accuracy, a PSNR, a loss with its sign changed",
         )
     return number
-
-
-# ---- the estimate --------------------------------------------------------------------------------------------------------
 
 
 def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:

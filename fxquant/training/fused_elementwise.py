@@ -21,8 +21,6 @@ from fxquant.support.offers import Offers
 from fxquant.training import fused_layers, saturation_masks
 from fxquant.training.reference_kernels import Gradients, Rounded
 
-# ---- what is kept -----------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Deferred:
@@ -93,9 +91,6 @@ class Join:
     def same(self) -> bool:
         """Whether it is a square."""
         return self.product and self.a is self.b
-
-
-# ---- what it is of ----------------------------------------------------------------------------------------------------
 
 
 def join_of(value: Tensor | Deferred) -> Join | None:
@@ -183,7 +178,8 @@ def _laid_out(join: Join) -> Join | None:
     smaller = [each for each in (join.b, join.c) if each is not None and each.shape != shape]
     if not shape:
         return None
-    trailing = _ones(smaller[0], len(shape)) if smaller else 0
+    ones = (count for count, size in enumerate(reversed(smaller[0].shape)) if size != 1) if smaller else iter((0,))
+    trailing = next(ones, len(shape))  # the dimensions that have one element
     if not trailing:
         trailing = 1
         while not smaller and trailing < len(shape) and shape[len(shape) - trailing :].numel() < COLUMNS:
@@ -201,11 +197,6 @@ def _laid_out(join: Join) -> Join | None:
 def _within(own: torch.Size, shape: torch.Size) -> bool:
     """Return whether a tensor broadcasts to this shape."""
     return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False))
-
-
-def _ones(value: Tensor, rank: int) -> int:
-    """Return how many of the last dimensions have one element."""
-    return next((count for count, size in enumerate(reversed(value.shape)) if size != 1), rank)
 
 
 def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: int) -> Layout | None:
@@ -230,8 +221,6 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
 
 
 COLUMNS = 256  # in a row, or more, where it may be
-
-# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 class Joining(Protocol):
@@ -288,9 +277,6 @@ def passes_for(value: Tensor) -> Joining:
     found = offered(value)
     assert found is not None
     return found
-
-
-# ---- accumulators -----------------------------------------------------------------------------------------------------
 
 
 def _narrow(value: Tensor, join: Join) -> Tensor:

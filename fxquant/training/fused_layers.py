@@ -26,8 +26,6 @@ from fxquant.support.offers import Offers
 from fxquant.training import saturation_masks
 from fxquant.training.reference_kernels import Accumulator, Form, Gradients, Passes, Rounded
 
-# ---- whether ----------------------------------------------------------------------------------------------------------
-
 
 class _Switch(threading.local):
     on = True
@@ -245,9 +243,6 @@ class Constants:
         shift, multiplier, right_shift = (each.expand_as(half) if half.numel() > 1 else each for each in (shift, multiplier, right_shift))
         factors = half, power_of_two(-shift), multiplier.double() * power_of_two(-right_shift)
         return Rounded(factors, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)
-
-
-# ---- any other result -------------------------------------------------------------------------------------------------
 
 
 class _OnGrid(torch.autograd.Function):

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# ---- layout of a tensor -----------------------------------------------------------------------------------------------
-
 
 class Form(NamedTuple):
     """A tensor as (outer, channels, inner) in the order of memory; `shape` is that of what broadcasts along its channels."""
@@ -65,9 +63,6 @@ class Accumulator(NamedTuple):
             return value
         product = self.residual * self.factor.reshape(self.form.shape)
         return value + product.floor_()  # of a factor with a shift; a product of integers stays as it is
-
-
-# ---- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

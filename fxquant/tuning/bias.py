@@ -62,14 +62,12 @@ def correct_bias(
 ) -> TuningResult:
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
-    `batches` are as in `calibrate`. A quarter of the samples is held out, and judges: a layer whose mean squared error there, behind its
-    fused limits and the function that follows it, does not fall keeps the bias it had. So do all layers, unless
-    the outputs of the model gain 0.2 dB. A line of the log says what was decided, and lines of its level DEBUG say it of each layer. The
-    correction is beside the bias, not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and
-    a batch norm that is trained live takes its place. The inputs are kept, and of what is between the layers two values, float and integer,
-    for each that is still to be read.
+    A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers unless the outputs of the
+    model gain 0.2 dB. A log line says what was decided, and lines of level DEBUG say it of each layer. The correction is beside the bias,
+    not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained
+    live takes its place.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. `checkpoint` and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches, memory, `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
@@ -156,7 +154,7 @@ def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: Quan
 
 
 def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
-    added = BiasCorrection(len(value)).to(next(operator.buffers(), torch.empty(0, device="cpu")).device)
+    added = BiasCorrection(len(value)).to(next((buffer.device for buffer in operator.buffers()), "cpu"))
     added.value.copy_(torch.as_tensor(value, device="cpu", dtype=torch.float32))
     operator.weight_quantizer.correct(added)
 
@@ -175,9 +173,7 @@ def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
         real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
         if real is None or integer is None:
             return None
-        difference = real - integer  # where an operand was cut off, this is not an error of rounding, and is limited
-        limit = OUTLIER * difference.abs().median(1, keepdim=True).values
-        difference = difference.clamp(-limit, limit)
+        difference = _without_outliers(real - integer)
         total, count = total + difference.sum(1), count + difference.shape[1]
         if clamp is not None:
             apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
@@ -198,6 +194,12 @@ def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tenso
         step = (target - moved.clamp(low, high).mean(1)) / slope
         added += torch.minimum(torch.maximum(step, -longest), longest)
     return added
+
+
+def _without_outliers(rows: Tensor) -> Tensor:
+    """Limit the values of each row to some times their median magnitude: where an operand was cut off, differences are not rounding's."""
+    limit = OUTLIER * rows.abs().median(1, keepdim=True).values
+    return rows.clamp(-limit, limit)
 
 
 def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:

@@ -104,8 +104,6 @@ class Choices(Mapping[str, Choice]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    # ---- what there is to choose -----------------------------------------------------------------------------------------
-
     def _activations(self, widths: Sequence[int]) -> list[Choice]:
         owners: dict[int, list[QuantizedOperator]] = {}
         for operator in quantized_operators(self.prepared).values():
@@ -162,8 +160,6 @@ class Choices(Mapping[str, Choice]):
                 Products(name, layer.macs, "" if left is None else left.name, "" if right is None else right.name, (left_bits, right_bits))
             )
         return found
-
-    # ---- the mapping ------------------------------------------------------------------------------------------------------
 
     def mapping(
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None

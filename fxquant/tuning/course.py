@@ -16,7 +16,7 @@ from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, is_lower, judged
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import Lesson, Unit, layer_units, operator_at, shared_weights, weighted_nodes
+from fxquant.tuning.units import Lesson, Unit, layer_units, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk, taken
 
 
@@ -81,9 +81,7 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
     """Return the weighted nodes whose rounding is not to be changed, by name, and why."""
     shared = shared_weights(prepared)
     found = {}
-    for node in weighted_nodes(prepared):
-        operator = operator_at(prepared, node)
-        assert operator is not None
+    for node, operator in weighted_nodes(prepared).items():
         rounding = operator.weight_quantizer.rounding
         if type(rounding) not in (Nearest, AdaptiveRounding):
             found[node.name] = f"it has a different rounding, {type(rounding).__name__}"
@@ -95,9 +93,6 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
 def _seed(seed: int, name: str) -> int:
     """Return one for each unit, so that none depends on those before it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
-# ---- AdaRound: learn for each weight whether it is rounded up or down, layer by layer (`learning` has the formulas) ----
 
 
 @checked(steps=POSITIVE, checkpoint=CHECKPOINT)
@@ -116,10 +111,11 @@ def adaround(
     """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
     Nagel et al. 2020, in the order that layers run: each sees operands that are integers already, and learns its float result, behind its
-    fused limits and a function that alone reads it, in so many `steps` of `batch_size` samples. A quarter of the samples is held out, and
-    judges, also of one batch: a layer whose mean squared error there does not fall, or with which the outputs of the model lose more than
-    0.2 dB, is left as it was, and so are all layers unless the outputs gain 0.2 dB. Layers with a rounding of the user's own are
-    left out. What was decided is an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in `state_dict`.
+    fused limits and a function that alone reads it, in so many `steps` of `batch_size` samples. `batches` are as in `calibrate`. A quarter
+    of the samples is held out, and judges, also of one batch: a layer whose mean squared error there does not fall, or with which the
+    outputs of the model lose more than 0.2 dB, is left as it was, and so are all layers unless the outputs gain 0.2 dB. Layers with a
+    rounding of the user's own are left out. What was decided is an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in
+    `state_dict`.
 
     The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
     kill, the same call with the same `checkpoint` continues behind the last layer that was finished, and ends with the bits of one that

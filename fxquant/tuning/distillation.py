@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
-from fxquant.quantization.weights import BiasCorrection, Coverage
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
@@ -34,8 +35,8 @@ from fxquant.tuning.choices import tuning
 from fxquant.tuning.course import left_out
 from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
-from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, run, single, taken, weight_of
+from fxquant.tuning.units import constant_weight, weighted_nodes
+from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, run, single, taken
 
 FEATURES = 0.1
 MIXED = 0.5  # the largest λ
@@ -63,22 +64,22 @@ def distill(
 ) -> TuningResult:
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
 
-    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are finite real
-    numbers, and moved by up to an eighth of their size where they are images: real, of four or five dimensions, the batch first, and no
-    element beyond 65535, as those of an attention's mask are. A quarter of the samples is held out, and judges, each with copies that
-    are moved: unless the outputs gain 0.2 dB there, the model stays as it was.
+    A step takes `batch_size` samples, mixed with others where they are finite real numbers, and moved by up to an eighth of their size
+    where they are images: real, of four or five dimensions, the batch first, and no element beyond 65535, as those of an attention's mask
+    are. A quarter of the samples is held out, and judges, each with copies that are moved: unless the outputs gain 0.2 dB there, the
+    model stays as it was.
     The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
 
-    `seed`, `checkpoint` and errors are as in `adaround`; a call that is repeated continues after the last finished tenth of its steps.
+    `batches`, `seed`, `checkpoint` and errors are as in `adaround`; a repeated call continues after the last finished tenth of its steps.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "distill", "steps": steps, "seed": seed, "batch_size": batch_size, "model": model_digest(prepared)}
         call["samples"] = digest(samples.tensors)
         skipped = left_out(prepared)
-        nodes = [node for node in weighted_nodes(prepared) if node.name not in skipped]
+        nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
         pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
@@ -102,12 +103,8 @@ class _Weight:
     shift  c, of shape (C,) in standard deviations of the result, or None where the result has no such channels
     """
 
-    def __init__(self, prepared: fx.GraphModule, node: fx.Node, result: Tensor) -> None:
-        operator = operator_at(prepared, node)
-        assert operator is not None
-        weight = weight_of(operator, constant_arguments(prepared, node, operator))
-        assert weight is not None
-        self.node, self.quantizer = node, operator.weight_quantizer
+    def __init__(self, weight: Tensor, quantizer: WeightQuantizer, result: Tensor) -> None:
+        self.quantizer = quantizer
         rounding, coverage, correction = self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction
         zeros = torch.zeros_like(weight, dtype=torch.float32).detach()
         self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
@@ -172,7 +169,7 @@ class _Pupil:
     losses   the loss of each step that is done
     """
 
-    def __init__(self, prepared: fx.GraphModule, nodes: Sequence[fx.Node], samples: Samples, size: int, seed: int) -> None:
+    def __init__(self, prepared: fx.GraphModule, nodes: dict[fx.Node, QuantizedOperator], samples: Samples, size: int, seed: int) -> None:
         self.prepared, self.samples = prepared, samples
         self.generator = torch.Generator().manual_seed(seed)
         self.losses: list[float] = []
@@ -185,7 +182,8 @@ class _Pupil:
         self.nodes = tuple(nodes)
         with torch.no_grad():
             first = self._run(samples.chunks[samples.learning[0] if samples.learning else 0], exact=False)[1]
-            self.weights = [_Weight(prepared, node, first[node]) for node in nodes]
+            weights = {node: constant_weight(prepared, node, operator) for node, operator in nodes.items()}
+            self.weights = [_Weight(weights[node], operator.weight_quantizer, first[node]) for node, operator in nodes.items()]
             self.judging = [moved for index in samples.judging for moved in self._copies(samples.chunks[index])]
         self.items = list(self._alike())
 

@@ -41,67 +41,6 @@ from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.noise import LayerNoise, TensorNoise
 
-# ---- Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each -----
-#
-# A few items of a batch may be outliers (`observers.loudness`), whose channels have other proportions. Factors that suit them may spread
-# the channels of all other items, and a scale may clip the outliers anyway. So they are left out.
-
-
-LOUD = 4.0  # items with more than so many times the median magnitude are outliers, and do not show how far apart channels are
-Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
-Statistics = dict[str, Seen]  # by node
-
-
-@torch.no_grad()
-def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
-    """Return the statistics, over these batches, of the tensors whose labels are given."""
-    found: Statistics = {}
-
-    def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
-        labels = watched[module.name]
-        if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
-            return
-        reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
-        usual = _usual(result)
-        taken = result if bool(usual.all()) else result[usual]
-        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
-        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
-        _add(found, module.name, (largest, power, 1))
-
-    operators = quantized_operators(prepared)
-    handles = [operators[name].register_forward_hook(watch) for name in watched]
-    try:
-        with still(prepared, State.FLOAT):
-            for inputs in batches:
-                with repeatable():
-                    prepared(**by_name(prepared, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def together(gathered: Sequence[Statistics]) -> Statistics:
-    """Combine the statistics of all ranks."""
-    found: Statistics = {}
-    for one in gathered:
-        for name, seen in one.items():
-            _add(found, name, seen)
-    return found
-
-
-def _add(found: Statistics, name: str, seen: Seen) -> None:
-    largest, power, count = seen
-    before = found.get(name)
-    found[name] = seen if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)
-
-
-def _usual(value: Tensor) -> Tensor:
-    """Return which items of a batch are not outliers in magnitude, bool of shape (items,); NaN is not left out."""
-    loudness = value.abs().flatten(1).amax(1)
-    return ~(loudness > LOUD * loudness.median())
-
-
 logger = logging.getLogger("fxquant")
 
 SHARES = (0.5, 1.0)  # of the way, in bits, to channels of one range
@@ -110,7 +49,11 @@ WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
+LOUD = 4.0  # items with more than so many times the median magnitude are outliers, and do not show how far apart channels are
 AHEAD = 1.5  # times as far as a few items show: a channel may turn out to reach so far
+
+Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
+Statistics = dict[str, Seen]  # by node
 
 
 @checked()
@@ -205,9 +148,6 @@ def _equalize(
     layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
     if layers:
         logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
-
-
-# ---- what is chosen --------------------------------------------------------------------------------------------------
 
 
 class _Problem:
@@ -430,3 +370,54 @@ class _Costs:
         found = exponents.clone()
         found[self.group] = torch.round(exponents + moved)[self.group].clamp(-LARGEST, LARGEST).long()
         return _Cost(sum(errors), doubtful, found)
+
+
+# ---- Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each -----
+#
+# A few items of a batch may be outliers (`observers.loudness`), whose channels have other proportions. Factors that suit them may spread
+# the channels of all other items, and a scale may clip the outliers anyway. So they are left out.
+
+
+@torch.no_grad()
+def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
+    """Return the statistics, over these batches, of the tensors whose labels are given."""
+    found: Statistics = {}
+
+    def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
+        labels = watched[module.name]
+        if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
+            return
+        reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
+        loudness = result.abs().flatten(1).amax(1)
+        usual = ~(loudness > LOUD * loudness.median())  # NaN is not left out
+        taken = result if bool(usual.all()) else result[usual]
+        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
+        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
+        _add(found, module.name, (largest, power, 1))
+
+    operators = quantized_operators(prepared)
+    handles = [operators[name].register_forward_hook(watch) for name in watched]
+    try:
+        with still(prepared, State.FLOAT):
+            for inputs in batches:
+                with repeatable():
+                    prepared(**by_name(prepared, inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def together(gathered: Sequence[Statistics]) -> Statistics:
+    """Combine the statistics of all ranks."""
+    found: Statistics = {}
+    for one in gathered:
+        for name, seen in one.items():
+            _add(found, name, seen)
+    return found
+
+
+def _add(found: Statistics, name: str, seen: Seen) -> None:
+    largest, power, count = seen
+    before = found.get(name)
+    found[name] = seen if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)

@@ -32,115 +32,8 @@ from fxquant.quantization.learning import LSQ
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import Coverage, WeightQuantizer
 from fxquant.tuning.effects import is_real
-from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_arguments, operator_at
+from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_weight, operator_at
 from fxquant.tuning.walk import Values, by_channel, is_weighted, real_result, run, weight_of
-
-# ---- The decisions of `round_weights` for one layer, as a value that other ranks and checkpoints can hold ------------
-
-
-class Settled(NamedTuple):
-    """The rounding decision of one layer.
-
-    offset  of its roundings, in steps, shape of the weight; None: its rounding stays
-    share   of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
-    scale   where a learned scale starts, (C,) or (1,); None: the scale is not learned
-    """
-
-    offset: Tensor | None
-    share: Tensor | None = None
-    scale: Tensor | None = None
-
-    def cpu(self) -> Settled:
-        """Return the same numbers in the memory of the host."""
-        return Settled(*(None if each is None else each.cpu() for each in self))
-
-
-def settled(quantizer: WeightQuantizer) -> Settled:
-    """Return the decisions that a weight rounded by samples has."""
-    assert isinstance(quantizer.rounding, AdaptiveRounding)
-    learned = quantizer.learned if quantizer.learned is not None and quantizer.learned.method is LSQ else None
-    share = None if quantizer.coverage is None else quantizer.coverage.share
-    return Settled(quantizer.rounding.offset, share, None if learned is None else learned.current())
-
-
-def put(operator: QuantizedOperator, decided: Settled) -> None:
-    """Give the operator this rounding, this coverage and this learned scale, those of them that are not None."""
-    offset, share, scale = decided
-    present = [each for each in decided if each is not None]
-    if not present:
-        return
-    quantizer, device = operator.weight_quantizer, next(operator.buffers(), present[0]).device
-    if offset is not None:
-        rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
-        rounding.offset.copy_(offset)
-        quantizer.rounding = rounding
-    if share is not None:
-        coverage = Coverage(len(share)).to(device)
-        coverage.share.copy_(share)
-        quantizer.cover(coverage)
-    if scale is not None and quantizer.learned is not None and not quantizer.learned.frozen:
-        quantizer.learned.assign(scale.to(device))
-
-
-# ---- How much of a weight's largest magnitude its scale covers: what leaves its layer nearest to the float model's, channel by channel
-#
-#     share_c = argmin over SHARES of Σ (y_c - ŷ_c)²,   ŷ with the weight rounded to the nearest on share_c · max |w_c| / divisor
-#
-# over the samples that are learned from, behind the fused limits, with operands that are integers already. Errors of 4 bits are large, so
-# that a smaller step pays for a few weights that are cut off; which those are is not in the weight, but in what it is multiplied by.
-
-
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-WORTH = 0.75  # of the error that is left when everything is covered; learning roundings makes up for long steps, and for nothing cut off
-CHUNKS = 4  # of the samples that are learned from, at most
-
-
-@torch.no_grad()
-def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> dict[fx.Node, Tensor]:
-    """Return the shares of the weights of a unit, whose nodes see what those before them give with theirs; the model is left with them."""
-    chunks = lesson.samples.learning[:CHUNKS]
-    rounded = [dict(lesson.operands[index]) for index in chunks]
-    real = [dict(lesson.float_operands[index]) for index in chunks]
-    found: dict[fx.Node, Tensor] = {}
-    for node in lesson.unit.nodes:
-        for values in real:
-            values[node] = run(lesson.prepared, node, values, exact=False)
-        quantizer = operators[node].weight_quantizer if node in lesson.unit.weighted else None
-        if quantizer is not None and quantizer.learned is None and not quantizer.power_of_two:  # else the weight does not give its scale
-            share = _best(node, operators[node], rounded, real)
-            if share is not None:
-                found[node] = share
-        for values in rounded:
-            values[node] = run(lesson.prepared, node, values, exact=True)
-    return found
-
-
-def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
-    """Return the shares of one weight, float32 of shape (C,) or (1,), and apply them; None if its channels are not those of its result."""
-    quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.coverage
-    arguments = [bound_arguments(node, operator, values) for values in rounded]
-    weight = weight_of(operator, arguments[0])
-    assert weight is not None
-    coverage = Coverage(len(weight) if quantizer.per_channel else 1).to(weight.device)
-    quantizer.cover(coverage)
-    errors = []
-    for share in SHARES:
-        coverage.share.fill_(share)
-        error = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
-        for has, values in zip(arguments, real, strict=True):
-            difference = real_result(operator, has) - values[node]
-            rows = by_channel(difference.double(), len(weight), weight.dim())
-            if rows is None:
-                quantizer.cover(previous)
-                return None
-            error += rows.square().sum(1)
-        errors.append(error if quantizer.per_channel else error.sum(0, keepdim=True))
-    found = torch.stack(errors)
-    least = found.min(0)
-    best = torch.where(least.values <= WORTH * found[0], least.indices, 0)
-    coverage.share.copy_(torch.tensor(SHARES, device=weight.device, dtype=torch.float32)[best])
-    return coverage.share.clone()
-
 
 PENALTY = 1.0
 REACH = 10.0  # how far v can move in all steps together; where h(v) is one half, 2.4 decide
@@ -212,17 +105,12 @@ class Student:
         self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
         self.before = {node: self.operators[node].weight_quantizer.parts for node in self.unit.weighted}
         self.shares: dict[fx.Node, Tensor] = {}
-        self.choices = {node: _Choice(self._shape(node)) for node in self.unit.weighted}
+        weights = {node: constant_weight(self.prepared, node, self.operators[node]) for node in self.unit.weighted}
+        self.choices = {node: _Choice(tuple(weight.shape)) for node, weight in weights.items()}
         quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
         self.starts = {quantizer: quantizer.current().detach().clone() for quantizer in quantizers}
         self.numbers = [(number, number.detach().clone()) for quantizer in quantizers for number in _numbers(quantizer)]
         self.growth = {quantizer: nn.Parameter(torch.zeros_like(start)) for quantizer, start in self.starts.items()}
-
-    def _shape(self, node: fx.Node) -> tuple[int, ...]:
-        operator = self.operators[node]
-        weight = weight_of(operator, constant_arguments(self.prepared, node, operator))
-        assert weight is not None
-        return tuple(weight.shape)
 
     def study(self) -> Iterator[None]:
         """Learn, one step at a time."""
@@ -385,3 +273,107 @@ def _sharpness(done: float) -> float | None:
         return None
     left = 1 + math.cos(math.pi * (done - WITHOUT_PENALTY) / (1 - WITHOUT_PENALTY))
     return SOFTEST + (SHARPEST - SOFTEST) * left / 2
+
+
+class Settled(NamedTuple):
+    """The rounding decision of one layer.
+
+    offset  of its roundings, in steps, shape of the weight; None: its rounding stays
+    share   of its largest magnitude that the scale covers, (C,) or (1,); None: all, or the scale is learned
+    scale   where a learned scale starts, (C,) or (1,); None: the scale is not learned
+    """
+
+    offset: Tensor | None
+    share: Tensor | None = None
+    scale: Tensor | None = None
+
+    def cpu(self) -> Settled:
+        """Return the same numbers in the memory of the host."""
+        return Settled(*(None if each is None else each.cpu() for each in self))
+
+
+def settled(quantizer: WeightQuantizer) -> Settled:
+    """Return the decisions that a weight rounded by samples has."""
+    assert isinstance(quantizer.rounding, AdaptiveRounding)
+    learned = quantizer.learned if quantizer.learned is not None and quantizer.learned.method is LSQ else None
+    share = None if quantizer.coverage is None else quantizer.coverage.share
+    return Settled(quantizer.rounding.offset, share, None if learned is None else learned.current())
+
+
+def put(operator: QuantizedOperator, decided: Settled) -> None:
+    """Give the operator this rounding, this coverage and this learned scale, those of them that are not None."""
+    offset, share, scale = decided
+    present = [each for each in decided if each is not None]
+    if not present:
+        return
+    quantizer, device = operator.weight_quantizer, next(operator.buffers(), present[0]).device
+    if offset is not None:
+        rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
+        rounding.offset.copy_(offset)
+        quantizer.rounding = rounding
+    if share is not None:
+        coverage = Coverage(len(share)).to(device)
+        coverage.share.copy_(share)
+        quantizer.cover(coverage)
+    if scale is not None and quantizer.learned is not None and not quantizer.learned.frozen:
+        quantizer.learned.assign(scale.to(device))
+
+
+# ---- How much of a weight's largest magnitude its scale covers: what leaves its layer nearest to the float model's, channel by channel
+#
+#     share_c = argmin over SHARES of Σ (y_c - ŷ_c)²,   ŷ with the weight rounded to the nearest on share_c · max |w_c| / divisor
+#
+# over the samples that are learned from, behind the fused limits, with operands that are integers already. Errors of 4 bits are large, so
+# that a smaller step pays for a few weights that are cut off; which those are is not in the weight, but in what it is multiplied by.
+
+
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+WORTH = 0.75  # of the error that is left when everything is covered; learning roundings makes up for long steps, and for nothing cut off
+CHUNKS = 4  # of the samples that are learned from, at most
+
+
+@torch.no_grad()
+def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> dict[fx.Node, Tensor]:
+    """Return the shares of the weights of a unit, whose nodes see what those before them give with theirs; the model is left with them."""
+    chunks = lesson.samples.learning[:CHUNKS]
+    rounded = [dict(lesson.operands[index]) for index in chunks]
+    real = [dict(lesson.float_operands[index]) for index in chunks]
+    found: dict[fx.Node, Tensor] = {}
+    for node in lesson.unit.nodes:
+        for values in real:
+            values[node] = run(lesson.prepared, node, values, exact=False)
+        quantizer = operators[node].weight_quantizer if node in lesson.unit.weighted else None
+        if quantizer is not None and quantizer.learned is None and not quantizer.power_of_two:  # else the weight does not give its scale
+            share = _best(node, operators[node], rounded, real)
+            if share is not None:
+                found[node] = share
+        for values in rounded:
+            values[node] = run(lesson.prepared, node, values, exact=True)
+    return found
+
+
+def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
+    """Return the shares of one weight, float32 of shape (C,) or (1,), and apply them; None if its channels are not those of its result."""
+    quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.coverage
+    arguments = [bound_arguments(node, operator, values) for values in rounded]
+    weight = weight_of(operator, arguments[0])
+    assert weight is not None
+    coverage = Coverage(len(weight) if quantizer.per_channel else 1).to(weight.device)
+    quantizer.cover(coverage)
+    errors = []
+    for share in SHARES:
+        coverage.share.fill_(share)
+        error = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+        for has, values in zip(arguments, real, strict=True):
+            difference = real_result(operator, has) - values[node]
+            rows = by_channel(difference.double(), len(weight), weight.dim())
+            if rows is None:
+                quantizer.cover(previous)
+                return None
+            error += rows.square().sum(1)
+        errors.append(error if quantizer.per_channel else error.sum(0, keepdim=True))
+    found = torch.stack(errors)
+    least = found.min(0)
+    best = torch.where(least.values <= WORTH * found[0], least.indices, 0)
+    coverage.share.copy_(torch.tensor(SHARES, device=weight.device, dtype=torch.float32)[best])
+    return coverage.share.clone()

@@ -19,6 +19,37 @@ from fxquant.tuning.result import TuningResult
 from fxquant.tuning.units import Unit, layer_units
 from fxquant.tuning.walk import taken
 
+ROUNDED = 0.5
+
+
+@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
+def reconstruct(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    steps: int = 2000,
+    batch_size: int = 16,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> TuningResult:
+    """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
+
+    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
+    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
+    outside of the block stay. Held-out samples judge each block, whether it takes both the learned roundings and the learned
+    scales, and the outputs of the model.
+    `seed`, `checkpoint`, memory, errors and everything else are as in `adaround`.
+    """
+    with tuning(prepared) as tuned:
+        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
+        call = {"method": "reconstruct", "steps": steps, "seed": seed, "batch_size": batch_size}
+        settings = Settings(steps, rounded=ROUNDED, scales=True)
+        return learn(tuned, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress)
+
+
 # ---- Blocks of a graph: stretches with one entry and one exit, between which nothing passes them by ------------------
 #
 # Li, Gong, Tan, Yang, Hu, Zhang, Yu, Wang, Gu: BRECQ, ICLR 2021, section 3.2: what is reconstructed together are layers that depend on each
@@ -108,34 +139,3 @@ def _rows(row: Sequence[set[fx.Node]], layers: object) -> Iterator[set[fx.Node]]
 
 def _count(region: set[fx.Node], layers: object) -> int:
     return sum(node in layers for node in region)  # type: ignore[operator]
-
-
-ROUNDED = 0.5
-
-
-@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
-def reconstruct(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    *,
-    steps: int = 2000,
-    batch_size: int = 16,
-    seed: int = 0,
-    checkpoint: str | None = None,
-    show_progress: bool | None = None,
-) -> TuningResult:
-    """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
-
-    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
-    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
-    outside of the block stay. Held-out samples judge each block, whether it takes both the learned roundings and the learned
-    scales, and the outputs of the model.
-    `seed`, `checkpoint`, memory, errors and everything else are as in `adaround`.
-    """
-    with tuning(prepared) as tuned:
-        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        call = {"method": "reconstruct", "steps": steps, "seed": seed, "batch_size": batch_size}
-        settings = Settings(steps, rounded=ROUNDED, scales=True)
-        return learn(tuned, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress)

@@ -54,126 +54,6 @@ from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, by_channel, real_result, run, taken, weight_of
 
-# ---- The effect of errors of a layer's sums on the model's outputs: second moments of gradients ----------------------
-#
-#     B = E[g gᵀ],   g = ∂(Σ u · y) / ∂z,   u ~ N(0, 1)
-#
-# z are the sums of a layer at one place, with bias and what is fused into the layer but before its limits. y are the outputs of the
-# model, and the mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, if these are independent of each
-# other. Outputs of the layer that nothing reads count nothing, and errors of two may cancel after it. Together with M = E[x xᵀ] it is the
-# approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored Approximate Curvature, ICML 2015. Rounding by it is
-# in Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
-
-
-DRAWN = 4  # u of each chunk
-ELEMENTS = 2**20  # of a model's inputs that are looked at, about: of large images a few have places enough
-ALONE = 0.1  # how much of what joins outputs is left out, since a mean over few samples joins what has nothing to do with each other
-FLOOR = 0.02  # of the mean effect, that an output has at least: one that is cut off everywhere is not with other numbers
-
-
-def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]], nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-    """B of nodes with weights, (outputs, outputs), with a mean diagonal of 1; of those alone on which the model's real outputs depend.
-
-    The model is run in its float form, with gradients.
-    """
-    generator = torch.Generator().manual_seed(0)
-    found: dict[fx.Node, Tensor] = {}
-    seen = 0
-    for chunk in chunks:
-        try:
-            moments = _of_chunk(prepared, chunk, set(nodes), generator)
-        except RuntimeError as error:  # PyTorch's, of a function that has no gradient
-            logger.warning("weights are rounded layer by layer, without regard to what the model returns: %s", error)
-            return {}
-        for node, moment in moments.items():
-            found[node] = found[node] + moment if node in found else moment
-        seen += sum(value.numel() for value in chunk if isinstance(value, Tensor))
-        if seen >= ELEMENTS:
-            break
-    scaled = {node: moment / moment.diagonal().mean() for node, moment in found.items() if bool(moment.diagonal().mean() > 0)}
-    return {node: _moderate(moment) for node, moment in scaled.items() if bool(torch.isfinite(moment).all())}
-
-
-def _moderate(moment: Tensor) -> Tensor:
-    own = torch.diag(moment.diagonal())
-    return (1 - ALONE) * moment + ALONE * own + FLOOR * torch.eye(len(moment), device=moment.device, dtype=torch.float32)
-
-
-def _of_chunk(
-    prepared: fx.GraphModule, chunk: Sequence[object], nodes: set[fx.Node], generator: torch.Generator
-) -> Mapping[fx.Node, Tensor]:
-    inputs = (value.clone() if isinstance(value, Tensor) and value.is_inference() else value for value in chunk)
-    values: Values = dict(zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    sums: dict[fx.Node, tuple[Tensor, Tensor, int]] = {}  # the result of each, where it is not limited, and the dimension of its channels
-    with torch.enable_grad():
-        for node in prepared.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            result = run(prepared, node, values, exact=False)
-            if node in nodes and isinstance(result, Tensor):
-                result = result if result.requires_grad else result.detach().requires_grad_()
-                values[node] = result
-                held = _held(prepared, node, values)
-                if held is not None:
-                    sums[node] = (result, *held)
-            values[node] = result
-        outputs = [y for y in real_outputs(fx.map_arg(prepared.graph.output_node().args, values.__getitem__)) if y.requires_grad]
-        if not outputs or not sums:
-            return {}
-        found: dict[fx.Node, Tensor] = {}
-        for draw in range(DRAWN):
-            drawn = [torch.randn(y.shape, generator=generator, device="cpu", dtype=torch.float32).to(y) for y in outputs]
-            total = torch.stack([(u * y).sum() for u, y in zip(drawn, outputs, strict=True)]).sum()
-            gradients = torch.autograd.grad(total, [each[0] for each in sums.values()], retain_graph=draw < DRAWN - 1, allow_unused=True)
-            for (node, (_, within, axis)), gradient in zip(sums.items(), gradients, strict=True):
-                if gradient is not None:
-                    rows = (gradient * within).movedim(axis, -1).reshape(-1, gradient.shape[axis])
-                    found[node] = found.get(node, 0) + rows.t() @ rows
-    return found
-
-
-def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
-    """Return where the result of a node is within its limits, and its dimension of channels; None if these are not its weight's."""
-    operator = operator_at(prepared, node)
-    assert operator is not None
-    arguments, result = bound_arguments(node, operator, values), values[node].detach()
-    weight = weight_of(operator, arguments)
-    assert weight is not None
-    axis = result.dim() - 1 - max(weight.dim() - 2, 0)
-    if axis < 0 or result.shape[axis] != len(weight):
-        return None
-    low, high = arguments.get("clamp") or (None, None)
-    within = torch.ones_like(result)
-    if low is not None:
-        within *= result > low
-    if high is not None:
-        within *= result < high
-    return within, axis
-
-
-# ---- The gain of a layer's results: how much larger they are in integers than in float, as far as samples tell that from noise ----
-
-
-def gain_of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
-    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
-    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
-    for each in values:
-        result = real_result(operator, bound_arguments(node, operator, each))
-        found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
-        if found is None or wanted is None:
-            return None
-        product += (found * wanted).sum(1)
-        power += wanted.square().sum(1)
-        noise += (found - wanted).square().sum(1)
-        places += wanted.shape[1]
-    if not operator.weight_quantizer.per_channel:
-        product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
-    beyond = product / power.clamp_min(1e-30) - 1
-    explained = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
-    gain = torch.where(power > 0, 1 + explained * beyond, torch.ones_like(power))
-    return gain.float().to(next(operator.weight_quantizer.buffers()).device)
-
-
 logger = logging.getLogger("fxquant")
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
@@ -199,7 +79,7 @@ def round_weights(
     """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
 
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
-    samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
+    samples. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
     by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and
     all others, unless the outputs of the model gain 0.2 dB by them. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file
@@ -207,8 +87,7 @@ def round_weights(
     an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own, or a weight that others read
     as well, are left out.
 
-    The same model and batches give the same bits, on one machine, with any number of threads. The inputs are kept, and of what is between
-    the layers one value for each that is still to be read. `checkpoint` and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches, `checkpoint` and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
@@ -241,9 +120,6 @@ def settle(prepared: fx.GraphModule, found: Rounded) -> None:
         put(operators[name], each)
 
 
-# ---- the layers ---------------------------------------------------------------------------------------------------------------
-
-
 Roundings = tuple[type[Rounding], ...]
 
 
@@ -253,28 +129,25 @@ def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bo
     return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings
 
 
-def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.Node]:
-    shared = shared_weights(prepared)
-    found = [(node, operator_at(prepared, node)) for node in weighted_nodes(prepared) if node not in shared]
-    return [node for node, operator in found if operator is not None and _is_open(operator, bits, roundings)]
+def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.Node, QuantizedOperator]:
+    shared, weighted = shared_weights(prepared), weighted_nodes(prepared)
+    return {node: operator for node, operator in weighted.items() if node not in shared and _is_open(operator, bits, roundings)}
 
 
 @torch.no_grad()
 def _round(
     prepared: fx.GraphModule,
     samples: Samples,
-    nodes: Sequence[fx.Node],
+    operators: Mapping[fx.Node, QuantizedOperator],
     show_progress: bool | None,
     known: LayerCheckpoint,
     undo: Callable[[], None],
 ) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
-    operators = {node: operator for node in nodes if (operator := operator_at(prepared, node)) is not None}
-    open_nodes = [node for node in nodes if node.name not in known.rows and _has_few_bits(operators[node])]
+    open_nodes = [node for node, operator in operators.items() if node.name not in known.rows and _has_few_bits(operator)]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]
     effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
-    for node in progress(nodes, len(nodes), "rounding weights", show_progress):
-        operator = operators[node]
+    for node, operator in progress(operators.items(), len(operators), "rounding weights", show_progress):
         if node.name in known.rows:
             row = known.rows[node.name]
             if row.kept:
@@ -509,3 +382,124 @@ def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) 
         value = value.narrow(axis, int((0.5 + 0.618 * index) % 1 * free), value.shape[axis] - free)
     places = value[0].numel() // value.shape[1 if rank else -1]
     return {**given, "input": value[: wanted // max(places, 1) + 1]}
+
+
+# ---- The effect of errors of a layer's sums on the model's outputs: second moments of gradients ----------------------
+#
+#     B = E[g gᵀ],   g = ∂(Σ u · y) / ∂z,   u ~ N(0, 1)
+#
+# z are the sums of a layer at one place, with bias and what is fused into the layer but before its limits. y are the outputs of the
+# model, and the mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, if these are independent of each
+# other. Outputs of the layer that nothing reads count nothing, and errors of two may cancel after it. Together with M = E[x xᵀ] it is the
+# approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored Approximate Curvature, ICML 2015. Rounding by it is
+# in Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
+
+
+DRAWN = 4  # u of each chunk
+ELEMENTS = 2**20  # of a model's inputs that are looked at, about: of large images a few have places enough
+ALONE = 0.1  # how much of what joins outputs is left out, since a mean over few samples joins what has nothing to do with each other
+FLOOR = 0.02  # of the mean effect, that an output has at least: one that is cut off everywhere is not with other numbers
+
+
+def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]], nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
+    """B of nodes with weights, (outputs, outputs), with a mean diagonal of 1; of those alone on which the model's real outputs depend.
+
+    The model is run in its float form, with gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[fx.Node, Tensor] = {}
+    seen = 0
+    for chunk in chunks:
+        try:
+            moments = _of_chunk(prepared, chunk, set(nodes), generator)
+        except RuntimeError as error:  # PyTorch's, of a function that has no gradient
+            logger.warning("weights are rounded layer by layer, without regard to what the model returns: %s", error)
+            return {}
+        for node, moment in moments.items():
+            found[node] = found[node] + moment if node in found else moment
+        seen += sum(value.numel() for value in chunk if isinstance(value, Tensor))
+        if seen >= ELEMENTS:
+            break
+    scaled = {node: moment / moment.diagonal().mean() for node, moment in found.items() if bool(moment.diagonal().mean() > 0)}
+    return {
+        node: (1 - ALONE) * moment
+        + ALONE * torch.diag(moment.diagonal())
+        + FLOOR * torch.eye(len(moment), device=moment.device, dtype=torch.float32)
+        for node, moment in scaled.items()
+        if bool(torch.isfinite(moment).all())
+    }
+
+
+def _of_chunk(
+    prepared: fx.GraphModule, chunk: Sequence[object], nodes: set[fx.Node], generator: torch.Generator
+) -> Mapping[fx.Node, Tensor]:
+    inputs = (value.clone() if isinstance(value, Tensor) and value.is_inference() else value for value in chunk)
+    values: Values = dict(zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    sums: dict[fx.Node, tuple[Tensor, Tensor, int]] = {}  # the result of each, where it is not limited, and the dimension of its channels
+    with torch.enable_grad():
+        for node in prepared.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            result = run(prepared, node, values, exact=False)
+            if node in nodes and isinstance(result, Tensor):
+                result = result if result.requires_grad else result.detach().requires_grad_()
+                values[node] = result
+                held = _held(prepared, node, values)
+                if held is not None:
+                    sums[node] = (result, *held)
+            values[node] = result
+        outputs = [y for y in real_outputs(fx.map_arg(prepared.graph.output_node().args, values.__getitem__)) if y.requires_grad]
+        if not outputs or not sums:
+            return {}
+        found: dict[fx.Node, Tensor] = {}
+        for draw in range(DRAWN):
+            drawn = [torch.randn(y.shape, generator=generator, device="cpu", dtype=torch.float32).to(y) for y in outputs]
+            total = torch.stack([(u * y).sum() for u, y in zip(drawn, outputs, strict=True)]).sum()
+            gradients = torch.autograd.grad(total, [each[0] for each in sums.values()], retain_graph=draw < DRAWN - 1, allow_unused=True)
+            for (node, (_, within, axis)), gradient in zip(sums.items(), gradients, strict=True):
+                if gradient is not None:
+                    rows = (gradient * within).movedim(axis, -1).reshape(-1, gradient.shape[axis])
+                    found[node] = found.get(node, 0) + rows.t() @ rows
+    return found
+
+
+def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
+    """Return where the result of a node is within its limits, and its dimension of channels; None if these are not its weight's."""
+    operator = operator_at(prepared, node)
+    assert operator is not None
+    arguments, result = bound_arguments(node, operator, values), values[node].detach()
+    weight = weight_of(operator, arguments)
+    assert weight is not None
+    axis = result.dim() - 1 - max(weight.dim() - 2, 0)
+    if axis < 0 or result.shape[axis] != len(weight):
+        return None
+    low, high = arguments.get("clamp") or (None, None)
+    within = torch.ones_like(result)
+    if low is not None:
+        within *= result > low
+    if high is not None:
+        within *= result < high
+    return within, axis
+
+
+# ---- The gain of a layer's results: how much larger they are in integers than in float, as far as samples tell that from noise ----
+
+
+def gain_of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
+    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
+    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
+    for each in values:
+        result = real_result(operator, bound_arguments(node, operator, each))
+        found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
+        if found is None or wanted is None:
+            return None
+        product += (found * wanted).sum(1)
+        power += wanted.square().sum(1)
+        noise += (found - wanted).square().sum(1)
+        places += wanted.shape[1]
+    if not operator.weight_quantizer.per_channel:
+        product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
+    beyond = product / power.clamp_min(1e-30) - 1
+    explained = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
+    gain = torch.where(power > 0, 1 + explained * beyond, torch.ones_like(power))
+    return gain.float().to(next(operator.weight_quantizer.buffers()).device)

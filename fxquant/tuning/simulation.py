@@ -84,9 +84,6 @@ def rounded(choices: Mapping[str, Choice], ways: Mapping[str, Way]) -> AbstractC
     return changed([choices[name] for name in ways], on_grid, of_dtype)
 
 
-# ---- grids and weights ---------------------------------------------------------------------------------------------------
-
-
 def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None = None) -> Grid:
     """Return the grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
     kind = ACTIVATION_TYPES[dtype]

@@ -13,7 +13,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, resolve
 from fxquant.ops.elementwise.table import UNARY
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, is_weighted, run
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, is_weighted, run, weight_of
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,21 @@ def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | 
     return module if isinstance(module, QuantizedOperator) else None
 
 
-def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes whose weight is rounded on its own, in the order they run, without those that are left out."""
-    found = []
+def weighted_nodes(prepared: fx.GraphModule) -> dict[fx.Node, QuantizedOperator]:
+    """Return the nodes whose weight is rounded on its own with their operators, in the order they run, without those left out."""
+    found = {}
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
         if operator is not None and not operator.left_out and is_weighted(operator, constant_arguments(prepared, node, operator)):
-            found.append(node)
+            found[node] = operator
     return found
+
+
+def constant_weight(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> Tensor:
+    """Return the weight of a weighted node as it is rounded: channels are dimension 0."""
+    weight = weight_of(operator, constant_arguments(prepared, node, operator))
+    assert weight is not None
+    return weight
 
 
 @torch.no_grad()

@@ -233,12 +233,11 @@ def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[s
     return own_arguments(node, values.__getitem__)
 
 
-# ---- An operator's integer function before its result is rounded. It is differentiable, also with respect to the rounding of its
-# weight
-
-
 class RealLowering(EagerLowering):
-    """Forms sums of products as the integer function does, and leaves them as float values; operands need not be integers."""
+    """Forms sums of products as the integer function does, and leaves them as float values; operands need not be integers.
+
+    It is differentiable, also with respect to the rounding of the weight.
+    """
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""

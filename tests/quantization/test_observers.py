@@ -17,7 +17,6 @@ from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, grid_from_
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import (
     CLASSES,
-    NAMED,
     SETTINGS,
     ClipObserver,
     ClipStdObserver,
@@ -394,9 +393,9 @@ def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[Hist
         assert lost(chosen) <= 1.01 * min(lost(torch.tensor(2.0**k)) for k in (-2, -1, 0, 1))
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ranges.NAMED)
 def test_a_name_is_the_class(name: str) -> None:
-    assert fxq.ActivationConfig(observer=name) == fxq.ActivationConfig(observer=NAMED[name])
+    assert fxq.ActivationConfig(observer=name) == fxq.ActivationConfig(observer=ranges.NAMED[name])
 
 
 def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
@@ -478,7 +477,7 @@ def test_a_moving_average_differs_from_pytorchs_in_its_first_batches_alone() -> 
 @pytest.fixture
 def _own_observers() -> Iterator[None]:
     """Observers that a test declares are gone after it."""
-    tables: list[dict[Any, Any]] = [NAMED, CLASSES, SETTINGS]
+    tables: list[dict[Any, Any]] = [ranges.NAMED, CLASSES, SETTINGS]
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -510,6 +509,6 @@ def test_an_observer_takes_no_name_of_another_one_and_may_be_declared_again() ->
     for kind, names in (("Own", "mse"), ("MSEObserver", "own")):
         with pytest.raises(fxq.ConfigurationError, match=r"histogram\.MSEObserver has that name"):
             type(kind, (MinMaxObserver,), {}, names=names)
-    assert NAMED["mse"] is MSEObserver
+    assert ranges.NAMED["mse"] is MSEObserver
     again = [type("Own", (MinMaxObserver,), {}, names="own") for _ in range(2)]
-    assert NAMED["own"] is again[1]
+    assert ranges.NAMED["own"] is again[1]

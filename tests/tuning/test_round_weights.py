@@ -61,7 +61,7 @@ def prepared_of(target: str = "bayes-e", round_weights: bool | None = None) -> f
 def by_itself(layer: nn.Module, x: Tensor) -> tuple[fx.GraphModule, fx.Node]:
     """A layer of few bits, calibrated by one batch, and its node."""
     prepared = contract.calibrated(layer.eval(), [x], qconfig=FOUR_BITS)
-    return prepared, weighted_nodes(prepared)[0]
+    return prepared, next(iter(weighted_nodes(prepared)))
 
 
 def error(prepared: nn.Module, model: nn.Module) -> float:

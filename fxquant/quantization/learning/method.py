@@ -41,13 +41,13 @@ class Step:
         """Sum the values that share a scale; the result has the shape of `base`."""
         return values.sum_to_size(self.scale.shape).reshape(self.base.shape)
 
-    def of_scale(self) -> Tensor:
-        """Compute ∂L/∂s: the sum of gradient · (q - v/s) inside the grid, and of gradient · q outside."""
-        return self.summed(self.gradient * (self.integers - self.real * self.inside))
-
     def of_logarithm(self) -> Tensor:
-        """Compute s · ∂L/∂s, the gradient of log s, which is dimensionless; that of a weight's scale is multiplied by `proportion`."""
-        found = self.of_scale() * self.scale.reshape(self.base.shape)
+        """Compute s · ∂L/∂s, the gradient of log s, which is dimensionless; that of a weight's scale is multiplied by `proportion`.
+
+        ∂L/∂s is the sum of gradient · (q - v/s) inside the grid, and of gradient · q outside.
+        """
+        of_scale = self.summed(self.gradient * (self.integers - self.real * self.inside))
+        found = of_scale * self.scale.reshape(self.base.shape)
         return found if self.factor is None else found * self.factor.square() * self.proportion()
 
     def proportion(self) -> Tensor:
