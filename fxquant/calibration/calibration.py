@@ -48,9 +48,8 @@ def require_prepared(model: nn.Module) -> None:
 def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
     """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
 
-    An empty list of modules names none. Leaving CALIBRATE sets the scales from the observed values. In TRAIN, batch norms behind a
-    tensor that clips most of a few outlier samples are no longer live, which a warning says (see `cutting`). Raises ConfigurationError
-    if a name matches nothing.
+    An empty list of modules names none. Leaving CALIBRATE sets the scales from the observed values. In TRAIN, batch norms after a tensor
+    that clips most of a few outlier samples are no longer live, which a warning says. Raises ConfigurationError if a name matches nothing.
     """
     require_prepared(prepared)
     state = State(state)
@@ -281,7 +280,7 @@ def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
 
 # ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them ---------------------
 #
-# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.loudness`).
+# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.histogram`).
 # Most of the float model's variance comes from these samples, but not that of the quantized model. A batch norm that took the
 # statistics of batches would multiply every other sample by the missing part. Behind such a tensor batch norms therefore keep their
 # running statistics.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
-from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Built, Disagrees, Implementation, Match, NotApplicable, Site
+from fxquant.kernels.kernel import Built, Disagrees, Implementation, Match, NotApplicable, Site, grid
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, IntType
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -82,8 +81,7 @@ def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tens
 
 def _grid(site: Site, node: fx.Node) -> tuple[IntType, int, int]:
     """Return the integer type of an operand, its lowest integer, and its zero point."""
-    described = qparams(node)
-    assert described is not None
+    described = grid(node)
     dtype = ACTIVATION_TYPES[described.dtype]
     return dtype, described.zero_point if node in site.non_negative else dtype.low, described.zero_point
 
@@ -171,7 +169,7 @@ def _compare(site: Site, implementation: Implementation, built: Built, given: di
         if not torch.equal(found, wanted):
             raise Disagrees(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
         return
-    zero = qparams(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0  # type: ignore[union-attr]
+    zero = grid(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0
     apart = site.result().centred(found) != wanted.to(torch.int64) - zero
     if bool(apart.any()):
         raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
-from fxquant.ir.integer import qparams
+from fxquant.ir.integer import QParams, qparams
 from fxquant.support.forks import readable
 
 SIZES = tuple[int, ...]
@@ -159,6 +159,13 @@ class Site:
     def result(self) -> Held:
         """Return how the result is held."""
         return self.held(self.match.root)
+
+
+def grid(node: fx.Node) -> QParams:
+    """Return the grid of a quantized tensor."""
+    known = qparams(node)
+    assert known is not None
+    return known
 
 
 def held(node: fx.Node, sizes: SIZES, non_negative: bool) -> Held:

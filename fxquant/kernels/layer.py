@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.integer import QParams, qparams
 from fxquant.kernels.admission import evaluate
-from fxquant.kernels.kernel import Disagrees, Held, Site
+from fxquant.kernels.kernel import Disagrees, Held, Site, grid
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
 from fxquant.primitives import Role, requantize, role_of
 
 AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are compared
-
-
-def grid(node: fx.Node) -> QParams:
-    """Return the grid of a quantized tensor."""
-    known = qparams(node)
-    assert known is not None
-    return known
 
 
 def magnitude(node: fx.Node) -> int:

@@ -1,10 +1,10 @@
 """Methods that make a calibrated model more exact, a module each.
 
 A method runs its samples through the graph once, node by node, in float and in integers (`walk`), and compares both at each layer or
-block. What is learned passes through the layer's own `lower`, by a lowering that leaves accumulators differentiable (`real`).
+block. What is learned passes through the layer's own `lower`, by a lowering that leaves accumulators differentiable (`walk.RealLowering`).
 
 `round_weights` needs no walk in integers. The terms of an output come from the layer's float function of an identity in place of the
-weight (`second_moment`). Gradients of the float model give the effect of output errors (`output_effect`). `calibrate` runs it after the
+weight (`second_moment`). Gradients of the float model give the effect of output errors (`output_effects`). `calibrate` runs it after the
 observers, and then `correct_bias`, on the first samples (`first_samples`). The outputs on held-out samples judge what
 each method did, and undo it without a clear gain (`effects`); `equalize` runs before there are scales, and
 an estimate judges it. `distill` runs the whole graph in every step, in integers with gradients and in float.

@@ -374,7 +374,7 @@ class _Costs:
 
 # ---- Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each -----
 #
-# A few items of a batch may be outliers (`observers.loudness`), whose channels have other proportions. Factors that suit them may spread
+# A few items of a batch may be outliers (`observers.histogram`), whose channels have other proportions. Factors that suit them may spread
 # the channels of all other items, and a scale may clip the outliers anyway. So they are left out.
 
 

@@ -1,7 +1,7 @@
 """The first samples of a calibration, by which ranges are judged, weights are rounded and biases are corrected after it.
 
 Ranges are chosen by the squared error of all samples, or by the noise of each, whichever leaves less noise in the outputs
-(`ranges`), if there are samples enough to judge by.
+(below), if there are samples enough to judge by.
 Weights of few bits are rounded by them (`second_moment`).
 
 Biases are corrected (`bias`) if there are samples enough for a mean. They take back the mean of three errors: the remainder of the errors
@@ -100,7 +100,8 @@ class FirstSamples:
         self.lost = counted > 0 and self.kept is not known
         self.before = replace(self.kept, inputs=list(self.kept.inputs))
         self.bits = second_moment.FEW_BITS if round_weights is None else second_moment.ALL_BITS if round_weights else 0
-        with _as_before(prepared, self.kept.roundings):
+        with _restoring(prepared, always=True):
+            _undo(prepared, self.kept.roundings)
             self.rounds = second_moment.is_wanted(prepared, self.bits)
         self.corrects = correct_bias is not False and bool(weighted_nodes(prepared))
         self.enough = ENOUGH if correct_bias is None else 0
@@ -141,7 +142,7 @@ class FirstSamples:
         self._choose_ranges(seen, distributed, show_progress)
         if not self.rounds and not corrects:
             return
-        with _all_or_nothing(self.prepared):
+        with _restoring(self.prepared):
             if self.rounds:
                 _undo(self.prepared, self.kept.roundings)
             if corrects:
@@ -259,25 +260,15 @@ def _undo(prepared: fx.GraphModule, done: Given) -> None:
 
 
 @contextmanager
-def _as_before(prepared: fx.GraphModule, done: Given) -> Iterator[None]:
-    """Inside, layers have what they had."""
-    now = _parts(prepared)
-    _undo(prepared, done)
+def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]:
+    """Layers have what they had before if anything is raised inside, or `always`."""
+    now, done = _parts(prepared), False
     try:
         yield
+        done = True
     finally:
-        _put(prepared, now)
-
-
-@contextmanager
-def _all_or_nothing(prepared: fx.GraphModule) -> Iterator[None]:
-    """Layers keep what they have if anything is raised inside."""
-    now = _parts(prepared)
-    try:
-        yield
-    except BaseException:
-        _put(prepared, now)
-        raise
+        if always or not done:
+            _put(prepared, now)
 
 
 # ---- Ranges that calibration chooses by the outputs of the model, after observers have chosen each by the error of its own tensor
@@ -337,8 +328,10 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
     Only inputs that the default observer has `observed` have other candidates.
     """
     placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
-    seen = {name: _together([chunk[index] for chunk in judging]) for index, name in enumerate(placeholders)}
-    found = {}
+    found, seen = {}, {}
+    for name, values in zip(placeholders, zip(*judging, strict=True), strict=True):  # of a tensor, whichever dimension is the batch
+        tensors = [value.flatten() for value in values if isinstance(value, Tensor)]
+        seen[name] = torch.cat(tensors) if len(tensors) == len(values) else values[0]
     for node, operator, _ in lost(prepared, seen, MANY):
         if f"{node.name}.0" in observed and operator.output.can_narrow:
             factors = {f"{factor:g}": partial(narrow, prepared, {node.name: factor} if factor < 1 else {}) for factor in FACTORS}
@@ -373,11 +366,6 @@ def _chosen(prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None
     other = min(others, key=noise.__getitem__) if best == usual else usual
     logger.info("%s %s: the outputs have %.1f dB, and %.1f dB with %s", what, best, decibels(noise[best]), decibels(noise[other]), other)
     return best
-
-
-def _together(values: Sequence[Any]) -> Any:
-    """Return the elements of an input in all chunks, whichever dimension is the batch; the input itself where it is not a tensor."""
-    return torch.cat([value.flatten() for value in values]) if all(isinstance(value, Tensor) for value in values) else values[0]
 
 
 def _quantizers(prepared: fx.GraphModule) -> dict[str, Quantizer]:

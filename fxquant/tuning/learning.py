@@ -9,7 +9,7 @@ starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine 
 At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, relative to the error with weights
 rounded to the nearest, plus the mean penalty times `PENALTY`. So nothing depends on the unit of the results or on the number of weights.
 
-The scale of a weight covers only a part of its range where that is better (`weight_scales`). It is found first, and the roundings are
+The scale of a weight covers only a part of its range where that is better (`search`). It is found first, and the roundings are
 learned with it.
 
 Activations inside of a unit are rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4. Each element is rounded with probability

@@ -2,7 +2,7 @@
 
     J(q) = Σ_op B_op d_oᵀ M d_p,   d_o = q_o - w_o / s_o
 
-with what `output_effect` finds for B, in squares of the layer's steps; where that is not known B is the identity, and every output is
+with what `output_effects` returns for B, in squares of the layer's steps; where that is not known B is the identity, and every output is
 rounded by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Block reconstruction: roundings and scales of activations are learned together, block by block (see `blocks` and `learning`)."""
+"""Block reconstruction: roundings and scales of activations are learned together, block by block (see `learning`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def block_units(prepared: fx.GraphModule) -> list[Unit]:
             flow.add_node(node)
             flow.add_edges_from((operand, node) for operand in node.all_input_nodes if operand in flow)
     found = []
-    for block in _blocks(flow, layers.keys()):
+    for block in _blocks(flow, set(layers)):
         weighted = tuple(sorted((node for node in block if node in layers), key=order.__getitem__))
         nodes = tuple(sorted(block, key=order.__getitem__))
         if weighted:
@@ -82,13 +82,13 @@ def block_units(prepared: fx.GraphModule) -> list[Unit]:
     return sorted(found, key=lambda unit: order[unit.nodes[-1]])
 
 
-def _blocks(flow: networkx.DiGraph, layers: Sequence[fx.Node] | object) -> Iterator[set[fx.Node]]:
+def _blocks(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     """Yield the blocks of a part of the graph."""
     for part in networkx.weakly_connected_components(flow):
         yield from _of_part(flow.subgraph(part), layers)
 
 
-def _of_part(flow: networkx.DiGraph, layers: object) -> Iterator[set[fx.Node]]:
+def _of_part(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     whole = networkx.DiGraph(flow)
     whole.add_edges_from(("in", node) for node, degree in flow.in_degree() if not degree)
     whole.add_edges_from((node, "out") for node, degree in flow.out_degree() if not degree)
@@ -102,7 +102,7 @@ def _of_part(flow: networkx.DiGraph, layers: object) -> Iterator[set[fx.Node]]:
             continue
         yield from _rows(row, layers)
         row = []
-        if _count(region, layers) <= LAYERS_TOGETHER:
+        if len(region & layers) <= LAYERS_TOGETHER:
             yield region
         elif len(chain) == 2:  # no node that all paths pass
             yield from ({node} for node in region)
@@ -121,21 +121,17 @@ def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
     return found[::-1]
 
 
-def _rows(row: Sequence[set[fx.Node]], layers: object) -> Iterator[set[fx.Node]]:
+def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     """Nodes that follow each other directly, in stretches of about as many layers each."""
-    count = sum(_count(region, layers) for region in row)
+    count = sum(len(region & layers) for region in row)
     pieces = -(-count // LAYERS_IN_A_ROW)
     found: set[fx.Node] = set()
     taken = 0
     for region in row:
-        if found and _count(region, layers) and taken * pieces // max(count, 1) != (taken - 1) * pieces // max(count, 1) and taken:
+        if found and len(region & layers) and taken * pieces // max(count, 1) != (taken - 1) * pieces // max(count, 1) and taken:
             yield found
             found = set()
-        taken += _count(region, layers)
+        taken += len(region & layers)
         found = found | region
     if found:
         yield found
-
-
-def _count(region: set[fx.Node], layers: object) -> int:
-    return sum(node in layers for node in region)  # type: ignore[operator]

@@ -21,7 +21,7 @@ mixed from it and from one of SQuant's form,
 with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; held-out samples choose.
 
 J weighs every output of a layer alike, but their effects on the model's outputs differ. So the search goes on with outputs rounded
-together, weighted by these effects (`output_effect`, `moments`). At last each channel's scale is multiplied so that its result, after what
+together, weighted by these effects (`output_effects`, `moments`). At last each channel's scale is multiplied so that its result, after what
 is fused, is neither larger nor smaller than in float on average over the samples: Σ y y' / Σ y². In one layer a channel that is one
 hundredth too small is within the noise; over twenty layers in a row it adds up to a fifth.
 """

@@ -33,9 +33,6 @@ Weight = Callable[[Choice, QuantizedOperator, dict[str, Any]], Tensor]  # what a
 def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterator[None]:
     """Inside, the operators of these choices return what `result` makes of theirs, and read what `weight` makes of their weights."""
 
-    def of_result(choice: Choice) -> Any:
-        return lambda module, read, value: result(choice, value)
-
     def of_weight(choice: Choice) -> Any:
         def hook(module: QuantizedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             arguments = module.operator.bind_call(args, kwargs)
@@ -50,7 +47,7 @@ def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterat
     handles = [
         operator.register_forward_pre_hook(of_weight(choice), with_kwargs=True)
         if choice.kind == WEIGHT
-        else operator.register_forward_hook(of_result(choice))
+        else operator.register_forward_hook(lambda module, read, value, choice=choice: result(choice, value))
         for choice in choices
         for operator in choice.operators
     ]

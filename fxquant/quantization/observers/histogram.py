@@ -144,7 +144,7 @@ class HistogramObserver(Observer, names="histogram"):
 
     The squared error is dominated by the samples of a batch with the largest norms. Where the largest magnitude of these outlier samples
     is 8 times that of the smallest ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in
-    dB; it may clip values of a few outlier samples (`loudness`). An output of the model is exempt.
+    dB; it may clip values of a few outlier samples (`Items`). An output of the model is exempt.
 
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     merging neighbouring bins, so counts stay exact and memory constant for any number of batches. Of a tensor of
