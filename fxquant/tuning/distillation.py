@@ -64,7 +64,7 @@ def distill(
 ) -> TuningResult:
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
 
-    A step takes `batch_size` samples, mixed with others where they are finite real numbers, and moved by up to an eighth of their size
+    A step takes `batch_size` samples, mixed with others where they are finite floats, and moved by up to an eighth of their size
     where they are images: real, of four or five dimensions, the batch first, and no element beyond 65535, as those of an attention's mask
     are. A quarter of the samples is held out, and judges, each with copies that are moved: unless the outputs gain 0.2 dB there, the
     model stays as it was.

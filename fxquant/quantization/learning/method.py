@@ -127,7 +127,8 @@ class _LSQ(Method):
     - n counts the batch, so that gradients accumulated over parts of a batch, or over processes, were not those of the whole.
     """
 
-    name, parameters = "learned", ("scale_change",)
+    name = "learned"
+    parameters: tuple[str, ...] = ("scale_change",)
 
     def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
         change = parameters[0]
@@ -150,7 +151,8 @@ class _LSQPlus(_LSQ):
     that fraction. So both parameters are dimensionless.
     """
 
-    name, parameters = "lsq+", ("scale_change", "offset_change")
+    name = "lsq+"
+    parameters: tuple[str, ...] = ("scale_change", "offset_change")
     moves_end = True
 
     def end(self, base: Tensor, end: Tensor, parameters: Parameters) -> Tensor:
@@ -175,7 +177,8 @@ class _PACT(Method):
     gradient is the plain sum.
     """
 
-    name, parameters = "pact", ("alpha",)
+    name = "pact"
+    parameters: tuple[str, ...] = ("alpha",)
 
     def start(self, base: Tensor, reach: float) -> Parameters:
         return (base * reach,)
@@ -200,7 +203,8 @@ class _TQT(Method):
     `Step.proportion`, as LSQ's is.
     """
 
-    name, parameters = "tqt", ("log2_change",)
+    name = "tqt"
+    parameters: tuple[str, ...] = ("log2_change",)
     power_of_two = True
 
     def scale(self, base: Tensor, parameters: Parameters, reach: float) -> Tensor:
