@@ -17,7 +17,7 @@ from fxquant.ops import operator_of
 from fxquant.prepared.nodes import record_of
 from fxquant.target import Limit, Target
 
-# ---- The limits of a target that an operator breaks at its place in the graph ----------------------------------------
+# ---- the limits that an operator breaks at its place in a graph ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Limits:
         values = " and ".join(map(str, offending))
         return Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}")
 
+
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 

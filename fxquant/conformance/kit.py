@@ -39,8 +39,7 @@ from fxquant.support.progress import progress
 from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
-# ---- Operators as networks that are compiled together: construction, calibration and conversion, and the images for the comparison
-
+# ---- operators as networks that are compiled together, and the images that they are compared on ----------------------
 
 TOGETHER = 40  # rows in one file
 REACH = 2.5  # the range of calibration's images
@@ -122,8 +121,7 @@ def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
     return [resolve(integer, str(node.args[1].target)).double() if node.target is dequantize else None for node in outputs]
 
 
-# ---- A network compiled by the vendor's tool, and which of its operators run on the processor ------------------------
-
+# ---- networks that the vendor's tool compiles, and their operators on the processor ----------------------------------
 
 MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # operators that change no value
 
@@ -169,6 +167,8 @@ def _behind(name: str, makers: dict[str, onnx.NodeProto], compiled: Compiled) ->
         waiting += node.input
     return list(found)
 
+
+# ---- kits ------------------------------------------------------------------------------------------------------------
 
 DTYPES = ("int8", "int16")
 

@@ -1,4 +1,4 @@
-"""Models that may be traced: a float `nn.Module`, and what is converted to one. Anything else is refused here, before any work."""
+"""Models that may be traced, others being refused before any work; and graphs at one batch size."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _refuse_other(model: object) -> NoReturn:
     )
 
 
-# ---- A graph at one batch size: every size in it is a number ---------------------------------------------------------
+# ---- a graph at one batch size: every size in it is a number ---------------------------------------------------------
 
 
 def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
@@ -128,11 +128,11 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     Raises ConfigurationError for a batch size that the graph does not hold for: one beyond the limits of its batch, or another than the
     one it was traced with, where that is fixed.
     """
-    _check(model, batch_size)
+    _check_batch(model, batch_size)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in model.graph.nodes:
-        known = _fixed_batch_at(fact(node), node, batch_size)
+        known = _fact_at(node, batch_size)
         if isinstance(fact(node), BatchDim) and node.op != "placeholder":
             copies[node] = known
             continue
@@ -148,8 +148,8 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     return fixed
 
 
-def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
-    """Return the facts of a node at this batch size."""
+def _fact_at(node: fx.Node, batch_size: int) -> Any:
+    """Return the fact of a node at this batch size."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):
@@ -157,7 +157,7 @@ def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
         return TensorFact(value.at(batch_size), value.dtype) if isinstance(value, TensorFact) else value
 
     try:
-        return fx.node.map_aggregate(known, fixed)
+        return fx.node.map_aggregate(fact(node), fixed)
     except ValueError as error:
         raise ConfigurationError(
             f"batch_size={batch_size} cannot be used",
@@ -167,7 +167,7 @@ def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
         ) from None
 
 
-def _check(model: fx.GraphModule, batch_size: int) -> None:
+def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
     limits = noted_limits(model.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Run a graph node by node, with the arguments that its generated code would give each call."""
+"""Run a graph node by node, with the arguments that its generated code would give each call; copy the modules that it calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Interpreter(fx.Interpreter):
         return resolve(self.module, target)
 
 
-# ---- Copies of module trees: tensors of their own, everything once ---------------------------------------------------
+# ---- copies of module trees: tensors of their own, everything once ---------------------------------------------------
 
 
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:

@@ -182,7 +182,7 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
 
 
-# ---- the description --------------------------------------------------------------------------------------------------
+# ---- the description -------------------------------------------------------------------------------------------------
 
 
 def describe(contents: Contents) -> str:
@@ -239,7 +239,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-# ---- the difference ---------------------------------------------------------------------------------------------------
+# ---- the difference --------------------------------------------------------------------------------------------------
 
 
 def difference(a: Contents, b: Contents) -> str:
@@ -298,7 +298,7 @@ def _form(tensor: Tensor) -> str:
     return f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}{list(tensor.shape)}"
 
 
-# ---- The difference of two graphs, or of two files, as text ----------------------------------------------------------
+# ---- the difference as a value ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

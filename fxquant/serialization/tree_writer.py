@@ -1,4 +1,7 @@
-"""Write the tree of modules: every module and every tensor once, however many places refer to it."""
+"""Write the tree of modules and its tensors: every module and every tensor once, however many places refer to it.
+
+A module is written after the modules that it refers to, and refers to them by their position; so a file holds no cycles.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,7 @@ from fxquant.serialization.names import ARGUMENTS
 from fxquant.serialization.values import DTYPES, cannot_save, encode, expect
 from fxquant.target import Target
 
-# ---- The tree of modules and its tensors: every module and every tensor once, however many places refer to it --------
-#
-# A module is written after the modules it refers to, and refers to them by their position; so a file holds no cycles. `tree_writer` writes
-# the tree and `tree_reader` reads it; this module has the facts they share.
-
+# ---- what `tree_reader` shares ---------------------------------------------------------------------------------------
 
 TargetOf = Callable[[str], Target]  # a target, by its name
 
@@ -55,6 +54,8 @@ def tensor_forms(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
+
+# ---- the writer ------------------------------------------------------------------------------------------------------
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
