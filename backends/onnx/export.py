@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.prepared.stage import require_integer
+from fxquant.support import logger
 from fxquant.support.files import Content, write_files
 
 # ---- files: complete or unchanged, and two for a model that is too large for one -------------------------------------
@@ -109,8 +109,6 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
 
 
 # ---- integer graphs --------------------------------------------------------------------------------------------------
-
-logger = logging.getLogger("fxquant")
 
 # For each style: the opsets that it can be written in, and the default.
 FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.analysis.fused import PRODUCTS
 from fxquant.backends.onnx import gates
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.ir.facts import TensorFact
@@ -25,7 +26,6 @@ from fxquant.primitives.requantize import requantize_real
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 EIGHT_BITS = (torch.int8, torch.uint8)
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
 _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
 
 

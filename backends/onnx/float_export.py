@@ -27,10 +27,11 @@ from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.ir.graph import attach, fact, is_python, resolve
+from fxquant.ir.graph import attach, fact, is_python, nodes_in, resolve
 from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
+from fxquant.support import log_levels
 from fxquant.support.forks import free_in_child
 
 OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
@@ -135,9 +136,7 @@ class FloatRegions:
         Nodes among the arguments stand for their float values, whose names `real` returns; `parameters` are further arguments. Raises
         ExportError if the exporter cannot write the function.
         """
-        operands: list[fx.Node] = []
-        fx.map_arg(dict(arguments), operands.append)
-        facts = {operand: _real(operand) for operand in operands}
+        facts = {operand: _real(operand) for operand in nodes_in(dict(arguments))}
         index = {operand: position for position, operand in enumerate(facts)}
         key = (
             None
@@ -431,29 +430,16 @@ def quiet() -> Iterator[None]:
     One thread exports at a time, because the settings changed here and by the exporter are visible to all threads. It may do so
     again within: the exporter imports modules of the user's, which may export when they are imported.
     """
-    with _exporting, built_once():
-        yield from _levels_raised()
+    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
+    with _exporting, built_once(), log_levels(levels), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints whole graphs of what it cannot export
+            yield
 
 
 _exporting = threading.RLock()
 free_in_child(sys.modules[__name__], "_exporting", threading.RLock)
 _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
-
-
-def _levels_raised() -> Iterator[None]:
-    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
-    loggers = {logging.getLogger(name): level for name, level in levels.items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    try:
-        # The exporter prints whole graphs of what it cannot export.
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
 
 
 # ---- inputs of these facts for the exporter --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization import save_model
+from fxquant.support import log_levels
 from fxquant.support.arguments import FOLDER, Kind, checked, words
 from fxquant.support.files import check_place, place_files, write_file, write_files
 from fxquant.support.progress import progress
@@ -87,22 +87,10 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
     return mapping
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress logged warnings within the context: whether a probe breaks limits of a march does not matter."""
-    logger = logging.getLogger("fxquant")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    with _quiet():
+    with log_levels({"fxquant": logging.ERROR}):  # whether a probe breaks limits of a march does not matter
         prepared = prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
         calibrate(prepared, calibration, show_progress=False, equalize=False)  # without equalization, so that scales suffice to rebuild it
         return prepared, convert(prepared)

@@ -41,7 +41,9 @@ def float_model(model: Any) -> nn.Module:
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
     if not isinstance(model, nn.Module):
-        _refuse_other(model)
+        raise ConfigurationError(
+            f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
+        )
     found = uncompiled(model)
     if isinstance(found, torch.jit.ScriptModule):
         refuse_scripted("the model")
@@ -55,8 +57,13 @@ def float_model(model: Any) -> nn.Module:
         stage = stage_of(module)
         if stage is not None:
             _refuse_stage(path, stage, model_meta(module).get("target"))
-        if is_quantized_by_torch(type(module)):
-            _refuse_torch_quantized(path, type(module))
+        kind = type(module)
+        if is_quantized_by_torch(kind):
+            raise ConfigurationError(
+                "the model is not a float model: torch.ao has prepared or converted it",
+                because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
+                remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
+            )
     return found
 
 
@@ -102,20 +109,6 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
         f"{_at(path)} is not a float model, but {kinds.get(stage, f'a graph that was stopped at stage {stage}')}",
         because=f"it was compiled{march} already, and quantizing it twice would mix two arithmetics",
         remedy="pass the float nn.Module it was made from, also for another target" + going_on.get(stage, ""),
-    )
-
-
-def _refuse_torch_quantized(path: str, kind: type) -> NoReturn:
-    raise ConfigurationError(
-        "the model is not a float model: torch.ao has prepared or converted it",
-        because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
-        remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
-    )
-
-
-def _refuse_other(model: object) -> NoReturn:
-    raise ConfigurationError(
-        f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
     )
 
 

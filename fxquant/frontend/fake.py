@@ -15,6 +15,7 @@ from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.source import calls_from
 from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
+from fxquant.ir.interpreter import own
 
 
 class Outcome:
@@ -195,24 +196,16 @@ class _Side:
 
     def arguments(self, arg: Any) -> Any:
         """Return one argument, or a nest of them."""
+        return own(arg, self._leaf, (torch.Tensor, BatchNumber))
+
+    def _leaf(self, arg: Any) -> Any:
         if isinstance(arg, TracedTensor):
             self.traced.append(self._tensor(arg.value))
             return self.traced[-1]
-        if isinstance(arg, torch.Tensor):
-            value = self.substitutes.get(id(arg))
-            return arg if value is None else self._tensor(value)
         if isinstance(arg, BatchNumber):
             return getattr(arg, self.name)
-        if isinstance(arg, (tuple, list)):
-            items = [self.arguments(item) for item in arg]
-            if hasattr(arg, "_fields"):
-                return type(arg)(*items)
-            return items if isinstance(arg, list) else tuple(items)
-        if isinstance(arg, dict):
-            return {key: self.arguments(item) for key, item in arg.items()}
-        if isinstance(arg, slice):
-            return slice(*(self.arguments(item) for item in (arg.start, arg.stop, arg.step)))
-        return arg
+        value = self.substitutes.get(id(arg))
+        return arg if value is None else self._tensor(value)
 
     def _tensor(self, value: Value) -> torch.Tensor:
         tensor: torch.Tensor = getattr(value if self.content is not None else value.abstract, self.name)

@@ -91,7 +91,9 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
         )
     require_values(model, zip(names, leaves, strict=True), compared)
     written = _unique(names)
-    names = _legal(written)
+    graph = new_graph()
+    legal = {name: graph.placeholder(name).name for name in written if name is not None}  # no keywords, no names of generated code
+    names = [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in written]
     axes = batch_dimensions(model, args, kwargs, dynamic_shapes)
     tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     batches = [leaf.shape[axis] for leaf, axis in tensors if axis is not None] or [leaf.shape[0] for leaf, _ in tensors[:1]]
@@ -156,13 +158,6 @@ _BUILT_IN = frozenset((
     "Ellipsis", "abs", "bool", "complex", "dict", "float", "frozenset", "getattr", "int", "len", "list", "max", "min", "pow", "range",
     "round", "set", "slice", "str", "sum", "tuple",
 ))  # fmt: skip
-
-
-def _legal(names: list[str | None]) -> list[str | None]:
-    """Return the names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
-    graph = new_graph()
-    legal = {name: graph.placeholder(name).name for name in names if name is not None}
-    return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
 
 
 # ---- requirements on the tensors: they are dense and have values -----------------------------------------------------

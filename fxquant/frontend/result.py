@@ -159,12 +159,8 @@ def _container(module: nn.Module) -> nn.Module:
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:
-    sizes = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        fact = graph.fact(node)
-        if isinstance(fact, TensorFact):
-            sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
-    return sizes
+    inputs = [(node.target, graph.fact(node)) for node in module.graph.find_nodes(op="placeholder")]
+    return [f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)]
 
 
 def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:

@@ -31,7 +31,7 @@ def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[
     return own(node.args, value), own(node.kwargs, value)
 
 
-def own(argument: Any, value: Callable[[Any], Any], leaf: type = fx.Node) -> Any:
+def own(argument: Any, value: Callable[[Any], Any], leaf: type | tuple[type, ...] = fx.Node) -> Any:
     """Return an argument, or the output, of a graph in plain containers of its own, with `value` applied to nodes, or to another `leaf`."""
     if isinstance(argument, leaf):
         return value(argument)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import logging
 import sys
 import threading
 from collections import deque
@@ -29,11 +28,11 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
+from fxquant.ir.integer import Reference
+from fxquant.support import logger
 from fxquant.support.forks import free_in_child, in_child
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-
-logger = logging.getLogger("fxquant")
 
 CARRIED = "fxquant.ir.carried"  # in `meta` of a model: what else the float model held
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
@@ -263,7 +262,7 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in entries:
         args, kwargs = fx.node.map_aggregate(
-            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+            (args, kwargs), lambda value: nodes[value.node] if isinstance(value, Reference) else _found(value)
         )
         nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
         nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
@@ -272,17 +271,10 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     return model
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A reference to a node among the arguments of a pickled one."""
-
-    name: str
-
-
 def _entry(node: fx.Node) -> tuple[Any, ...]:
     # One by one: pickling a node would recurse through all that it reads.
     def named(operand: fx.Node) -> Any:
-        return _Named(operand.name)
+        return Reference(operand.name)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)

@@ -155,7 +155,12 @@ class TreeWriter:
                 "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
                 "prepare the model for a target that is known by name",
             )
-        inputs = {name: self._reference(value, f"{path}.inputs.{name}") for name, value in module.inputs.items()}
+        inputs = {
+            name: [self._module(each, f"{path}.inputs.{name}.{index}") for index, each in enumerate(value)]
+            if isinstance(value, list)
+            else self._module(value, f"{path}.inputs.{name}")
+            for name, value in module.inputs.items()
+        }
         return {
             **{name: expect(getattr(module, name), *kinds) for name, kinds in OPERATOR_FIELDS.items()},
             "operator": module.operator.name,
@@ -168,11 +173,6 @@ class TreeWriter:
             "factors": self._module(module.factors, path + ".factors"),
             **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
         }
-
-    def _reference(self, value: Any, path: str) -> Any:
-        if isinstance(value, list):
-            return [self._module(item, f"{path}.{index}") for index, item in enumerate(value)]
-        return self._module(value, path)
 
     def _tensor(self, tensor: Tensor | None, name: str) -> str | None:
         if tensor is None:
