@@ -99,6 +99,11 @@ def _slice(input: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
     return input[places]
 
 
+def _select(input: Any, dim: int, index: Any) -> Any:
+    places = (*[slice(None)] * (dim % input.dim()), index)
+    return input[places]
+
+
 def _index(input: Any, indices: Any) -> Any:
     return input[tuple(slice(None) if index is None else index for index in indices)]
 
@@ -149,7 +154,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "feature_dropout": _dropout("dropout2d"),
     "native_dropout": lambda input, p, train: (F.dropout(input, p, bool(train)), None),
     "slice": _slice,
-    "select": lambda input, dim, index: input[(*[slice(None)] * (dim % input.dim()), index)],
+    "select": _select,
     "index": _index,
     "index_put": _index_put,
     "_to_copy": lambda input, *, dtype=None, **_: input if dtype is None else input.to(dtype),
