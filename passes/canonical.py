@@ -22,6 +22,7 @@ from fxquant.ir.graph import (
     inherit,
     is_parameter,
     mark_parameter,
+    nodes_in,
     noise,
     pass_on,
     refuse,
@@ -189,8 +190,7 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
 
 def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | None:
     """Why nothing is to be computed in integers: a tensor without elements has no range, and no sum or largest element."""
-    read: list[fx.Node] = [node]
-    fx.map_arg(arguments if isinstance(arguments, dict) else {}, read.append)
+    read = [node, *nodes_in(arguments if isinstance(arguments, dict) else {})]
     empty = next((value for value in read if isinstance(of := fact(value), TensorFact) and 0 in of.shape), None)
     return None if empty is None else f"%{empty.name} has no elements"
 

@@ -28,6 +28,7 @@ from fxquant.ir.graph import (
     is_parameter,
     mark_parameter,
     mark_training,
+    nodes_in,
     refuse,
     resolve,
     set_fact,
@@ -129,9 +130,7 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
     if not node.users or any(user.op != "output" for user in node.users):
         return
     output = next(iter(node.users))
-    places: list[fx.Node] = []
-    fx.map_arg(output.args, places.append)
-    for position in [position for position, place in enumerate(places) if place is node]:
+    for position in [position for position, place in enumerate(nodes_in(output.args)) if place is node]:
         change_gradient(output, change, position)
     output.replace_input_with(node, operand)
 
@@ -223,10 +222,8 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
     changes = gradient_changes(output)
     if not changes:
         return 0
-    places: list[fx.Node] = []
-    fx.map_arg(output.args, places.append)
     made: list[fx.Node] = []
-    for position, place in enumerate(places):
+    for position, place in enumerate(nodes_in(output.args)):
         if position not in changes:
             made.append(place)
             continue

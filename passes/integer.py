@@ -24,6 +24,7 @@ from fxquant.ir.graph import (
     inherit,
     is_parameter,
     module_path,
+    nodes_in,
     parameter_value,
     part,
     resolve,
@@ -96,9 +97,7 @@ class GraphLowering(Lowering):
         return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
-        nodes: list[fx.Node] = []
-        fx.map_arg(arguments, nodes.append)
-        zero = next((found for node in nodes if (found := zero_point(node))), 0)
+        zero = next((found for node in nodes_in(arguments) if (found := zero_point(node))), 0)
         if zero and PRIMITIVES[primitive].zero_point is not ZeroPoint.CENTRED:
             arguments = PRIMITIVES[primitive].stored_arguments(arguments, zero)
         elif zero:
@@ -320,8 +319,7 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
         return value
 
     for name, value in arguments.items():
-        nodes: list[fx.Node] = []
-        fx.map_arg(value, nodes.append)
+        nodes = nodes_in(value)
         if not any(map(is_parameter, nodes)) or (isinstance(value, list) and not all(map(is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain

@@ -61,13 +61,11 @@ def _centred(gm: fx.GraphModule) -> list[fx.Node]:
         average = _arguments(node)["other"] if calls(node, sub) else None
         if not isinstance(average, fx.Node) or not calls(average, mean) or average.args[0] is not node.args[0]:
             continue
-        if all(map(_multiplies_or_squares, node.users)):
+        if all(
+            calls(user, mul) or calls(user, true_divide) or Trait.STATISTIC in traits_of(user) or _is_square(user) for user in node.users
+        ):
             found += [average, node] if len(average.users) == 1 else [node]
     return found
-
-
-def _multiplies_or_squares(reader: fx.Node) -> bool:
-    return calls(reader, mul) or calls(reader, true_divide) or Trait.STATISTIC in traits_of(reader) or _is_square(reader)
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:

@@ -85,17 +85,11 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_module", target
         changes += 1
     link_owners(gm, gm.graph)
-    _in_mode_of_model(gm)
-    return changes
-
-
-def _in_mode_of_model(gm: fx.GraphModule) -> None:
-    """Put the modules that operators obey into the model's own mode: those of the float model were traced in eval mode."""
     kept = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
-    for operator in quantized_operators(gm).values():
-        for owner in operator.owners:
-            if owner is not None and owner not in kept:
-                owner.training = gm.training
+    owners = {owner for operator in quantized_operators(gm).values() for owner in operator.owners if owner is not None}
+    for owner in owners - kept:  # in the model's own mode: those of the float model were traced in eval mode
+        owner.training = gm.training
+    return changes
 
 
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:

@@ -14,6 +14,7 @@ from fxquant.ir.graph import (
     is_inner_part,
     is_parameter,
     matched_rules,
+    nodes_in,
     parameter_value,
     part,
     refusal,
@@ -89,8 +90,7 @@ def _why_float(
     if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
-    given: list[fx.Node] = []
-    fx.map_arg([] if operator.sums else [arguments.get(name) for name in operator.operands], given.append)
+    given = nodes_in([] if operator.sums else [arguments.get(name) for name in operator.operands])
     constants = [parameter_value(gm, value) for value in given if is_parameter(value)]
     if not all(bool(torch.isfinite(value).all()) for value in constants if isinstance(value, torch.Tensor) and value.is_floating_point()):
         return "its constant holds values that are not finite"

@@ -22,6 +22,7 @@ from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact, is_python
 from fxquant.ir.model import default_device_cpu
 from fxquant.prepared.stage import require_integer
+from fxquant.support import log_levels
 from fxquant.support.arguments import checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import working
@@ -125,18 +126,10 @@ def _export(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress PyTorch's prints and its log below errors, because it shows whole graphs of what it cannot export."""
-    logger = logging.getLogger("torch")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
-    loggers = [logger, *map(logging.getLogger, names)]
-    before = [one.level for one in loggers]
-    try:
-        for one in loggers:
-            one.setLevel(max(one.level, logging.ERROR))
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for one, level in zip(loggers, before, strict=True):
-            one.setLevel(level)
+    names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
+    levels = {name: max(logging.getLogger(name).level, logging.ERROR) for name in names}
+    with log_levels(levels), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:

@@ -153,12 +153,14 @@ class Binary:
 
 
 def _program(entry: dict[str, Any]) -> Program:
-    sides = [tuple(_feature(each) for each in entry[f"{side} features"]) for side in ("input", "output")]
+    sides = [
+        tuple(
+            Feature(each["feature name"], tuple(each["valid dim"]), each["element type name"], each.get("input source") == "pyramid")
+            for each in entry[f"{side} features"]
+        )
+        for side in ("input", "output")
+    ]
     return Program(entry["model name"], entry["march"], *sides)
-
-
-def _feature(entry: dict[str, Any]) -> Feature:
-    return Feature(entry["feature name"], tuple(entry["valid dim"]), entry["element type name"], entry.get("input source") == "pyramid")
 
 
 def _written(work: Path, index: int, value: Tensor, feature: Feature) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.primitives import PRIMITIVES
+from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, TEXT, checked, choice, such
 from fxquant.support.progress import working
 
@@ -94,8 +94,6 @@ def nv12_of(image: Tensor) -> Tensor:
         )
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])
 
-
-logger = logging.getLogger("fxquant")
 
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from fxquant.errors import CompilationError, ExportError
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 QUANTIZED_MODEL = "_quantized_model.onnx"
 CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and return every image channels last

@@ -1,8 +1,7 @@
-"""Writing an integer graph as an ONNX file, in one of three styles."""
+"""Write an integer graph as an ONNX file, in one of three styles, or a traced float model; the files are checked and complete."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.prepared.stage import require_integer
+from fxquant.support import logger
 from fxquant.support.files import Content, write_files
 
-# ---- Writing of models to disk: each file is checked and complete, or unchanged; a model that is too large is split into two files
-
+# ---- files: complete or unchanged, and two for a model that is too large for one -------------------------------------
 
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message is limited to 2 GiB; the remainder is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
@@ -63,7 +62,7 @@ def save_models(
     contents = dict[str, Content]()
     for name, model in models.items():
         contents.update(_contents(model, name, external_data))
-    write_files(folder, {**contents, **(others or {})}, lambda written: _model_files_check(written, models, folder, opened))
+    write_files(folder, {**contents, **(others or {})}, lambda written: _check_files(written, models, folder, opened))
 
 
 def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> dict[str, Content]:
@@ -87,7 +86,7 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
     return {**({f"{name}.data": parts} if parts else {}), name: model.SerializeToString()}
 
 
-def _model_files_check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], opened: bool) -> None:
+def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], opened: bool) -> None:
     for name in models:
         try:
             onnx.checker.check_model(str(written / name), full_check=True)
@@ -109,7 +108,7 @@ def _model_files_check(written: Path, models: Mapping[str, onnx.ModelProto], fol
             ) from error
 
 
-logger = logging.getLogger("fxquant")
+# ---- integer graphs --------------------------------------------------------------------------------------------------
 
 # For each style: the opsets that it can be written in, and the default.
 FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
@@ -179,7 +178,7 @@ def check_choice(name: str, value: object, known: list[object]) -> None:
         )
 
 
-# ---- A float model as an ONNX file: PyTorch's exporter writes it, and onnxruntime's results are compared with PyTorch's ----
+# ---- float models ----------------------------------------------------------------------------------------------------
 
 
 class FloatWriter(Writer):
@@ -201,12 +200,12 @@ def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: 
     opset = default if options.opset is None else options.opset
     check_choice("opset", opset, list(opsets))
     model = FloatWriter(traced, "float", opset).write(options.input_names, options.output_names)
-    _check(traced, model)
+    _check_outputs(traced, model)
     save_model(with_layouts(model, options.layouts, traced), Path(path), options.external_data)
     return Path(path)
 
 
-def _check(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
+def _check_outputs(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
     for name, found, wanted in results_of(traced, model, {}):
         if not wanted.is_floating_point() and wanted.shape == found.shape:
             continue  # an index may change if two values are nearly equal

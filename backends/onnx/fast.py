@@ -5,7 +5,6 @@ A kernel that differs from PyTorch here is written in the form of style "exact" 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -35,9 +34,8 @@ from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
+from fxquant.support import logger
 from fxquant.support.offers import disagreed
-
-logger = logging.getLogger("fxquant")
 
 
 def has_kernels(integer: fx.GraphModule) -> bool:

@@ -1,4 +1,4 @@
-"""Which nodes of an integer graph form one integer kernel of style fast."""
+"""Nodes that form one kernel of style "fast": sums of 8-bit tensors, and tables that float32 computes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.analysis.fused import PRODUCTS
 from fxquant.backends.onnx import gates
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.ir.facts import TensorFact
@@ -25,7 +26,6 @@ from fxquant.primitives.requantize import requantize_real
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 EIGHT_BITS = (torch.int8, torch.uint8)
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
 _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
 
 
@@ -87,13 +87,13 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
     return whole and step in _NARROW_STEPS
 
 
-# ---- A table of style "fast" as its function in float32, which onnxruntime computes in a fifth of the time of a look-up ----
+# ---- tables as their functions in float32, which onnxruntime computes in a fifth of the time of a look-up ------------
 #
 # A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
 # next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of
 # computation and fused kernels then do not matter. Otherwise the table is looked up.
 
-
+_BYTES = 256
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
 
@@ -173,6 +173,3 @@ class _Exported(Exception):
 
 def _exported() -> str:
     raise _Exported
-
-
-_BYTES = 256

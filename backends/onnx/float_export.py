@@ -27,368 +27,12 @@ from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
 from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.ir.graph import attach, fact, is_python, resolve
+from fxquant.ir.graph import attach, fact, is_python, nodes_in, resolve
 from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
+from fxquant.support import log_levels
 from fxquant.support.forks import free_in_child
-
-# ---- Sizes that depend on the batch, and their arithmetic, as ONNX: int64 values, from which primitives make shapes ----
-#
-# Float intermediate values are doubles, as in Python.
-
-
-# For sizes, which are never negative, ONNX's integer division equals Python's.
-_ARITHMETIC: dict[Callable[..., Any], str] = {operator.add: "Add", operator.sub: "Sub", operator.mul: "Mul", operator.floordiv: "Div"}
-_REAL: dict[Callable[..., Any], str] = {operator.truediv: "Div", math.sqrt: "Sqrt", float: "Identity"}
-_ROUNDED: dict[Callable[..., Any], str] = {int: "", math.trunc: "", round: "Round", math.floor: "Floor", math.ceil: "Ceil"}
-
-
-def sizes_for_primitives(graph: fx.Graph) -> set[fx.Node]:
-    """Return the sizes, and sums and products of sizes, that only primitives read, and no float operator."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        readers = node.users
-        if _is_size(node) and readers and all(reader in found or reader.target in PRIMITIVES for reader in readers):
-            found.add(node)
-    return found
-
-
-def _is_size(node: fx.Node) -> bool:
-    known = fact(node)
-    if node.kwargs or not (known is None or isinstance(known, int | BatchDim)):
-        return False
-    if node.op == "call_method":
-        return node.target == "size" and len(node.args) == 2 and isinstance(node.args[1], int)
-    if node.op != "call_function" or not all(isinstance(each, fx.Node | int | float) for each in node.args):
-        return False
-    if known is None and not all(fact(each) is None or isinstance(fact(each), int | BatchDim) for each in node.all_input_nodes):
-        return False
-    known_form = node.target in _ARITHMETIC or node.target in _REAL or (node.target in _ROUNDED and len(node.args) == 1)
-    return known_form and (known is not None or node.target is not operator.floordiv)
-
-
-def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
-    """Append the nodes that compute a size; return the name of its value, a scalar of int64, or of double for an intermediate value."""
-    if node.op == "call_method":
-        tensor: Any = node.args[0]
-        sizes = emitter.node("Shape", values[tensor])
-        return str(emitter.node("Gather", sizes, emitter.constant(node.args[1], torch.int64), axis=0))
-
-    def named(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return str(values[value])
-        return str(emitter.constant(value, torch.float64 if isinstance(value, float) else torch.int64))
-
-    def as_dtype(value: str, dtype: torch.dtype) -> str:
-        return value if emitter.dtype(value) == dtype else str(emitter.node("Cast", value, to=dtype))
-
-    target: Any = node.target
-    operands = [named(value) for value in node.args]
-    if target in _ROUNDED:
-        real = emitter.dtype(operands[0]) == torch.float64 and _ROUNDED[target]
-        return as_dtype(emitter.node(_ROUNDED[target], *operands) if real else operands[0], torch.int64)
-    if target in _REAL or any(emitter.dtype(value) == torch.float64 for value in operands):
-        operands = [as_dtype(value, torch.float64) for value in operands]
-    return str(emitter.node((_REAL if target in _REAL else _ARITHMETIC)[target], *operands))
-
-
-# ---- Opsets of the models that PyTorch's exporters write: which it is, whether another is equivalent, and the exporter for old ones
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """Return the opset of ONNX's own operators in a model."""
-    return int(next(entry.version for entry in model.opset_import if entry.domain == ""))
-
-
-def unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
-    """Return whether every operator of a model has the same definition in an older opset as in the one that was written."""
-
-    def since(operator: str, opset: int) -> int:
-        try:
-            found: int = onnx.defs.get_schema(operator, opset).since_version
-        except onnx.defs.SchemaError:  # the operator was added later
-            return 0
-        return found
-
-    nodes = model.graph.node
-    plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
-    return plain and all(since(node.op_type, written) == since(node.op_type, wanted) for node in nodes)
-
-
-def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int, opset: int) -> onnx.ModelProto | None:
-    """Return a model of a module with inputs of these facts, by PyTorch's older exporter, which writes old opsets.
-
-    Return None if the exporter fails, or PyTorch has it no more.
-    """
-    names = [f"region_input_{i}" for i in range(len(inputs))], [f"region_output_{i}" for i in range(outputs)]
-    moving = {name: list(axes) for name, known in zip(names[0], inputs, strict=True) if (axes := dynamic_of(known))}
-    written = io.BytesIO()
-    try:
-        torch.onnx.export(
-            part,
-            tuple(torch.as_tensor(example_of(known)) for known in inputs),
-            written,  # type: ignore[arg-type]  # this exporter takes a buffer
-            dynamo=False,
-            opset_version=opset,
-            input_names=names[0],
-            output_names=names[1],
-            dynamic_axes=moving,
-        )
-    except Exception:  # the reported reason is that of the newer exporter
-        return None
-    return onnx.load_from_string(written.getvalue())
-
-
-def example_of(value: Any) -> Tensor | int:
-    """Return the exporter's example for an input of this fact."""
-    if isinstance(value, TensorFact):
-        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
-    return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
-
-
-def dynamic_of(value: Any) -> Any:
-    """Return the dimensions of an input that depend on the batch, in the form that torch.export takes."""
-    if not isinstance(value, TensorFact):
-        return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
-    return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None
-
-
-# ---- The check that an ONNX model of float operators computes what PyTorch does; translation between opsets may change the result
-
-
-LARGEST = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
-
-
-def apart(found: Tensor, wanted: Tensor) -> float:
-    """Return the difference of two results relative to the largest expected value; infinity if shape or dtype differ."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return float("inf")
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found, wanted) else float("inf")
-    if wanted.numel() == 0:
-        return 0.0
-    largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return (found.double() - wanted.double()).nan_to_num(0.0).abs().max().item() / max(largest, 1e-30)
-
-
-def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether onnxruntime computes what a module of tensors does, on random inputs of these facts, up to rounding."""
-    generator = torch.Generator().manual_seed(0)
-    given = [random_value(known, generator) for known in inputs]
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
-    names = [info.name for info in model.graph.input]
-    try:
-        with torch.no_grad():
-            results = part(*given)
-        wanted = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
-        feeds = dict(zip(names, (torch.as_tensor(value) for value in given), strict=True))
-        _, level, threads = RUNTIMES[0]
-        found = list(Runner(copied, level, threads)(feeds).values())
-    except (ExportError, ValueError):
-        return False
-    return len(found) == len(wanted) and all(apart(one, other) <= LARGEST for one, other in zip(found, wanted, strict=True))
-
-
-def random_value(known: Any, generator: torch.Generator) -> Any:
-    """Return a random tensor of this fact: normal values, integers 0 or 1; for a size, the integer itself."""
-    if not isinstance(known, TensorFact):
-        return known.at(BATCH_SIZES[0]) if isinstance(known, BatchDim) else int(known)
-    size = known.at(BATCH_SIZES[0])
-    if not known.dtype.is_floating_point:
-        return torch.randint(0, 2, size, generator=generator, device="cpu").to(known.dtype)
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(known.dtype)
-
-
-# ---- Regions: runs of consecutive float nodes of an integer graph, and what determines their export ------------------
-
-
-class Region(NamedTuple):
-    """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
-
-    key  what determines its export besides names; the first node itself if the region reads parameters or buffers
-    """
-
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    key: Any
-
-
-def region_of(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
-    """Return a region of these nodes, with what it reads and what others read of it."""
-    inside = set(nodes)
-    inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
-    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-    key = _key(integer, nodes, inputs, outputs)
-    return Region(nodes, inputs, outputs, nodes[0] if key is None else key)
-
-
-def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
-    """Return the key that determines a region's export besides names; None for a region that reads parameters or buffers."""
-    index = {node: position for position, node in enumerate([*inputs, *region])}
-    modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
-    settings = {node: settings_of(module) for node, module in modules.items()}
-    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
-        return None
-    calls = [
-        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
-    ]
-    return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
-
-
-def settings_of(module: torch.nn.Module) -> Any:
-    """Return a module's class and attributes if it computes by these alone; None if it has tensors, modules or hooks."""
-    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
-        return None
-    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
-
-
-# ---- Division of a model of independent parts into one model for each part -------------------------------------------
-
-
-def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
-    """Return one model for each pair (number of inputs, number of outputs), in the order of the model's own inputs and outputs.
-
-    Constants that several parts read are in each of them; the order of nodes is kept. Unlike `onnx.utils.extract_model`, this searches
-    the graphs inside nodes, and does not need shapes. Raises ValueError if a part reads an input of another.
-    """
-    found: list[onnx.ModelProto] = []
-    maker = {name: index for index, node in enumerate(model.graph.node) for name in node.output if name}
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
-    given = {entry.name for entry in model.graph.input}
-    inputs, outputs = iter(model.graph.input), iter(model.graph.output)
-    for many, results in parts:
-        mine, ends = [next(inputs) for _ in range(many)], [next(outputs) for _ in range(results)]
-        own, used, tensors = {entry.name for entry in mine}, set[int](), dict[str, onnx.TensorProto]()
-        left = [entry.name for entry in ends]
-        while left:
-            name = left.pop()
-            if name in own:
-                continue
-            if name in held:
-                tensors[name] = held[name]
-            elif name in given:
-                raise ValueError(f"a part reads {name!r}, which is an input of another")
-            elif maker[name] not in used:
-                used.add(maker[name])
-                left.extend(_read_by(model.graph.node[maker[name]]))
-        nodes = [model.graph.node[index] for index in sorted(used)]
-        graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
-        found.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
-    return found
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the values that a node reads, including outer values that the graphs inside it read."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            own = {entry.name for entry in (*inner.input, *inner.initializer)} | {name for n in inner.node for name in n.output}
-            ends = (entry.name for entry in inner.output)
-            yield from (name for name in (*(name for n in inner.node for name in _read_by(n)), *ends) if name not in own)
-
-
-# ---- Call PyTorch's exporter without its remarks, one thread at a time -----------------------------------------------
-
-
-# ---- PyTorch's table of translations to ONNX, built once: its exporter rebuilds it for every export, two thirds of a small one's time
-
-
-_built: dict[Any, Any] = {}
-
-
-@contextmanager
-def built_once() -> Iterator[None]:
-    """Within the context, `torch.onnx.export` takes a copy of the table that an earlier export built for the same opset.
-
-    The exporter has no argument for the table, so the method that builds it is replaced during the context. If a version of PyTorch has
-    no such method, nothing happens. One thread at a time may be inside.
-    """
-    try:
-        from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-        original = ONNXRegistry.__dict__["from_torchlib"]
-    except (ImportError, KeyError):  # it is not PyTorch's public interface
-        yield
-        return
-
-    def from_torchlib(cls: type, *arguments: Any, **keywords: Any) -> Any:
-        key = (cls, arguments, tuple(sorted(keywords.items())))
-        if key not in _built:
-            _built[key] = original.__func__(cls, *arguments, **keywords)
-        table = copy.copy(_built[key])
-        table.functions = {operator: list(functions) for operator, functions in table.functions.items()}
-        return table
-
-    ONNXRegistry.from_torchlib = classmethod(from_torchlib)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the exporter's remarks about its internals from the user; its errors stay visible.
-
-    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads. It may do so
-    again within: the exporter imports modules of the user's, which may export when they are imported.
-    """
-    with _exporting, built_once():
-        yield from _levels_raised()
-
-
-_exporting = threading.RLock()
-free_in_child(sys.modules[__name__], "_exporting", threading.RLock)
-_OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
-
-
-def _levels_raised() -> Iterator[None]:
-    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
-    loggers = {logging.getLogger(name): level for name, level in levels.items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    try:
-        # The exporter prints whole graphs of what it cannot export.
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
-
-
-# ---- Selection of one index of a dimension, in float, from the result of a primitive, as ONNX: one step of a sequence ----
-#
-# The steps of a recurrence differ only in this index. The selections are left out of float regions, so that the regions of all steps are
-# equal, and exported once.
-
-
-def is_pick(node: fx.Node) -> bool:
-    """Return whether a node selects one index of one dimension from the result of a primitive, or from an input."""
-    if node.op != "call_function" or node.target is not getitem or node.kwargs or len(node.args) != 2:
-        return False
-    operand, index = node.args
-    if not isinstance(operand, fx.Node) or not isinstance(index, list | tuple):
-        return False
-    given = operand.op == "placeholder" or (operand.op == "call_function" and operand.target in PRIMITIVES)
-    numbers = [each for each in index if type(each) is int]
-    return given and len(numbers) == 1 and all(each == WHOLE for each in index if type(each) is not int)
-
-
-def emit_pick(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
-    """Append the selection under the node's name, unless it exists."""
-    if node in values:
-        return
-    operand, index = node.args
-    axis = next(position for position, each in enumerate(index) if type(each) is int)  # type: ignore[arg-type]
-    read = str(values[operand])  # type: ignore[index]
-    number = emitter.constant(torch.tensor(index[axis], dtype=torch.int64, device="cpu"))  # type: ignore[index]
-    values[node] = emitter.named(emitter.node("Gather", read, number, axis=axis), node.name)
-
 
 OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
 
@@ -492,9 +136,7 @@ class FloatRegions:
         Nodes among the arguments stand for their float values, whose names `real` returns; `parameters` are further arguments. Raises
         ExportError if the exporter cannot write the function.
         """
-        operands: list[fx.Node] = []
-        fx.map_arg(dict(arguments), operands.append)
-        facts = {operand: _real(operand) for operand in operands}
+        facts = {operand: _real(operand) for operand in nodes_in(dict(arguments))}
         index = {operand: position for position, operand in enumerate(facts)}
         key = (
             None
@@ -700,3 +342,344 @@ def _real(node: fx.Node) -> TensorFact:
     """Return the float value's fact for a node of an integer graph: float32 if it is quantized, otherwise unchanged."""
     known: TensorFact = fact(node)
     return known if qparams(node) is None else replace(known, dtype=torch.float32)
+
+
+# ---- what determines the export of a region --------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """A run of consecutive float nodes of an integer graph: no value leaves it and returns.
+
+    key  what determines its export besides names; the first node itself if the region reads parameters or buffers
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    key: Any
+
+
+def region_of(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
+    """Return a region of these nodes, with what it reads and what others read of it."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    key = _key(integer, nodes, inputs, outputs)
+    return Region(nodes, inputs, outputs, nodes[0] if key is None else key)
+
+
+def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
+    """Return the key that determines a region's export besides names; None for a region that reads parameters or buffers."""
+    index = {node: position for position, node in enumerate([*inputs, *region])}
+    modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
+    settings = {node: settings_of(module) for node, module in modules.items()}
+    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
+        return None
+    calls = [
+        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
+    ]
+    return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
+
+
+def settings_of(module: torch.nn.Module) -> Any:
+    """Return a module's class and attributes if it computes by these alone; None if it has tensors, modules or hooks."""
+    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
+        return None
+    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
+
+
+# ---- PyTorch's exporter, called without its remarks and by one thread at a time --------------------------------------
+
+_built: dict[Any, Any] = {}
+
+
+@contextmanager
+def built_once() -> Iterator[None]:
+    """Within the context, `torch.onnx.export` takes a copy of the table that an earlier export built for the same opset.
+
+    The exporter has no argument for the table, so the method that builds it is replaced during the context. If a version of PyTorch has
+    no such method, nothing happens. One thread at a time may be inside.
+    """
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        original = ONNXRegistry.__dict__["from_torchlib"]
+    except (ImportError, KeyError):  # it is not PyTorch's public interface
+        yield
+        return
+
+    def from_torchlib(cls: type, *arguments: Any, **keywords: Any) -> Any:
+        key = (cls, arguments, tuple(sorted(keywords.items())))
+        if key not in _built:
+            _built[key] = original.__func__(cls, *arguments, **keywords)
+        table = copy.copy(_built[key])
+        table.functions = {operator: list(functions) for operator, functions in table.functions.items()}
+        return table
+
+    ONNXRegistry.from_torchlib = classmethod(from_torchlib)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the exporter's remarks about its internals from the user; its errors stay visible.
+
+    One thread exports at a time, because the settings changed here and by the exporter are visible to all threads. It may do so
+    again within: the exporter imports modules of the user's, which may export when they are imported.
+    """
+    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
+    with _exporting, built_once(), log_levels(levels), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints whole graphs of what it cannot export
+            yield
+
+
+_exporting = threading.RLock()
+free_in_child(sys.modules[__name__], "_exporting", threading.RLock)
+_OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
+
+
+# ---- inputs of these facts for the exporter --------------------------------------------------------------------------
+
+
+def example_of(value: Any) -> Tensor | int:
+    """Return the exporter's example for an input of this fact."""
+    if isinstance(value, TensorFact):
+        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
+    return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
+
+
+def dynamic_of(value: Any) -> Any:
+    """Return the dimensions of an input that depend on the batch, in the form that torch.export takes."""
+    if not isinstance(value, TensorFact):
+        return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
+    return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None
+
+
+# ---- opsets, and the exporter for old ones ---------------------------------------------------------------------------
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Return the opset of ONNX's own operators in a model."""
+    return int(next(entry.version for entry in model.opset_import if entry.domain == ""))
+
+
+def unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
+    """Return whether every operator of a model has the same definition in an older opset as in the one that was written."""
+
+    def since(operator: str, opset: int) -> int:
+        try:
+            found: int = onnx.defs.get_schema(operator, opset).since_version
+        except onnx.defs.SchemaError:  # the operator was added later
+            return 0
+        return found
+
+    nodes = model.graph.node
+    plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
+    return plain and all(since(node.op_type, written) == since(node.op_type, wanted) for node in nodes)
+
+
+def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int, opset: int) -> onnx.ModelProto | None:
+    """Return a model of a module with inputs of these facts, by PyTorch's older exporter, which writes old opsets.
+
+    Return None if the exporter fails, or PyTorch has it no more.
+    """
+    names = [f"region_input_{i}" for i in range(len(inputs))], [f"region_output_{i}" for i in range(outputs)]
+    moving = {name: list(axes) for name, known in zip(names[0], inputs, strict=True) if (axes := dynamic_of(known))}
+    written = io.BytesIO()
+    try:
+        torch.onnx.export(
+            part,
+            tuple(torch.as_tensor(example_of(known)) for known in inputs),
+            written,  # type: ignore[arg-type]  # this exporter takes a buffer
+            dynamo=False,
+            opset_version=opset,
+            input_names=names[0],
+            output_names=names[1],
+            dynamic_axes=moving,
+        )
+    except Exception:  # the reported reason is that of the newer exporter
+        return None
+    return onnx.load_from_string(written.getvalue())
+
+
+# ---- whether a model computes what PyTorch does, which translation between opsets may change -------------------------
+
+LARGEST = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """Return the difference of two results relative to the largest expected value; infinity if shape or dtype differ."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return float("inf")
+    if not wanted.is_floating_point():
+        return 0.0 if torch.equal(found, wanted) else float("inf")
+    if wanted.numel() == 0:
+        return 0.0
+    largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return (found.double() - wanted.double()).nan_to_num(0.0).abs().max().item() / max(largest, 1e-30)
+
+
+def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether onnxruntime computes what a module of tensors does, on random inputs of these facts, up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    given = [random_value(known, generator) for known in inputs]
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    names = [info.name for info in model.graph.input]
+    try:
+        with torch.no_grad():
+            results = part(*given)
+        wanted = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
+        feeds = dict(zip(names, (torch.as_tensor(value) for value in given), strict=True))
+        _, level, threads = RUNTIMES[0]
+        found = list(Runner(copied, level, threads)(feeds).values())
+    except (ExportError, ValueError):
+        return False
+    return len(found) == len(wanted) and all(apart(one, other) <= LARGEST for one, other in zip(found, wanted, strict=True))
+
+
+def random_value(known: Any, generator: torch.Generator) -> Any:
+    """Return a random tensor of this fact: normal values, integers 0 or 1; for a size, the integer itself."""
+    if not isinstance(known, TensorFact):
+        return known.at(BATCH_SIZES[0]) if isinstance(known, BatchDim) else int(known)
+    size = known.at(BATCH_SIZES[0])
+    if not known.dtype.is_floating_point:
+        return torch.randint(0, 2, size, generator=generator, device="cpu").to(known.dtype)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(known.dtype)
+
+
+# ---- one model for each of several independent parts -----------------------------------------------------------------
+
+
+def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
+    """Return one model for each pair (number of inputs, number of outputs), in the order of the model's own inputs and outputs.
+
+    Constants that several parts read are in each of them; the order of nodes is kept. Unlike `onnx.utils.extract_model`, this searches
+    the graphs inside nodes, and does not need shapes. Raises ValueError if a part reads an input of another.
+    """
+    found: list[onnx.ModelProto] = []
+    maker = {name: index for index, node in enumerate(model.graph.node) for name in node.output if name}
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    given = {entry.name for entry in model.graph.input}
+    inputs, outputs = iter(model.graph.input), iter(model.graph.output)
+    for many, results in parts:
+        mine, ends = [next(inputs) for _ in range(many)], [next(outputs) for _ in range(results)]
+        own, used, tensors = {entry.name for entry in mine}, set[int](), dict[str, onnx.TensorProto]()
+        left = [entry.name for entry in ends]
+        while left:
+            name = left.pop()
+            if name in own:
+                continue
+            if name in held:
+                tensors[name] = held[name]
+            elif name in given:
+                raise ValueError(f"a part reads {name!r}, which is an input of another")
+            elif maker[name] not in used:
+                used.add(maker[name])
+                left.extend(_read_by(model.graph.node[maker[name]]))
+        nodes = [model.graph.node[index] for index in sorted(used)]
+        graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
+        found.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
+    return found
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the values that a node reads, including outer values that the graphs inside it read."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            own = {entry.name for entry in (*inner.input, *inner.initializer)} | {name for n in inner.node for name in n.output}
+            ends = (entry.name for entry in inner.output)
+            yield from (name for name in (*(name for n in inner.node for name in _read_by(n)), *ends) if name not in own)
+
+
+# ---- sizes that depend on the batch, from which primitives make shapes, as int64 -------------------------------------
+#
+# Float intermediate values are doubles, as in Python.
+
+# For sizes, which are never negative, ONNX's integer division equals Python's.
+_ARITHMETIC: dict[Callable[..., Any], str] = {operator.add: "Add", operator.sub: "Sub", operator.mul: "Mul", operator.floordiv: "Div"}
+_REAL: dict[Callable[..., Any], str] = {operator.truediv: "Div", math.sqrt: "Sqrt", float: "Identity"}
+_ROUNDED: dict[Callable[..., Any], str] = {int: "", math.trunc: "", round: "Round", math.floor: "Floor", math.ceil: "Ceil"}
+
+
+def sizes_for_primitives(graph: fx.Graph) -> set[fx.Node]:
+    """Return the sizes, and sums and products of sizes, that only primitives read, and no float operator."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        readers = node.users
+        if _is_size(node) and readers and all(reader in found or reader.target in PRIMITIVES for reader in readers):
+            found.add(node)
+    return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    known = fact(node)
+    if node.kwargs or not (known is None or isinstance(known, int | BatchDim)):
+        return False
+    if node.op == "call_method":
+        return node.target == "size" and len(node.args) == 2 and isinstance(node.args[1], int)
+    if node.op != "call_function" or not all(isinstance(each, fx.Node | int | float) for each in node.args):
+        return False
+    if known is None and not all(fact(each) is None or isinstance(fact(each), int | BatchDim) for each in node.all_input_nodes):
+        return False
+    known_form = node.target in _ARITHMETIC or node.target in _REAL or (node.target in _ROUNDED and len(node.args) == 1)
+    return known_form and (known is not None or node.target is not operator.floordiv)
+
+
+def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
+    """Append the nodes that compute a size; return the name of its value, a scalar of int64, or of double for an intermediate value."""
+    if node.op == "call_method":
+        tensor: Any = node.args[0]
+        sizes = emitter.node("Shape", values[tensor])
+        return str(emitter.node("Gather", sizes, emitter.constant(node.args[1], torch.int64), axis=0))
+
+    def named(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return str(values[value])
+        return str(emitter.constant(value, torch.float64 if isinstance(value, float) else torch.int64))
+
+    def as_dtype(value: str, dtype: torch.dtype) -> str:
+        return value if emitter.dtype(value) == dtype else str(emitter.node("Cast", value, to=dtype))
+
+    target: Any = node.target
+    operands = [named(value) for value in node.args]
+    if target in _ROUNDED:
+        real = emitter.dtype(operands[0]) == torch.float64 and _ROUNDED[target]
+        return as_dtype(emitter.node(_ROUNDED[target], *operands) if real else operands[0], torch.int64)
+    if target in _REAL or any(emitter.dtype(value) == torch.float64 for value in operands):
+        operands = [as_dtype(value, torch.float64) for value in operands]
+    return str(emitter.node((_REAL if target in _REAL else _ARITHMETIC)[target], *operands))
+
+
+# ---- selections of one index of a dimension: one step of a sequence --------------------------------------------------
+#
+# The steps of a recurrence differ only in this index. The selections are left out of float regions, so that the regions of all steps are
+# equal, and exported once.
+
+
+def is_pick(node: fx.Node) -> bool:
+    """Return whether a node selects one index of one dimension from the result of a primitive, or from an input."""
+    if node.op != "call_function" or node.target is not getitem or node.kwargs or len(node.args) != 2:
+        return False
+    operand, index = node.args
+    if not isinstance(operand, fx.Node) or not isinstance(index, list | tuple):
+        return False
+    given = operand.op == "placeholder" or (operand.op == "call_function" and operand.target in PRIMITIVES)
+    numbers = [each for each in index if type(each) is int]
+    return given and len(numbers) == 1 and all(each == WHOLE for each in index if type(each) is not int)
+
+
+def emit_pick(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
+    """Append the selection under the node's name, unless it exists."""
+    if node in values:
+        return
+    operand, index = node.args
+    axis = next(position for position, each in enumerate(index) if type(each) is int)  # type: ignore[arg-type]
+    read = str(values[operand])  # type: ignore[index]
+    number = emitter.constant(torch.tensor(index[axis], dtype=torch.int64, device="cpu"))  # type: ignore[index]
+    values[node] = emitter.named(emitter.node("Gather", read, number, axis=axis), node.name)

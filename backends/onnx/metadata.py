@@ -107,10 +107,6 @@ def _require(condition: bool, reason: str) -> None:
         raise Unusable(reason)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     """Raise Unusable unless every property that fxquant reads exists, has its type, and describes values of this model."""
     for name, allowed in _ALLOWED.items():
@@ -177,7 +173,8 @@ def _check_tensor(name: str, entry: object) -> None:
         several = isinstance(scale, list)
         scales = scale if isinstance(scale, list) else [scale]
         _require(
-            bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is not a positive number"
+            bool(scales) and all(type(number) in (int, float) and 0 < number < math.inf for number in scales),
+            f"the scale of {name!r} is not a positive number",
         )
         _require(entry.get("dtype") in RANGES, f"the dtype of {name!r} is {entry.get('dtype')!r}, not one of {', '.join(RANGES)}")
         axis = entry.get("axis", -1 if several else None)

@@ -146,12 +146,13 @@ class QdqWriter(Writer):
     def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
         """Return the float value of a node: its operator's float function by PyTorch's exporter, and what is fused after it."""
         rest = {name: value for name, value in known.arguments.items() if name not in ("residual", "clamp")}
-        operands = {name: fx.node.map_aggregate(value, self._referred) for name, value in rest.items()}
+
+        def referred(value: Any) -> Any:
+            return self.nodes[value.node] if isinstance(value, Reference) else value
+
+        operands = {name: fx.node.map_aggregate(value, referred) for name, value in rest.items()}
         parameters = {role: call.real(role) for role in call.constants if role in operator.parameter_names and role not in rest}
         return call.epilogue(self.regions.emit_function(node, operator.function, operands, parameters, self.emitter, self._real))
-
-    def _referred(self, value: Any) -> Any:
-        return self.nodes[value.node] if isinstance(value, Reference) else value
 
     def _rounding(self, node: fx.Node) -> Callable[[str], str]:
         """Return a function that quantizes and dequantizes a value on the scale of a node; a plain value is unchanged."""

@@ -64,7 +64,8 @@ class Writer:
             elif node.op != "output":
                 self.regions.emit(node, self.emitter, self.values)
                 known = fact(node)
-                handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or _read_as_real(node))
+                as_real = any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
+                handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or as_real)
                 if handed and self.values.get(node) == node.name:
                     self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` passes it to an integer segment
         graph = self._graph(given, output_names)
@@ -295,11 +296,6 @@ class Writer:
         assert isinstance(found, str)
         assert isinstance(known, TensorFact)
         return found, known.shape
-
-
-def _read_as_real(node: fx.Node) -> bool:
-    """Return whether a primitive reads the dequantized tensor of a node."""
-    return any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fxquant.ops import operator_of
 from fxquant.prepared.nodes import record_of
 from fxquant.target import Limit, Target
 
-# ---- The limits of a target that an operator breaks at its place in the graph ----------------------------------------
+# ---- the limits that an operator breaks at its place in a graph ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Limits:
         values = " and ".join(map(str, offending))
         return Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}")
 
+
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 
@@ -140,7 +142,7 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
     """Everything in an annotated or prepared graph that the target does not allow, and what stays in float; linear in its nodes."""
     known = layers(gm)
     nodes = {node.name: node for node in gm.graph.nodes}
-    found = [*broken_limits(gm, known, target), *(_in_float(nodes[layer.name], layer, target) for layer in left_in_float(known))]
+    found = [*broken_limits(gm, known, target), *(_in_float(nodes[layer.name], layer) for layer in left_in_float(known))]
     order = {layer.name: index for index, layer in enumerate(known)}
     return Findings(target.name, tuple(sorted(found, key=lambda finding: order[finding.node])))
 
@@ -160,7 +162,7 @@ def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) 
             yield Finding(_place(layer), layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
 
 
-def _in_float(node: fx.Node, layer: Layer, target: Target) -> Finding:
+def _in_float(node: fx.Node, layer: Layer) -> Finding:
     spec = annotation(node)
     if is_on_host(node):
         return Finding(_place(layer), layer.name, layer.operator, layer.reason, layer.source, "nothing is left to do", "host")

@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.analysis import fused
 from fxquant.analysis.fused import alike
 from fxquant.analysis.layers import HOST, Layer, description, layers, left_in_float
+from fxquant.analysis.text import aligned
 from fxquant.frontend import assumptions, moved_by_forward
 from fxquant.ir.graph import model_meta
 from fxquant.ir.integer import QParams
@@ -33,10 +34,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     """
     known = layers(model)
     rows = [row for layer, again in (((layer, ()) for layer in known) if steps else alike(known)) for row in _rows(layer, again)]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
-    lines.append("")
-    lines.append(summary(known))
+    lines = [*aligned(rows), "", summary(known)]
     fixed = [*assumptions(model)]
     for name, line in moved_by_forward(model).items():
         if not any(text.startswith(f"{name} is changed in place") for text in fixed):

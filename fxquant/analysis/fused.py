@@ -1,4 +1,4 @@
-"""An integer model as its kernels run it: a form that `verify` compares, and that `explain` reports on."""
+"""An integer model as its kernels run it, which `verify` compares and `explain` reports on; and the layers alike in a recurrence."""
 
 from __future__ import annotations
 
@@ -19,41 +19,6 @@ from fxquant.kernels.program import Choice
 from fxquant.kernels.runner import Runner, runs_here
 from fxquant.prepared.nodes import primitive_of
 from fxquant.primitives import PRIMITIVES, Role, role_of
-
-# ---- The operations of a recurrence that are alike at each of its steps ----------------------------------------------
-
-
-def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
-    """Return the layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
-    grouped: list[tuple[Layer, list[Layer]]] = []
-    there: dict[Any, list[Layer]] = {}
-    at: dict[Any, int] = {}  # how many of a kind there were at the current step
-    number, before = 0, -1
-    for layer in known:
-        if layer.step is None:
-            grouped.append((layer, []))
-            continue
-        if layer.step != before:
-            number, before, at = number + (layer.step < before), layer.step, {}
-        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
-        at[kind] = at.get(kind, 0) + 1
-        if (kind, at[kind]) in there:
-            there[kind, at[kind]].append(layer)
-        else:
-            there[kind, at[kind]] = []
-            grouped.append((layer, there[kind, at[kind]]))
-    return grouped
-
-
-def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
-    """Return the names of all parts of recurrences, those that are computed once among them."""
-    composites = {_composite(layer) for layer in known if layer.step is not None}
-    return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
-
-
-def _composite(layer: Layer) -> tuple[str, str]:
-    return layer.part.split(":", 1)[0], layer.module
-
 
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates
 
@@ -196,3 +161,38 @@ def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
     if all(tensor.device.type == "cpu" for tensor in model.buffers()):
         runner.program(model, inputs)
     return runner.choices(model)
+
+
+# ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------
+
+
+def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
+    """Return the layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
+    grouped: list[tuple[Layer, list[Layer]]] = []
+    there: dict[Any, list[Layer]] = {}
+    at: dict[Any, int] = {}  # how many of a kind there were at the current step
+    number, before = 0, -1
+    for layer in known:
+        if layer.step is None:
+            grouped.append((layer, []))
+            continue
+        if layer.step != before:
+            number, before, at = number + (layer.step < before), layer.step, {}
+        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
+        at[kind] = at.get(kind, 0) + 1
+        if (kind, at[kind]) in there:
+            there[kind, at[kind]].append(layer)
+        else:
+            there[kind, at[kind]] = []
+            grouped.append((layer, there[kind, at[kind]]))
+    return grouped
+
+
+def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
+    """Return the names of all parts of recurrences, those that are computed once among them."""
+    composites = {_composite(layer) for layer in known if layer.step is not None}
+    return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
+
+
+def _composite(layer: Layer) -> tuple[str, str]:
+    return layer.part.split(":", 1)[0], layer.module

@@ -93,10 +93,6 @@ def _beyond(values: list[int], limits: Sequence[int | Fraction]) -> list[int]:
     return [max(math.ceil(value - limit), 0) for value, limit in zip(values, limits, strict=True)]
 
 
-def _kernel_over_stride(site: Site) -> list[Fraction]:
-    return [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
-
-
 # ---- channels and weights -----------------------------------------------------------------------------------------------
 
 
@@ -210,7 +206,9 @@ MEASURES: dict[str, Measure] = {
     "padding": lambda site: site.spatial("padding"),
     "padding beyond (kernel - 1) / 2": lambda site: _beyond(site.spatial("padding"), [(k - 1) // 2 for k in _kernel(site)]),
     "padding beyond kernel / 2": lambda site: _beyond(site.spatial("padding"), [k // 2 for k in _kernel(site)]),
-    "padding beyond kernel / stride": lambda site: _beyond(site.spatial("padding"), _kernel_over_stride(site)),
+    "padding beyond kernel / stride": lambda site: _beyond(
+        site.spatial("padding"), [Fraction(k, s) for k, s in zip(_kernel(site), site.spatial("stride"), strict=True)]
+    ),
     "output padding": lambda site: site.spatial("output_padding"),
     "count_include_pad": lambda site: [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else [],
     "divisor_override": lambda site: [site.arguments.get("divisor_override")],

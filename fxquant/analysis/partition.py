@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
+from fxquant.analysis.layers import HOST
 from fxquant.errors import ConfigurationError
 from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import computes_tensor, fact, fused, is_parameter, module_path, stage_of
 from fxquant.ir.integer import is_inner, origin
 from fxquant.prepared.nodes import in_float16, is_dequantize, primitive_of, quantized_operator
 from fxquant.support.arguments import checked
-
-HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
             because="only prepared and integer models say what is integer",
             remedy="pass the result of fxq.prepare or fxq.convert",
         )
-    return tuple(_segment(model, nodes, device) for device, nodes in grouped(model, cut))
+    return tuple(_segment(nodes, device) for device, nodes in grouped(model, cut))
 
 
 def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
@@ -130,7 +129,9 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
 
 
 def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
-    tensors = {node.name: node for node in working if isinstance(fact(node), TensorFact) and not _is_inside(node)}
+    records = {node: primitive_of(node) for node in working if isinstance(fact(node), TensorFact)}
+    between = {node for node, record in records.items() if record is not None and (record.kind == "accumulator" or is_inner(node))}
+    tensors = {node.name: node for node in records if node not in between}  # of the model
     if name in tensors:
         return tensors[name]
     inside = [node for node in tensors.values() if module_path(node) == name or module_path(node).startswith(f"{name}.")]
@@ -146,16 +147,10 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
     )
 
 
-def _is_inside(node: fx.Node) -> bool:
-    """Return whether a node of an integer graph is not a tensor of the model, but between two of them."""
-    record = primitive_of(node)
-    return record is not None and (record.kind == "accumulator" or is_inner(node))
-
-
 # ---- what passes between them -----------------------------------------------------------------------------------------
 
 
-def _segment(model: fx.GraphModule, nodes: list[fx.Node], device: str) -> Segment:
+def _segment(nodes: list[fx.Node], device: str) -> Segment:
     inside = set(nodes)
     read = dict.fromkeys(operand for node in nodes for operand in _reads(node) if operand not in inside)
     kept = [node for node in nodes if _leaves(node, inside)]

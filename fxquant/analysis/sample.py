@@ -33,7 +33,7 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
     numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
     """
-    inputs = _inputs(model)
+    inputs = model.graph.find_nodes(op="placeholder")
     arrays = named(arrays_from(path), [str(node.target) for node in inputs])
     facts = {str(node.target): known for node in inputs if isinstance(known := fact(node), TensorFact) and known.shape}
     axes = {name: known.batch_axis for name, known in facts.items()}
@@ -151,7 +151,8 @@ def random_example(shapes: Sequence[Sequence[int]], seed: int = 0) -> tuple[Tens
 def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0) -> list[Any]:
     """Return a batch of each size, the same for the same seed: normal numbers that slightly exceed the range of the input's scale."""
     generator = torch.Generator().manual_seed(seed)
-    return [{str(node.target): _drawn(model, node, size, generator) for node in _inputs(model)} for size in sizes]
+    inputs = model.graph.find_nodes(op="placeholder")
+    return [{str(node.target): _drawn(model, node, size, generator) for node in inputs} for size in sizes]
 
 
 def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Generator) -> Any:
@@ -185,7 +186,3 @@ def _input_range(model: fx.GraphModule, node: fx.Node) -> float:
             dtype = ACTIVATION_TYPES[grid.dtype]
             return grid.scale * (max(dtype.high - grid.zero_point, grid.zero_point - dtype.low - 1) + 1)
     return 2.0
-
-
-def _inputs(model: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in model.graph.nodes if node.op == "placeholder"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact
+from fxquant.ir.graph import computes_tensor, fact, nodes_in
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.prepared.nodes import is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
 
@@ -34,9 +34,12 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
 
 def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
     """Return the nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
-    found: list[fx.Node] = []
-    fx.map_arg(next(node for node in reversed(model.graph.nodes) if node.op == "output").args, found.append)
-    return [node for node in found if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)]
+    (output,) = model.graph.find_nodes(op="output")
+    return [
+        node
+        for node in nodes_in(output.args)
+        if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
+    ]
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:

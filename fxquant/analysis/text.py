@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,12 +41,18 @@ def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> s
     shows = kernels == "auto"
     shown = [node for node in gm.graph.nodes if left_out.get(node) != ""]
     rows = [_row(gm, node, shows) if node not in left_out else (left_out[node], "", "", "") for node in shown]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    widths[0] = min(widths[0], 100)
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
+    lines = aligned(rows, most=100)
     stage = (stage_of(gm) or "traced").lower()
     stage = "integer" if stage == "fused" and not shows else stage
     return "\n".join([f"graph   # {stage}", *("  " + line for line in lines)]) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
+    """Return rows of cells as lines of columns, two spaces apart; the first column is as wide as its longest cell, at most `most`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if most is not None and widths:
+        widths[0] = min(widths[0], most)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:

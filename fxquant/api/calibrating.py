@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,10 @@ from fxquant.calibration.calibration import having
 from fxquant.calibration.scales import warn_of_lost_inputs
 from fxquant.prepared.batches import as_batches
 from fxquant.reporting.forms import Batches
+from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
-
-logger = logging.getLogger("fxquant")
 
 
 @checked()

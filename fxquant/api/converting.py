@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
@@ -23,8 +22,6 @@ from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.support.arguments import checked
 from fxquant.target import Target
-
-logger = logging.getLogger("fxquant")
 
 
 @checked()

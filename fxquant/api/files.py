@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked
 from fxquant.support.files import write_files
 from fxquant.support.progress import working
-
-logger = logging.getLogger("fxquant")
 
 
 @checked(layouts=LAYOUTS, batch_size=POSITIVE.or_none("it varies where the model was traced so"))
@@ -155,10 +152,3 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
-
-
-def check_horizon(target: str) -> None:
-    """Raise ConfigurationError if there is no target of this name, or `export_horizon` cannot write its integer models."""
-    from fxquant.backends.horizon.export import check_march
-
-    check_march(backends.get(target).name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,11 +31,10 @@ from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.stage import Stage
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.spec import QConfig, State
+from fxquant.support import logger
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
 from fxquant.tuning.first_samples import FirstSamples
-
-logger = logging.getLogger("fxquant")
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
 OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ from fxquant.target import Target
 
 if TYPE_CHECKING:
     from fxquant.reporting.comparing import Comparison
-
-logger = logging.getLogger("fxquant")
 
 
 @dataclass

@@ -1,11 +1,9 @@
 """The command line: the options of a command are next to the function that runs it.
 
-models         quantize, check and demo: from Python to files
+models         quantize, check, demo and conformance
 file_commands  inspect, diff, report, segments, export and verify: of files that are there
-boards         conformance
-factories      the model that a command names
+factories      the model that a command names, and options that commands share
 quantizing     the run of `quantize`, its table and its JSON summary
-options        what commands share
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model that a command names: package.module:factory."""
+"""The model that a command names, package.module:factory, and the options that commands share."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _line(error: BaseException) -> str | None:
     return f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
 
 
-# ---- Add to the parser of a command what it shares with others -------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"

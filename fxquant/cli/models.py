@@ -1,4 +1,4 @@
-"""The commands that take a model from Python to files: quantize, check and demo."""
+"""The commands that take a model from Python to files, quantize, check and demo, and the one that checks a board: conformance."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if outcome.report and outcome.float_nodes == 0 else 1
 
 
-# ---- The command that checks a board: conformance --------------------------------------------------------------------
+# ---- conformance -----------------------------------------------------------------------------------------------------
 
 
 def add_conformance(commands: Any) -> None:

@@ -18,10 +18,12 @@ from rich.table import Table
 from torch import Tensor
 
 import fxquant as fxq
+from fxquant import backends
 from fxquant.analysis.sample import samples_from
-from fxquant.api.files import check_horizon
+from fxquant.backends.horizon.export import check_march
 from fxquant.cli.factories import model_named
 from fxquant.errors import ConfigurationError
+from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
@@ -60,7 +62,7 @@ class Outcome:
         for kind, words in KINDS.items():
             table.add_row(words, str(sum(finding.kind == kind for finding in self.findings)), end_section=kind == "host")
         for output in self.compared.outputs:
-            table.add_row(f"SQNR of {output.name}, to the float model", _decibels(output.sqnr))
+            table.add_row(f"SQNR of {output.name}, to the float model", in_decibels(output.sqnr, "not float"))
         table.add_section()
         table.add_row("elements compared with the ONNX file", f"{self.verified.elements:,}")
         table.add_row("mismatching elements", f"{self.verified.mismatches:,}", end_section=True)
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantize the model that the options name; print what was found and return the exit status."""
     out = _folder(options)
     if options.horizon:
-        check_horizon(options.target)
+        check_march(backends.get(options.target).name)
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     samples = samples_from(options.data, model)
@@ -173,10 +175,6 @@ def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, o
     operators = sum(layer.integer and not layer.boundary for layer in fxq.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
-
-
-def _decibels(value: float) -> str:
-    return "not float" if math.isnan(value) else "equal" if value == math.inf else f"{value:.1f} dB"
 
 
 def _finite(value: float) -> float | None:

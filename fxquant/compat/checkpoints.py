@@ -16,7 +16,6 @@ match nothing are unexpected, and operators without a scale in it are missing.
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -27,8 +26,7 @@ from fxquant.calibration.calibration import owned_quantizers
 from fxquant.ir.graph import resolve
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 ACTIVATION, WEIGHT = "activation_post_process", "weight_fake_quant"
 NUMBERED = re.compile(rf"{ACTIVATION}_(\d+)\.(.*)")

@@ -18,11 +18,11 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.support import logger
 from fxquant.support.arguments import FLAG
 
 P = ParamSpec("P")
 R = TypeVar("R")
-logger = logging.getLogger("fxquant")
 
 BRANCH = FLAG.or_none("if it can be traced")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,8 +23,7 @@ from fxquant.calibration.calibration import require_prepared, update_scales
 from fxquant.errors import ConfigurationError
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 SHAPES = "fxquant.example_inputs"  # in the metadata of a state_dict: shape and dtype of the inputs that the model was traced with
 
@@ -40,14 +38,15 @@ def become(model: nn.Module, other: nn.Module) -> None:
 
 
 def prepared_in_place(
-    model: nn.Module, inplace: bool, example_inputs: Any, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool
+    model: nn.Module, inplace: bool, example_inputs: Any, prepare: Callable[..., fx.GraphModule], called: str, keeps: bool, **how: Any
 ) -> Any:
     """Return the prepared model of a model and its example inputs; without these, a model that is prepared by its first batch.
 
+    prepare   a function of a model, example inputs, and `called` and `how` by name
     inplace   whether the caller's object becomes that model. Its parameters stay those that an optimizer may hold, with their new values.
     keeps     whether the prepared model has all parameters of the float model, and no others, so that they exist before the first batch
     """
-    source = model
+    source, prepare = model, functools.partial(prepare, called=called, **how)
     if inplace:  # the model's class and attributes, while the caller's object becomes another
         source = object.__new__(type(model))
         object.__setattr__(source, "__dict__", model.__dict__)
@@ -190,10 +189,13 @@ def settle(prepared: nn.Module) -> None:
             update_scales(operator)
 
 
-def converted(prepared: fx.GraphModule) -> fx.GraphModule:
-    """Return the integer graph of a prepared model in any state, and keep the model's state."""
+def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
+    """Return the integer graph of a prepared model in any state, which is kept; with `inplace` the caller's object becomes it."""
     if isinstance(prepared, Deferred):
         raise prepared._unknown("the integer graph")
     require_prepared(prepared)
     settle(prepared)
-    return fxq.convert(prepared)
+    integer = fxq.convert(prepared)
+    if inplace:
+        become(prepared, integer)
+    return prepared if inplace else integer

@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,14 @@ from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization import save_model
+from fxquant.support import log_levels
 from fxquant.support.arguments import FOLDER, Kind, checked, words
 from fxquant.support.files import check_place, place_files, write_file, write_files
 from fxquant.support.progress import progress
 from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
-# ---- Operators as networks that are compiled together: construction, calibration and conversion, and the images for the comparison
-
+# ---- operators as networks that are compiled together, and the images that they are compared on ----------------------
 
 TOGETHER = 40  # rows in one file
 REACH = 2.5  # the range of calibration's images
@@ -88,22 +87,10 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
     return mapping
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress logged warnings within the context: whether a probe breaks limits of a march does not matter."""
-    logger = logging.getLogger("fxquant")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    with _quiet():
+    with log_levels({"fxquant": logging.ERROR}):  # whether a probe breaks limits of a march does not matter
         prepared = prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
         calibrate(prepared, calibration, show_progress=False, equalize=False)  # without equalization, so that scales suffice to rebuild it
         return prepared, convert(prepared)
@@ -122,8 +109,7 @@ def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
     return [resolve(integer, str(node.args[1].target)).double() if node.target is dequantize else None for node in outputs]
 
 
-# ---- A network compiled by the vendor's tool, and which of its operators run on the processor ------------------------
-
+# ---- networks that the vendor's tool compiles, and their operators on the processor ----------------------------------
 
 MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # operators that change no value
 
@@ -169,6 +155,8 @@ def _behind(name: str, makers: dict[str, onnx.NodeProto], compiled: Compiled) ->
         waiting += node.input
     return list(found)
 
+
+# ---- kits ------------------------------------------------------------------------------------------------------------
 
 DTYPES = ("int8", "int16")
 

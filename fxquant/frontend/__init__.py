@@ -25,7 +25,6 @@ float, and its own backward gets the context that it expects. `integer.lower` dr
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,10 +48,9 @@ from fxquant.frontend.state import NOTHING_MOVED, state_moved_by_forward
 from fxquant.frontend.tracer import record
 from fxquant.ir.model import collection_paused
 from fxquant.quantization.mapping import attached_qconfigs
+from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import working
-
-logger = logging.getLogger("fxquant")
 
 _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 

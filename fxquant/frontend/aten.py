@@ -51,24 +51,8 @@ def _batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, trainin
     return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
 
-def _inference_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
-    return F.batch_norm(input, mean, var, weight, bias, False, momentum, eps), None, None
-
-
-def _instance_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, own: bool, momentum: float, eps: float, *_: Any) -> Any:
-    return F.instance_norm(input, mean, var, weight, bias, own, momentum, eps)
-
-
 def _layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     return F.layer_norm(input, shape, weight, bias, eps)
-
-
-def _group_norm(input: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    return F.group_norm(input, groups, weight, bias, eps)
-
-
-def _native_group_norm(input: Any, weight: Any, bias: Any, n: Any, c: Any, hw: Any, groups: int, eps: float) -> Any:
-    return F.group_norm(input, groups, weight, bias, eps), None, None
 
 
 def _convolution(
@@ -132,10 +116,6 @@ def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) 
     return result
 
 
-def _to_copy(input: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return input if dtype is None else input.to(dtype)
-
-
 def _dropout(name: str) -> Callable[..., Any]:
     return lambda input, p, train: getattr(F, name)(input, p, train)
 
@@ -143,13 +123,13 @@ def _dropout(name: str) -> Callable[..., Any]:
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "cudnn_batch_norm": _batch_norm,
-    "_native_batch_norm_legit_no_training": _inference_norm,
-    "instance_norm": _instance_norm,
+    "_native_batch_norm_legit_no_training": lambda *args: (_batch_norm(*args[:5], False, *args[5:]), None, None),
+    "instance_norm": lambda x, w, b, mean, var, own, momentum, eps, *_: F.instance_norm(x, mean, var, w, b, own, momentum, eps),
     "layer_norm": _layer_norm,
     "native_layer_norm": lambda *args: (_layer_norm(*args), None, None),
     "rms_norm": lambda input, shape, weight=None, eps=None: F.rms_norm(input, shape, weight, eps),
-    "group_norm": _group_norm,
-    "native_group_norm": _native_group_norm,
+    "group_norm": lambda input, groups, weight=None, bias=None, eps=1e-5, *_: F.group_norm(input, groups, weight, bias, eps),
+    "native_group_norm": lambda input, weight, bias, n, c, hw, groups, eps: (F.group_norm(input, groups, weight, bias, eps), None, None),
     "convolution": _convolution,
     **{f"max_pool{rank}d": _max_pool(rank, False) for rank in (1, 2, 3)},
     **{f"max_pool{rank}d_with_indices": _max_pool(rank, True) for rank in (2, 3)},
@@ -177,7 +157,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "select": _select,
     "index": _index,
     "index_put": _index_put,
-    "_to_copy": _to_copy,
+    "_to_copy": lambda input, *, dtype=None, **_: input if dtype is None else input.to(dtype),
     "_unsafe_view": torch.reshape,
     **dict.fromkeys(("lift_fresh", "lift_fresh_copy", "alias"), lambda input: input),
     "detach": Tensor.detach,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,8 +13,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 _HINT = type(Dim.AUTO)
 _FORMS = "a tuple with an entry for each argument, or a dict by their names: dynamic_shapes=({1: torch.export.Dim('batch')},)"
@@ -108,17 +106,12 @@ def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | Non
     if isinstance(entry, str):
         return True, entry
     if type(entry) is Dim or isinstance(entry, _HINT):
-        _say_bounds(entry)
+        if (entry.min or 0) > 2 or isinstance(entry.max, int):  # torch.export gives its own names 0 and infinity
+            logger.info("dynamic_shapes: the bounds of %s are ignored; the model takes every batch size that its operators allow", entry)
         return True, entry.__name__ if isinstance(entry, Dim) else None
     if isinstance(entry, Dim):
         _refuse(f"dimension {dim} of {path} is {entry.__name__}, computed from another, and the batch has one size in all inputs")
     _refuse(f"dimension {dim} of {path}, whose size is {size}, is said to be {entry!r}")
-
-
-def _say_bounds(entry: Any) -> None:
-    smallest, largest = entry.min or 0, entry.max
-    if smallest > 2 or isinstance(largest, int):  # torch.export gives its own names 0 and infinity
-        logger.info("dynamic_shapes: the bounds of %s are ignored; the model takes every batch size that its operators allow", entry)
 
 
 def _require_one(marks: list[_Varying]) -> None:

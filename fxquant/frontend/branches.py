@@ -6,7 +6,6 @@ module, called on tensors of that graph. It runs only while the prepared model i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,11 @@ from fxquant.frontend.opaque import Holder, Method
 from fxquant.frontend.outputs import nest_of, rebuilt
 from fxquant.frontend.state import MovedState, with_gradient
 from fxquant.ir import graph
+from fxquant.ir.integer import Reference
 from fxquant.ir.interpreter import Interpreter
 from fxquant.ir.model import free_name
 from fxquant.numerics.gradient import GradientRule
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 NAME = "training_branch"
 BECAUSE = "it is computed while training only"
@@ -156,7 +155,7 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
     """Return a key that is equal for two nodes that call the same on the same operands."""
 
     def named(operand: fx.Node) -> Any:
-        return _Named(name(operand))
+        return Reference(name(operand))
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
@@ -165,16 +164,6 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
     if graph.called(node) == "scaled_dot_product_attention":
         args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
-
-
-class _Named:
-    """Stands for a node in what is compared as text."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"%{self.name}"
 
 
 def _returned(recorded: fx.Graph) -> list[fx.Node]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -22,8 +21,7 @@ from fxquant.frontend.tracer import RETRACE_SIZES
 from fxquant.ir import facts, graph
 from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.numerics.gradient import GradientRule
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 _FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
 

@@ -1,4 +1,4 @@
-"""Models that may be traced: a float `nn.Module`, and what is converted to one. Anything else is refused here, before any work."""
+"""Models that may be traced, others being refused before any work; and graphs at one batch size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def float_model(model: Any) -> nn.Module:
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
     if not isinstance(model, nn.Module):
-        _refuse_other(model)
+        raise ConfigurationError(
+            f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
+        )
     found = uncompiled(model)
     if isinstance(found, torch.jit.ScriptModule):
         refuse_scripted("the model")
@@ -55,8 +57,13 @@ def float_model(model: Any) -> nn.Module:
         stage = stage_of(module)
         if stage is not None:
             _refuse_stage(path, stage, model_meta(module).get("target"))
-        if is_quantized_by_torch(type(module)):
-            _refuse_torch_quantized(path, type(module))
+        kind = type(module)
+        if is_quantized_by_torch(kind):
+            raise ConfigurationError(
+                "the model is not a float model: torch.ao has prepared or converted it",
+                because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
+                remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
+            )
     return found
 
 
@@ -105,21 +112,7 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
     )
 
 
-def _refuse_torch_quantized(path: str, kind: type) -> NoReturn:
-    raise ConfigurationError(
-        "the model is not a float model: torch.ao has prepared or converted it",
-        because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
-        remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
-    )
-
-
-def _refuse_other(model: object) -> NoReturn:
-    raise ConfigurationError(
-        f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
-    )
-
-
-# ---- A graph at one batch size: every size in it is a number ---------------------------------------------------------
+# ---- a graph at one batch size: every size in it is a number ---------------------------------------------------------
 
 
 def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
@@ -128,11 +121,11 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     Raises ConfigurationError for a batch size that the graph does not hold for: one beyond the limits of its batch, or another than the
     one it was traced with, where that is fixed.
     """
-    _check(model, batch_size)
+    _check_batch(model, batch_size)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in model.graph.nodes:
-        known = _fixed_batch_at(fact(node), node, batch_size)
+        known = _fact_at(node, batch_size)
         if isinstance(fact(node), BatchDim) and node.op != "placeholder":
             copies[node] = known
             continue
@@ -148,8 +141,8 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     return fixed
 
 
-def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
-    """Return the facts of a node at this batch size."""
+def _fact_at(node: fx.Node, batch_size: int) -> Any:
+    """Return the fact of a node at this batch size."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):
@@ -157,7 +150,7 @@ def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
         return TensorFact(value.at(batch_size), value.dtype) if isinstance(value, TensorFact) else value
 
     try:
-        return fx.node.map_aggregate(known, fixed)
+        return fx.node.map_aggregate(fact(node), fixed)
     except ValueError as error:
         raise ConfigurationError(
             f"batch_size={batch_size} cannot be used",
@@ -167,7 +160,7 @@ def _fixed_batch_at(known: Any, node: fx.Node, batch_size: int) -> Any:
         ) from None
 
 
-def _check(model: fx.GraphModule, batch_size: int) -> None:
+def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
     limits = noted_limits(model.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
         raise ConfigurationError(

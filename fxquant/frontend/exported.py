@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import re
 from typing import Any
@@ -15,8 +14,7 @@ from fxquant.frontend.aten import CHECKS, python_form
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import active, is_tracing
 from fxquant.ir.graph import model_meta
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 _READ = "fxquant.exported"  # in meta of a module that `module_of` made
 LOST_GRADIENTS = "lost_gradients"  # in `meta` of a model: sentences about gradients that TRAIN cannot have

@@ -1,4 +1,4 @@
-"""Evaluation of operators at two batch sizes, with everything repeated answered from a cache."""
+"""Evaluate operators on traced tensors at two batch sizes: on tensors without data, or on constants, once for equal arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.source import calls_from
 from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
+from fxquant.ir.interpreter import own
 
 
 class Outcome:
@@ -36,7 +37,7 @@ class Outcome:
 
 
 class Sequenced:
-    """Several results: what the sequence or dict was, and what it held."""
+    """A container of results: its type, its keys and its items."""
 
     __slots__ = ("items", "keys", "kind")
 
@@ -156,46 +157,7 @@ class Evaluator:
         return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
 
 
-def refuse_data(name: str) -> NoReturn:
-    """Raise the error for a function that asks a tensor for its content."""
-    if calls_from("torch/distributions/"):
-        refuse(
-            "a distribution checks its arguments by their content",
-            because=f"{name} needs numbers that are known only when the graph runs",
-            remedy="pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)",
-        )
-    if name == "_pack_padded_sequence":
-        refuse(
-            "packed sequences cannot be traced",
-            because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
-            remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
-            "a layer that runs backwards reads the padding first: flip each item by its length before it",
-        )
-    overloads = getattr(torch.ops.aten, name, None)
-    sized = overloads is not None and any(torch.Tag.dynamic_output_shape in getattr(overloads, o).tags for o in overloads.overloads())
-    refuse(
-        "the model's Python depends on the content of a tensor",
-        because=f"{name} needs numbers that are known only when the graph runs",
-        remedy="return what it reads from forward, and call it on the outputs of the model; torch.topk returns a fixed number of items"
-        if sized
-        else "use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
-    )
-
-
-def refuse_batch_condition() -> NoReturn:
-    """Raise the error of a branch that would go both ways."""
-    refuse(
-        "control flow depends on the batch size",
-        because="a condition is true at some batch sizes and false at others, and a graph has no branches",
-        remedy="make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size",
-    )
-
-
-def is_data_dependent(error: BaseException) -> bool:
-    """Return whether a fake tensor was asked for its content."""
-    name = type(error).__name__
-    return "DataDependent" in name or "DynamicOutput" in name
-
+# ---- the arguments at one batch size, and where a result lies in memory ----------------------------------------------
 
 Content = Callable[[torch.Tensor], torch.Tensor]  # what stands for a fake tensor of unknown content
 
@@ -234,24 +196,16 @@ class _Side:
 
     def arguments(self, arg: Any) -> Any:
         """Return one argument, or a nest of them."""
+        return own(arg, self._leaf, (torch.Tensor, BatchNumber))
+
+    def _leaf(self, arg: Any) -> Any:
         if isinstance(arg, TracedTensor):
             self.traced.append(self._tensor(arg.value))
             return self.traced[-1]
-        if isinstance(arg, torch.Tensor):
-            value = self.substitutes.get(id(arg))
-            return arg if value is None else self._tensor(value)
         if isinstance(arg, BatchNumber):
             return getattr(arg, self.name)
-        if isinstance(arg, (tuple, list)):
-            items = [self.arguments(item) for item in arg]
-            if hasattr(arg, "_fields"):
-                return type(arg)(*items)
-            return items if isinstance(arg, list) else tuple(items)
-        if isinstance(arg, dict):
-            return {key: self.arguments(item) for key, item in arg.items()}
-        if isinstance(arg, slice):
-            return slice(*(self.arguments(item) for item in (arg.start, arg.stop, arg.step)))
-        return arg
+        value = self.substitutes.get(id(arg))
+        return arg if value is None else self._tensor(value)
 
     def _tensor(self, value: Value) -> torch.Tensor:
         tensor: torch.Tensor = getattr(value if self.content is not None else value.abstract, self.name)
@@ -284,40 +238,7 @@ def _has_values(template: Any) -> bool:
     return isinstance(template, (Value, Number)) or template is UNKNOWN
 
 
-# ---- Evaluate the operations on traced tensors: on tensors without data, or on constants, once for equal arguments ----
-
-
-# ---- The shape of a batch norm's result without running it: PyTorch computes one by about fifteen operators on tensors without values
-
-
-_DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-
-
-def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
-    """Return the result of a batch norm's forward, a new tensor like its input; None where anything is unusual, and for other functions."""
-    module = getattr(function, "__self__", None)
-    if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, _BatchNorm):
-        return None
-    known = args[0].value.abstract
-    return known if all(_is_normalized_by(module, side) for side in (known.a, known.b)) else None
-
-
-def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
-    """Return whether the running statistics of a batch norm are those of an input's channels, and all is in float32 and contiguous."""
-    if input.dtype != torch.float32 or input.stride() != _strides(tuple(input.shape)):
-        return False
-    tensors = [tensor for tensor in (*module._parameters.values(), module.running_mean, module.running_var) if tensor is not None]
-    like = (module.num_features,), torch.float32, input.device
-    plain = all((tuple(tensor.shape), tensor.dtype, tensor.device) == like for tensor in tensors)
-    complete = module.running_mean is not None and module.running_var is not None and not module.training
-    return plain and complete and input.dim() in _DIMENSIONS.get(type(module), ()) and input.shape[1] == module.num_features
-
-
-@functools.lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of a new tensor of this shape."""
-    return torch.empty(shape, device="meta", dtype=torch.float32).stride()
-
+# ---- one operation, from the cache where it has been evaluated -------------------------------------------------------
 
 READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
@@ -351,9 +272,78 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     except FxQuantError:
         raise
     except Exception as error:
-        depends = is_data_dependent(error)
+        depends = any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutput"))  # on the content of a fake tensor
         again = evaluator.run_on_content if depends else evaluator.run_on_zeros
         found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
         if found is None and not depends:
             raise
         return found or refuse_data(name)
+
+
+# ---- the result of a batch norm, which PyTorch computes by about fifteen operators on tensors without values ---------
+
+_DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
+    """Return the result of a batch norm's forward, a new tensor like its input; None where anything is unusual, and for other functions."""
+    module = getattr(function, "__self__", None)
+    if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, _BatchNorm):
+        return None
+    known = args[0].value.abstract
+    return known if all(_is_normalized_by(module, side) for side in (known.a, known.b)) else None
+
+
+def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
+    """Return whether the running statistics of a batch norm are those of an input's channels, and all is in float32 and contiguous."""
+    if input.dtype != torch.float32 or input.stride() != _strides(tuple(input.shape)):
+        return False
+    tensors = [tensor for tensor in (*module._parameters.values(), module.running_mean, module.running_var) if tensor is not None]
+    like = (module.num_features,), torch.float32, input.device
+    plain = all((tuple(tensor.shape), tensor.dtype, tensor.device) == like for tensor in tensors)
+    complete = module.running_mean is not None and module.running_var is not None and not module.training
+    return plain and complete and input.dim() in _DIMENSIONS.get(type(module), ()) and input.shape[1] == module.num_features
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    return torch.empty(shape, device="meta", dtype=torch.float32).stride()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refuse_data(name: str) -> NoReturn:
+    """Raise the error for a function that asks a tensor for its content."""
+    if calls_from("torch/distributions/"):
+        refuse(
+            "a distribution checks its arguments by their content",
+            because=f"{name} needs numbers that are known only when the graph runs",
+            remedy="pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)",
+        )
+    if name == "_pack_padded_sequence":
+        refuse(
+            "packed sequences cannot be traced",
+            because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
+            remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
+            "a layer that runs backwards reads the padding first: flip each item by its length before it",
+        )
+    overloads = getattr(torch.ops.aten, name, None)
+    sized = overloads is not None and any(torch.Tag.dynamic_output_shape in getattr(overloads, o).tags for o in overloads.overloads())
+    refuse(
+        "the model's Python depends on the content of a tensor",
+        because=f"{name} needs numbers that are known only when the graph runs",
+        remedy="return what it reads from forward, and call it on the outputs of the model; torch.topk returns a fixed number of items"
+        if sized
+        else "use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+    )
+
+
+def refuse_batch_condition() -> NoReturn:
+    """Raise the error of a branch that would go both ways."""
+    refuse(
+        "control flow depends on the batch size",
+        because="a condition is true at some batch sizes and false at others, and a graph has no branches",
+        remedy="make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size",
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -22,8 +21,7 @@ from fxquant.frontend.spelling import Spelling, is_random, property_name, proper
 from fxquant.frontend.values import UNKNOWN, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Unknown, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
 from fxquant.ir import carried, functional, graph
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 
 class Handler:

@@ -18,45 +18,6 @@ from fxquant.frontend.batch_dimensions import batch_dimensions
 from fxquant.frontend.handler import new_graph
 from fxquant.frontend.signature import signature_of
 
-# ---- Requirements on the tensors that are given to the tracer: they must be dense and have values --------------------
-
-
-def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], compared: bool = True) -> None:
-    """Raise ConfigurationError for example inputs that are sparse or nested, and for inputs or parameters without values.
-
-    `inputs` are the leaves of the example inputs, each with its name if it is a tensor. Where graph and model are not `compared` on
-    them, their shapes are enough.
-    """
-    for name, value in inputs:
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.is_nested or value.layout is not torch.strided:
-            kind = "a nested" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')}"
-            raise ConfigurationError(
-                f"the example input {name} is {kind} tensor",
-                because="the inputs of a graph are dense: every element is stored",
-                remedy="pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()",
-            )
-        if value.is_meta and compared:
-            raise ConfigurationError(
-                f"the example input {name} has no values",
-                because="it is on the device meta, and the graph is compared with the model on the example inputs",
-                remedy="pass a tensor with values, of the device the model is on",
-            )
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(parameter, UninitializedTensorMixin):
-            raise ConfigurationError(
-                f"the model's {name} has no shape yet",
-                because="it belongs to a lazy module, which learns its sizes from the first inputs",
-                remedy="call the model on the example inputs once",
-            )
-        if parameter.is_meta:
-            raise ConfigurationError(
-                f"the model's {name} has no values",
-                because="it is on the device meta, and values become integers",
-                remedy='give the model memory with model.to_empty(device="cpu"), and load its parameters',
-            )
-
 
 @dataclass(frozen=True)
 class ExampleInputs:
@@ -98,11 +59,12 @@ class ExampleInputs:
 
     def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
         """Return the example tensors with their samples repeated or truncated to another batch size."""
-        return {
-            name: leaf if axis is None else _resized(leaf, axis, batch)
-            for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True)
-            if name is not None
-        }
+
+        def resized(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+            return tensor.index_select(axis, torch.arange(batch, device=tensor.device) % max(tensor.shape[axis], 1))
+
+        entries = zip(self.names, self.leaves, self.axes, strict=True)
+        return {name: leaf if axis is None else resized(leaf, axis) for name, leaf, axis in entries if name is not None}
 
 
 def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, compared: bool = True) -> ExampleInputs:
@@ -129,9 +91,13 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
         )
     require_values(model, zip(names, leaves, strict=True), compared)
     written = _unique(names)
-    names = _legal(written)
+    graph = new_graph()
+    legal = {name: graph.placeholder(name).name for name in written if name is not None}  # no keywords, no names of generated code
+    names = [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in written]
     axes = batch_dimensions(model, args, kwargs, dynamic_shapes)
-    if _is_empty(leaves, axes):
+    tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    batches = [leaf.shape[axis] for leaf, axis in tensors if axis is not None] or [leaf.shape[0] for leaf, _ in tensors[:1]]
+    if 0 in batches:
         raise ConfigurationError(
             "the example inputs hold an empty batch",
             because="the graph is compared with the model on them, and nothing would be compared",
@@ -179,13 +145,10 @@ def _leaf_names(path: str, value: Any) -> list[str | None]:
 
 
 def _unique(names: list[str | None]) -> list[str | None]:
-    taken: set[str] = set()
     unique: list[str | None] = []
     for name in names:
-        while name is not None and name in taken:
+        while name is not None and name in unique:
             name += "_"
-        if name is not None:
-            taken.add(name)
         unique.append(name)
     return unique
 
@@ -197,20 +160,41 @@ _BUILT_IN = frozenset((
 ))  # fmt: skip
 
 
-def _legal(names: list[str | None]) -> list[str | None]:
-    """Return the names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
-    graph = new_graph()
-    legal = {name: graph.placeholder(name).name for name in names if name is not None}
-    return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
+# ---- requirements on the tensors: they are dense and have values -----------------------------------------------------
 
 
-def _is_empty(leaves: list[Any], axes: tuple[int | None, ...]) -> bool:
-    """Return whether the batch has no sample; where no size is to vary it is dimension 0 of the first tensor."""
-    tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    marked = [leaf.shape[axis] for leaf, axis in tensors if axis is not None]
-    return 0 in (marked or [leaf.shape[0] for leaf, _ in tensors[:1]])
+def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], compared: bool = True) -> None:
+    """Raise ConfigurationError for example inputs that are sparse or nested, and for inputs or parameters without values.
 
-
-def _resized(tensor: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
-    samples = torch.arange(batch, device=tensor.device) % max(tensor.shape[axis], 1)
-    return tensor.index_select(axis, samples)
+    `inputs` are the leaves of the example inputs, each with its name if it is a tensor. Where graph and model are not `compared` on
+    them, their shapes are enough.
+    """
+    for name, value in inputs:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')}"
+            raise ConfigurationError(
+                f"the example input {name} is {kind} tensor",
+                because="the inputs of a graph are dense: every element is stored",
+                remedy="pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()",
+            )
+        if value.is_meta and compared:
+            raise ConfigurationError(
+                f"the example input {name} has no values",
+                because="it is on the device meta, and the graph is compared with the model on the example inputs",
+                remedy="pass a tensor with values, of the device the model is on",
+            )
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise ConfigurationError(
+                f"the model's {name} has no shape yet",
+                because="it belongs to a lazy module, which learns its sizes from the first inputs",
+                remedy="call the model on the example inputs once",
+            )
+        if parameter.is_meta:
+            raise ConfigurationError(
+                f"the model's {name} has no values",
+                because="it is on the device meta, and values become integers",
+                remedy='give the model memory with model.to_empty(device="cpu"), and load its parameters',
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +22,7 @@ from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
 from fxquant.ir.stubs import stub_of
 from fxquant.numerics.gradient import GradientRule
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 LeafRule = Callable[[nn.Module, str], bool]
 

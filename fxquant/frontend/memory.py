@@ -76,7 +76,7 @@ class Memory:
         name = self._tensors.get(id(target))
         if name is not None:
             self._note(f"{name} is changed in place by forward: the change is not kept between calls")
-        elif _is_shared(target):
+        elif target._is_view() or torch._C._storage_Use_Count(target.untyped_storage()._cdata) > 2:  # the storage asked for here is one
             _refuse_shared()
         self._rebound[id(target)] = self._as(target.dtype, result)
         self._known[id(target)] = target
@@ -173,11 +173,6 @@ def _apart(one: tuple[View, ...] | None, other: tuple[View, ...] | None) -> bool
         if mine.item != theirs.item:
             return mine.spelled[0] in functional.PARTITIONS
     return False
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    # The storage object that is asked for here holds a reference as well.
-    return tensor._is_view() or bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
 
 
 def _refuse_shared() -> NoReturn:

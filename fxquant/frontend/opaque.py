@@ -26,19 +26,17 @@ from fxquant.frontend.fake import Evaluator, Sequenced
 from fxquant.frontend.source import frames
 from fxquant.frontend.values import UNKNOWN, Number, Value, active, is_tracing, refuse
 from fxquant.ir import graph
-from fxquant.support.arguments import CALLABLE, Kind, checked
+from fxquant.support.arguments import CALLABLE, checked, such
 
 WRAPPED: dict[str, Wrapped] = {}  # what `wrap` has returned, by module and name
 _SAMPLES = (0, 1, 0x5EED)  # what tensors are filled with to learn a shape: zeros, ones, and numbers drawn from this seed
 
 
-def _function_or_name(value: Any) -> Any:
-    if not (callable(value) or (isinstance(value, str) and value.isidentifier())) or isinstance(value, nn.Module | type):
-        raise TypeError
-    return value
-
-
-FUNCTION = Kind("a function, or the name of one of the module that calls fxq.wrap", _function_or_name)
+FUNCTION = such(
+    "a function, or the name of one of the module that calls fxq.wrap",
+    lambda value: value,
+    lambda value: (callable(value) or (isinstance(value, str) and value.isidentifier())) and not isinstance(value, nn.Module | type),
+)
 
 
 @overload
@@ -66,7 +64,8 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
     if isinstance(function, Wrapped):
         return function
     if isinstance(function, str):
-        space = _callers_globals()
+        callers = (frame.f_globals for frame in frames())
+        space = next(names for names in callers if not names.get("__name__", "").startswith("fxquant."))
         found = space.get(function, getattr(builtins, function, None))
         if not callable(found):
             raise ConfigurationError(
@@ -78,11 +77,6 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
         return wrapped
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     return Wrapped(function, fake, f"{home}:{name}")
-
-
-def _callers_globals() -> dict[str, Any]:
-    """Return the globals of the module that has called `wrap`."""
-    return next(frame.f_globals for frame in frames() if not frame.f_globals.get("__name__", "").startswith("fxquant."))
 
 
 class Wrapped:

@@ -27,84 +27,6 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import attach, model_meta
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
-# ---- The effects of a model's own `train` besides train mode: a graph has none of its code, so they are kept by name ----
-
-
-SHOWN = 8  # names in a sentence
-
-
-def own_train_mode(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """Return the paths of modules that the user's `train` keeps in eval mode, the names of parameters that it freezes, and a note on both.
-
-    They are found on shells; the model is not changed.
-    """
-    own = [type(module).__name__ for module in model.modules() if overrides_train(module)]
-    if not own:
-        return [], [], []
-    shells = Snapshot(model, own_buffers=True)
-    copies = own_parameters(shells.modules)
-    asked = {name: copies[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    method = " and ".join(f"{name}.train" for name in dict.fromkeys(own))
-    try:
-        shells.root.train(True)
-        frozen = [name for name, copy in asked.items() if not copy.requires_grad]
-    except Exception as error:  # whatever the user's code raises
-        return [], [], [f"{method} raised {type(error).__name__}: {error}; its effect in train mode is left out"]
-    kept = [path for path, module in shells.root.named_modules() if not module.training]
-    said = [*([f"keeps {_listed(kept)} in eval mode"] if kept else []), *([f"freezes {_listed(frozen)}"] if frozen else [])]
-    return kept, frozen, [f"{method} {' and '.join(said)}, and so does train() of this model"] if said else []
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:SHOWN])
-    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-_ASSUMPTIONS = "fxquant.assumptions"
-_MOVED = "fxquant.moved_by_forward"
-_RANDOM = "fxquant.random_by_forward"
-_UNTRAINED = "fxquant.untrained_here"
-
-
-def assumptions(module: fx.GraphModule) -> list[str]:
-    """Return what was fixed while tracing, one sentence each."""
-    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
-    return found
-
-
-def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
-    """Buffers and other tensors that forward moves in train mode, and the graph never: by name, the line of the user's code or "".
-
-    Those of modules that the graph calls as they are, in float, do move.
-    """
-    called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
-    called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
-    found: dict[str, str] = model_meta(module).get(_MOVED, {})
-    return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
-
-
-def random_by_forward(module: fx.GraphModule) -> list[Place]:
-    """Return the places where forward draws random numbers in train mode alone: the path of the module, and the line of the user's code."""
-    return [(path, line) for path, _, line in (place.partition("\t") for place in model_meta(module).get(_RANDOM, ()))]
-
-
-def untrained_here(module: fx.GraphModule) -> list[str]:
-    """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
-    found: list[str] = model_meta(module).get(_UNTRAINED, [])
-    return found
-
-
-def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:
-    """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
-    module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
-    named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
-    held = {*recording.read, *(name for name, _ in named)}
-    moved = {name: line for name, line in state.moved.items() if name in held}
-    random = ["\t".join(place) for place in state.draws if place not in recording.draws]
-    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random), (_UNTRAINED, untrained)):
-        if value:
-            module.meta[key] = value
-
 
 def build(
     model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str], branch: Branch | None
@@ -237,12 +159,8 @@ def _container(module: nn.Module) -> nn.Module:
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:
-    sizes = []
-    for node in module.graph.find_nodes(op="placeholder"):
-        fact = graph.fact(node)
-        if isinstance(fact, TensorFact):
-            sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
-    return sizes
+    inputs = [(node.target, graph.fact(node)) for node in module.graph.find_nodes(op="placeholder")]
+    return [f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)]
 
 
 def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
@@ -262,3 +180,83 @@ def _unused(module: fx.GraphModule, beside: set[Any]) -> list[str]:
         if name not in used and not any(".".join(parts[:end]) in owners for end in range(1, len(parts))):
             names.append(f"parameter {name} is not used by the graph")
     return names
+
+
+# ---- what is noted on a traced model ---------------------------------------------------------------------------------
+
+_ASSUMPTIONS = "fxquant.assumptions"
+_MOVED = "fxquant.moved_by_forward"
+_RANDOM = "fxquant.random_by_forward"
+_UNTRAINED = "fxquant.untrained_here"
+
+
+def assumptions(module: fx.GraphModule) -> list[str]:
+    """Return what was fixed while tracing, one sentence each."""
+    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
+    return found
+
+
+def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
+    """Return the tensors that forward moves in train mode, and the graph never, each with the line of the user's code or "".
+
+    Those of modules that the graph calls as they are, in float, do move.
+    """
+    called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
+    called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
+    found: dict[str, str] = model_meta(module).get(_MOVED, {})
+    return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
+
+
+def random_by_forward(module: fx.GraphModule) -> list[Place]:
+    """Return the places where forward draws random numbers in train mode alone: the path of the module, and the line of the user's code."""
+    return [(path, line) for path, _, line in (place.partition("\t") for place in model_meta(module).get(_RANDOM, ()))]
+
+
+def untrained_here(module: fx.GraphModule) -> list[str]:
+    """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
+    found: list[str] = model_meta(module).get(_UNTRAINED, [])
+    return found
+
+
+def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:
+    """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
+    module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
+    named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
+    held = {*recording.read, *(name for name, _ in named)}
+    moved = {name: line for name, line in state.moved.items() if name in held}
+    random = ["\t".join(place) for place in state.draws if place not in recording.draws]
+    for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random), (_UNTRAINED, untrained)):
+        if value:
+            module.meta[key] = value
+
+
+# ---- the effects of a model's own `train` besides train mode, kept by name -------------------------------------------
+
+SHOWN = 8  # names in a sentence
+
+
+def own_train_mode(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """Return the paths of modules that the user's `train` keeps in eval mode, the names of parameters that it freezes, and a note on both.
+
+    They are found on shells; the model is not changed.
+    """
+    own = [type(module).__name__ for module in model.modules() if overrides_train(module)]
+    if not own:
+        return [], [], []
+    shells = Snapshot(model, own_buffers=True)
+    copies = own_parameters(shells.modules)
+    asked = {name: copies[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    method = " and ".join(f"{name}.train" for name in dict.fromkeys(own))
+    try:
+        shells.root.train(True)
+        frozen = [name for name, copy in asked.items() if not copy.requires_grad]
+    except Exception as error:  # whatever the user's code raises
+        return [], [], [f"{method} raised {type(error).__name__}: {error}; its effect in train mode is left out"]
+    kept = [path for path, module in shells.root.named_modules() if not module.training]
+    said = [*([f"keeps {_listed(kept)} in eval mode"] if kept else []), *([f"freezes {_listed(frozen)}"] if frozen else [])]
+    return kept, frozen, [f"{method} {' and '.join(said)}, and so does train() of this model"] if said else []
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(name or "the model itself" for name in names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

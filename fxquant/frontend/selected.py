@@ -74,10 +74,6 @@ def _binary(name: str) -> None:
     setattr(Selected, f"__i{name}__", lambda self, other: _everywhere(function, f"{name}_", (self, other), {}))
 
 
-def _refused(*args: Any) -> NoReturn:
-    _refuse()
-
-
 for _name in ("add", "sub", "mul"):
     _binary(_name)
 for _name, _written in (("__truediv__", "true_divide"), ("__itruediv__", "true_divide_")):
@@ -85,7 +81,7 @@ for _name, _written in (("__truediv__", "true_divide"), ("__itruediv__", "true_d
 for _name, _function in (("__neg__", operator.neg), ("__abs__", operator.abs)):
     setattr(Selected, _name, lambda self, function=_function: _everywhere(function, function.__name__, (self,), {}))
 for _name in ("bool", "len", "iter", "float", "int", "index", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem"):
-    setattr(Selected, f"__{_name}__", _refused)
+    setattr(Selected, f"__{_name}__", lambda *_: _refuse())
 
 
 def _refuse(at: Any = None) -> NoReturn:

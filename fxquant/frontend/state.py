@@ -155,11 +155,6 @@ def _is_plain_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _in_norm() -> bool:
-    """Return whether a batch norm of PyTorch's is calling the function that is being seen."""
-    return any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10))
-
-
 class _Registry(dict[str, Any]):
     """The buffers of a module, which tell when one is replaced."""
 
@@ -200,7 +195,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _BATCH_NORMS and not _in_norm():
+        if func in _BATCH_NORMS and not any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10)):  # of the user's own
             self._see_norm(func, args, kwargs or {})
         if func is F.scaled_dot_product_attention:
             share = (kwargs or {}).get("dropout_p", args[4] if len(args) > 4 else 0.0)

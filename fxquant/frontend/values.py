@@ -227,8 +227,7 @@ def _binary(name: str, reflected: bool = False) -> Callable[..., Any]:
     return lambda self, other: active().operator(function, (self, other))
 
 
-def _unary(name: str) -> Callable[..., Any]:
-    function = getattr(operator, f"__{name}__")
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: active().operator(function, (self,))
 
 
@@ -244,7 +243,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(TracedTensor, f"__{_name}__", _binary(_name))
 for _name in ("neg", "pos", "invert", "abs"):
-    setattr(TracedTensor, f"__{_name}__", _unary(_name))
+    setattr(TracedTensor, f"__{_name}__", _unary(getattr(operator, f"__{_name}__")))
 
 
 # ---- numbers that depend on the batch size -------------------------------------------------------------------------
@@ -310,28 +309,20 @@ class BatchFloat(BatchNumber, float):  # type: ignore[misc]
     __hash__ = BatchNumber.__hash__
 
 
-def _number_binary(name: str, reflected: bool = False) -> Callable[..., Any]:
+def _number_binary(name: str, how: str = "arithmetic", reflected: bool = False) -> Callable[..., Any]:
+    """Return an operator of two numbers, by a method of the handler: "arithmetic", or "decide" for a comparison."""
     function = getattr(operator, name)
 
     def apply(self: BatchNumber, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        return active().arithmetic(function, (other, self) if reflected else (self, other))
+        return getattr(active(), how)(function, (other, self) if reflected else (self, other))
 
     return apply
 
 
 def _number_unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: active().arithmetic(function, (self,))
-
-
-def _number_comparison(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-
-    def apply(self: BatchNumber, other: Any) -> Any:
-        return active().decide(function, (self, other)) if isinstance(other, (int, float)) else NotImplemented
-
-    return apply
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
@@ -344,7 +335,7 @@ for _name, _function in (
 ):
     setattr(BatchNumber, f"__{_name}__", _number_unary(_function))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(BatchNumber, f"__{_name}__", _number_comparison(_name))
+    setattr(BatchNumber, f"__{_name}__", _number_binary(_name, "decide"))
 
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
@@ -361,10 +352,10 @@ def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:
     raise TraceError(what, because=because, remedy=remedy, at=at, module=handler.path if handler else None)
 
 
-# ---- A placeholder in a trace for a result whose facts are not known before the graph runs ---------------------------
+# ---- results whose facts are not known before the graph runs ---------------------------------------------------------
 
 
-UNKNOWN = object()  # the template of a result of which nothing is known before the graph runs
+UNKNOWN = object()  # the template of such a result
 
 
 class Unknown:

@@ -1,4 +1,4 @@
-"""Keep the attributes of a float model besides its computation: names of classes, sizes, methods that follow the network."""
+"""Attributes of a float model besides its computation, which its models keep, and the settings that its graph was made with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxquant.errors import ConfigurationError, MissingModule
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the library
 _FOREIGN = (
     os.path.dirname(torch.__file__),
-    *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "ir/carried.py", "prepared/hooks.py")),
+    *(os.path.join(_HERE, name) for name in ("ir/carried.py", "ir/model.py", "prepared/hooks.py")),
     "<eval_with_key>",
 )
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -159,11 +159,10 @@ def _can_be_pickled(value: Any) -> bool:
     return True
 
 
-# ---- The settings of a float model's modules that its graph was made with, and the changes of them that no graph follows ----
+# ---- settings of modules, and changes of them that no graph follows --------------------------------------------------
 #
 # A trace reads an attribute once: a number, a string, a function, the class of a layer. A prepared model that is given another one would
 # compute with the first, so it raises an error: where the attribute is assigned to the model itself, else when it is next called.
-
 
 SETTINGS = "fxquant.settings"  # in `meta` of a traced and of a prepared model: what `of_layer` and `note` recorded, by path and name
 _CLASS = "__class__"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
@@ -81,15 +80,10 @@ class Code(CodeGen):
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         for node in nodes:
             if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
-                written = f"    {node!r} = {_expression(root_module, str(node.target))}".replace("\n", "\n    ")  # PyTorch indents lines
+                expression = fx.graph._format_target(root_module, str(node.target))
+                written = f"    {node!r} = {expression}".replace("\n", "\n    ")  # PyTorch indents lines
                 if f"\n{written}" not in code.src:
                     raise AssertionError(f"%{node.name} is not in the generated code as {written.strip()}")
                 code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)
                 code.globals[_REGISTERED] = registered
         return code
-
-
-def _expression(root: str, path: str) -> str:
-    """Return the expression that PyTorch writes for the path in the generated code."""
-    format_target: Callable[[str, str], str] = fx.graph._format_target
-    return format_target(root, path)

@@ -12,6 +12,9 @@ so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
     batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
     detached    whether the node is computed without gradients while the prepared model trains
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
+    part        the composite operator a node is a part of ("softmax: exp")
+    demand      the demand of the composite on the grid of this part
+    ties        names of its ties: nodes with one tie in common share one grid
 """
 
 from __future__ import annotations
@@ -27,81 +30,7 @@ from fxquant.ir.codegen import registered
 from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.integer import Constant, Operation, QParams, Reference  # noqa: F401  a pickled model names them here
 
-# ---- Facts on the parts of composite operators -----------------------------------------------------------------------
-#
-# part        the composite operator a node is a part of ("softmax: exp")
-# demand      the demand of the composite on the grid of this part
-# ties        names of its ties: nodes with one tie in common share one grid
-
-
-def stated_demand(node: fx.Node) -> Any:
-    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
-    return node.meta.get("demand")
-
-
-def state_demand(node: fx.Node, value: Any) -> None:
-    """Write the demand of the composite on the grid of this part of it."""
-    node.meta["demand"] = value
-
-
-@dataclass(frozen=True)
-class Part:
-    """The operator of the model that a node is a part of.
-
-    composite  the operator's name
-    role       the part's
-    inner      whether its value is read by other parts alone; the last one's is the operator's result
-    step       of a recurrence: at which of its steps it is computed, counted from 0; None of what is computed once
-    """
-
-    composite: str
-    role: str
-    inner: bool = True
-    step: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.composite}: {self.role}"
-
-
-def part(node: fx.Node) -> Part | None:
-    """Return the composite a node is a part of; None if it is a whole operator."""
-    value = node.meta.get("part")
-    return value if isinstance(value, Part) else None
-
-
-def set_part(node: fx.Node, value: Part) -> None:
-    """Write which composite the node is a part of."""
-    node.meta["part"] = value
-
-
-def is_inner_part(node: fx.Node) -> bool:
-    """Return whether a node holds an inner tensor of a composite."""
-    known = part(node)
-    return known is not None and known.inner
-
-
-def set_inner(node: fx.Node, inner: bool) -> None:
-    """Write whether only other parts read the value of this part."""
-    node.meta["part"] = replace(node.meta["part"], inner=inner)
-
-
-def step_of(node: fx.Node) -> int | None:
-    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
-    known = part(node)
-    return None if known is None else known.step
-
-
-def ties(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of a node's ties: nodes with one tie in common share one grid."""
-    return tuple(node.meta.get("ties", ()))
-
-
-def tie(node: fx.Node, name: str) -> None:
-    """Add a name to those with which the node's tensor shares its grid."""
-    node.meta["ties"] = (*ties(node), name)
-
-
-# ---- typed access to node.meta ------------------------------------------------------------------------------------------
+# ---- what the trace knows about a node -------------------------------------------------------------------------------
 
 
 def fact(node: fx.Node) -> Any:
@@ -192,7 +121,77 @@ def set_batch_norm_path(node: fx.Node, path: str) -> None:
     node.meta["batch_norm"] = path
 
 
-# ---- what quantization knows about a node -------------------------------------------------------------------------------
+# ---- parts of composite operators ------------------------------------------------------------------------------------
+
+
+def stated_demand(node: fx.Node) -> Any:
+    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
+    return node.meta.get("demand")
+
+
+def state_demand(node: fx.Node, value: Any) -> None:
+    """Write the demand of the composite on the grid of this part of it."""
+    node.meta["demand"] = value
+
+
+@dataclass(frozen=True)
+class Part:
+    """The operator of the model that a node is a part of.
+
+    composite  the operator's name
+    role       the part's
+    inner      whether its value is read by other parts alone; the last one's is the operator's result
+    step       of a recurrence: at which of its steps it is computed, counted from 0; None of what is computed once
+    """
+
+    composite: str
+    role: str
+    inner: bool = True
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.composite}: {self.role}"
+
+
+def part(node: fx.Node) -> Part | None:
+    """Return the composite a node is a part of; None if it is a whole operator."""
+    value = node.meta.get("part")
+    return value if isinstance(value, Part) else None
+
+
+def set_part(node: fx.Node, value: Part) -> None:
+    """Write which composite the node is a part of."""
+    node.meta["part"] = value
+
+
+def is_inner_part(node: fx.Node) -> bool:
+    """Return whether a node holds an inner tensor of a composite."""
+    known = part(node)
+    return known is not None and known.inner
+
+
+def set_inner(node: fx.Node, inner: bool) -> None:
+    """Write whether only other parts read the value of this part."""
+    node.meta["part"] = replace(node.meta["part"], inner=inner)
+
+
+def step_of(node: fx.Node) -> int | None:
+    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
+    known = part(node)
+    return None if known is None else known.step
+
+
+def ties(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of a node's ties: nodes with one tie in common share one grid."""
+    return tuple(node.meta.get("ties", ()))
+
+
+def tie(node: fx.Node, name: str) -> None:
+    """Add a name to those with which the node's tensor shares its grid."""
+    node.meta["ties"] = (*ties(node), name)
+
+
+# ---- what quantization knows about a node ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -377,7 +376,7 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
     """
     if is_detached(node) and not is_detached(other):
         brought = {operand for operand in other.all_input_nodes if operand is not node}
-        own = [name for name, value in node.kwargs.items() if not brought.intersection(_nodes_in(value))]
+        own = [name for name, value in node.kwargs.items() if not brought.intersection(nodes_in(value))]
         detach_arguments(node, *range(len(node.args)), *own)
     set_matched_rules(node, *matched_rules(node), *matched_rules(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
@@ -396,7 +395,8 @@ def pass_on(operand: fx.Node, node: fx.Node) -> None:
     operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Return the nodes in a nest of arguments, in order."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
@@ -429,7 +429,7 @@ def is_deployed(model: Any) -> bool:
     return stage_of(model) in ("INTEGER", "FUSED")
 
 
-# ---- changing a graph ---------------------------------------------------------------------------------------------------
+# ---- changing a graph ------------------------------------------------------------------------------------------------
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Run a graph node by node, with the arguments that its generated code would give each call."""
+"""Run a graph node by node, with the arguments that its generated code would give each call; copy the modules that it calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[
     return own(node.args, value), own(node.kwargs, value)
 
 
-def own(argument: Any, value: Callable[[Any], Any], leaf: type = fx.Node) -> Any:
+def own(argument: Any, value: Callable[[Any], Any], leaf: type | tuple[type, ...] = fx.Node) -> Any:
     """Return an argument, or the output, of a graph in plain containers of its own, with `value` applied to nodes, or to another `leaf`."""
     if isinstance(argument, leaf):
         return value(argument)
@@ -61,7 +61,7 @@ class Interpreter(fx.Interpreter):
         return resolve(self.module, target)
 
 
-# ---- Copies of module trees: tensors of their own, everything once ---------------------------------------------------
+# ---- copies of module trees: tensors of their own, everything once ---------------------------------------------------
 
 
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:

@@ -1,11 +1,13 @@
-"""The GraphModule that every model here is: it keeps its facts when it is copied or pickled, and its dtype."""
+"""The GraphModule that every model here is, its passes under activation checkpointing, and the process that it is compiled in.
+
+It keeps its facts when it is copied or pickled, and its dtype.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import gc
-import logging
 import sys
 import threading
 from collections import deque
@@ -26,213 +28,11 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
 from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
+from fxquant.ir.integer import Reference
+from fxquant.support import logger
 from fxquant.support.forks import free_in_child, in_child
 
-# ---- Activation checkpointing around a prepared model: its second forward pass, inside backward, sees the statistics of the first one
-#
-# A pass in state TRAIN moves scales and running statistics. A pass that repeats it must start from the same buffers, and must move
-# nothing. Gradients are then those without checkpointing, and statistics move once a step.
-
-
-PASSES = "_fxquant_passes"  # what a model remembers of its passes
-MOST = 32  # passes that are remembered; of more micro-batches before one backward pass, the first could not be computed again
-_STILL = (".observer.", ".others.", ".learned.")  # buffers that calibration moves, and a start that is taken once
-
-
-def run(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
-    """Run a prepared model and return its result; a pass inside of backward starts from the buffers of the pass that it repeats.
-
-    Raises ConfigurationError for a pass inside of backward that repeats none, and moves something; and for a transform of torch.func
-    that is not possible.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return _transformed(model, call)
-    if not model.training:
-        return call()
-    if torch._C._current_graph_task_id() != -1:
-        return _again(model, call, inputs)
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not torch.is_grad_enabled():  # may be computed again
-        passes = model.__dict__.setdefault(PASSES, Passes())
-        started = {(path, name): value.clone() for path, name, value in _moving(model)}
-        storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(inputs)]  # type: ignore[no-untyped-call]
-        passes.taken.append(Taken(_key(inputs), storages, started))
-    return call()
-
-
-class Taken(NamedTuple):
-    """One pass: its key, the storages of its inputs, and the buffers that it started from by the path of the module and the name."""
-
-    key: Any
-    storages: list[StorageWeakRef]
-    buffers: dict[tuple[str, str], Tensor]
-
-    def repeated_by(self, key: Any) -> bool:
-        """Return whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
-        return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
-
-
-class Passes:
-    """The buffers that each of the last passes started from, with the key of the pass. A copy of a model has had no passes."""
-
-    def __init__(self) -> None:
-        self.taken: deque[Taken] = deque(maxlen=MOST)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, ()
-
-
-def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
-    key, passes = _key(inputs), model.__dict__.get(PASSES, Passes())
-    started = next((taken.buffers for taken in reversed(passes.taken) if taken.repeated_by(key)), None)
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    try:
-        for path, name, value in list(_moving(model)):
-            registry = model.get_submodule(path)._buffers
-            before.append((registry, name, value))
-            registry[name] = (value if started is None else started[path, name]).clone()
-        result = call()
-        if started is None and any(not torch.equal(registry[name], value) for registry, name, value in before if not value.isnan().any()):
-            raise ConfigurationError(
-                "the prepared model is called inside of backward, on inputs that it was not called on before",
-                because="recomputation starts from the scales and statistics of the first pass, which are not known;"
-                f" those of the last {MOST} passes under activation checkpointing are",
-                remedy="checkpoint only the call of the prepared model, on tensors that do not change until backward,"
-                " or call fxq.freeze(prepared) first",
-            )
-        return result
-    finally:
-        for registry, name, value in before:
-            registry[name] = value
-
-
-def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
-    """Run the pass under a transform of torch.func, which lets no tensor outside of it move, and no number be read from one inside."""
-    with torch._C._DisableFuncTorch():
-        before = [(value, value.clone()) for value in model.buffers()] if model.training else []
-    try:
-        return call()
-    except RuntimeError as error:
-        with torch._C._DisableFuncTorch(), torch.no_grad():
-            for value, held in before:
-                value.copy_(held)
-        raise ConfigurationError(
-            "torch.func cannot transform this pass of the prepared model",
-            because="in train mode, scales and statistics change in place, and numbers are read from batched or differentiated tensors; "
-            f"PyTorch says: {str(error).splitlines()[0]}",
-            remedy="call fxq.freeze(prepared), and the model once, before the transform; take vmap over inputs, not over parameters",
-        ) from error
-
-
-def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Return the buffers that training may move: of each the path of its module, its name, and the tensor."""
-    return [
-        (path, name, value)
-        for path, module in model.named_modules()
-        if not any(part in f".{path}." for part in _STILL)
-        for name, value in module._buffers.items()
-        if value is not None
-    ]
-
-
-def _key(inputs: Any) -> Any:
-    """Return the key of a pass: the addresses, shapes and versions of its inputs."""
-    return tuple((each.data_ptr(), tuple(each.shape), None if each.is_inference() else each._version) for each in _tensors(inputs))
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
-logger = logging.getLogger("fxquant")
-
-
-class _Collection:
-    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
-
-    lock = threading.Lock()
-    paused_by: ClassVar[list[int]] = []
-    was_on = False
-
-    @classmethod
-    def keep_own(cls) -> None:
-        """In a forked child, forget the compilations of other threads, which do not continue there."""
-        others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
-        for thread in others:
-            cls.resume(thread)
-
-    @classmethod
-    def resume(cls, thread: int) -> None:
-        """Record that a compilation of this thread has ended."""
-        cls.paused_by.remove(thread)
-        if not cls.paused_by and cls.was_on:
-            gc.enable()
-
-
-free_in_child(_Collection, "lock", threading.Lock)
-in_child(_Collection, lambda collection: collection.keep_own())
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Inside, nothing is garbage collected.
-
-    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end restores
-    the setting that the first one found.
-    """
-    with _Collection.lock:
-        if not _Collection.paused_by:
-            _Collection.was_on = gc.isenabled()
-            gc.disable()
-        _Collection.paused_by.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _Collection.lock:
-            _Collection.resume(threading.get_ident())
-
-
-@contextmanager
-def autocast_off() -> Iterator[None]:
-    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
-    with ExitStack() as stack:
-        for device in _AUTOCAST_DEVICES:
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-@contextmanager
-def default_device_cpu() -> Iterator[None]:
-    """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
-        yield
-
-
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Inside, a float computation has the same bits, whatever autocast and whatever number of threads is set outside.
-
-    Kernels of convolutions and matrix products choose the order of their sums by the number of threads, so it is one thread.
-    """
-    threads = torch.get_num_threads()
-    with autocast_off():
-        if threads == 1:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 CARRIED = "fxquant.ir.carried"  # in `meta` of a model: what else the float model held
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
@@ -445,10 +245,12 @@ def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
         def call() -> Any:
             return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
 
-        return run(self, call, (inputs, named))
+        return run_pass(self, call, (inputs, named))
 
     return forward
 
+
+# ---- copies and pickles ----------------------------------------------------------------------------------------------
 
 _OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -460,7 +262,7 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in entries:
         args, kwargs = fx.node.map_aggregate(
-            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+            (args, kwargs), lambda value: nodes[value.node] if isinstance(value, Reference) else _found(value)
         )
         nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
         nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
@@ -469,17 +271,10 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     return model
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A reference to a node among the arguments of a pickled one."""
-
-    name: str
-
-
 def _entry(node: fx.Node) -> tuple[Any, ...]:
     # One by one: pickling a node would recurse through all that it reads.
     def named(operand: fx.Node) -> Any:
-        return _Named(operand.name)
+        return Reference(operand.name)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
@@ -516,6 +311,9 @@ def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
+# ---- other graphs and names ------------------------------------------------------------------------------------------
+
+
 def free_name(gm: torch.nn.Module, name: str) -> str:
     """Return the name, with underscores appended while something is registered under it or a GraphModule has such an attribute."""
     while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
@@ -539,3 +337,208 @@ def dress_carried(model: fx.GraphModule) -> None:
     """Give a model the preserved attributes of submodules."""
     if CARRIED in model.meta:
         model.meta[CARRIED].dress(model)
+
+
+# ---- passes of a prepared model under activation checkpointing -------------------------------------------------------
+#
+# A pass in state TRAIN moves scales and running statistics. A pass inside of backward that repeats it must start from the same buffers,
+# and must move nothing. Gradients are then those without checkpointing, and statistics move once a step.
+
+PASSES = "_fxquant_passes"  # what a model remembers of its passes
+PASSES_KEPT = 32  # passes that are remembered; of more micro-batches before one backward pass, the first could not be computed again
+_STILL = (".observer.", ".others.", ".learned.")  # buffers that calibration moves, and a start that is taken once
+
+
+def run_pass(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
+    """Run a prepared model and return its result; a pass inside of backward starts from the buffers of the pass that it repeats.
+
+    Raises ConfigurationError for a pass inside of backward that repeats none, and moves something; and for a transform of torch.func
+    that is not possible.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _transformed(model, call)
+    if not model.training:
+        return call()
+    if torch._C._current_graph_task_id() != -1:
+        return _again(model, call, inputs)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not torch.is_grad_enabled():  # may be computed again
+        passes = model.__dict__.setdefault(PASSES, Passes())
+        started = {(path, name): value.clone() for path, name, value in _moving(model)}
+        storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(inputs)]  # type: ignore[no-untyped-call]
+        passes.taken.append(Taken(_key(inputs), storages, started))
+    return call()
+
+
+class Taken(NamedTuple):
+    """One pass: its key, the storages of its inputs, and the buffers that it started from by the path of the module and the name."""
+
+    key: Any
+    storages: list[StorageWeakRef]
+    buffers: dict[tuple[str, str], Tensor]
+
+    def repeated_by(self, key: Any) -> bool:
+        """Return whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
+        return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
+
+
+class Passes:
+    """The buffers that each of the last passes started from, with the key of the pass. A copy of a model has had no passes."""
+
+    def __init__(self) -> None:
+        self.taken: deque[Taken] = deque(maxlen=PASSES_KEPT)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return Passes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passes, ()
+
+
+def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
+    key, passes = _key(inputs), model.__dict__.get(PASSES, Passes())
+    started = next((taken.buffers for taken in reversed(passes.taken) if taken.repeated_by(key)), None)
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for path, name, value in list(_moving(model)):
+            registry = model.get_submodule(path)._buffers
+            before.append((registry, name, value))
+            registry[name] = (value if started is None else started[path, name]).clone()
+        result = call()
+        if started is None and any(not torch.equal(registry[name], value) for registry, name, value in before if not value.isnan().any()):
+            raise ConfigurationError(
+                "the prepared model is called inside of backward, on inputs that it was not called on before",
+                because="recomputation starts from the scales and statistics of the first pass, which are not known;"
+                f" those of the last {PASSES_KEPT} passes under activation checkpointing are",
+                remedy="checkpoint only the call of the prepared model, on tensors that do not change until backward,"
+                " or call fxq.freeze(prepared) first",
+            )
+        return result
+    finally:
+        for registry, name, value in before:
+            registry[name] = value
+
+
+def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
+    """Run the pass under a transform of torch.func, which lets no tensor outside of it move, and no number be read from one inside."""
+    with torch._C._DisableFuncTorch():
+        before = [(value, value.clone()) for value in model.buffers()] if model.training else []
+    try:
+        return call()
+    except RuntimeError as error:
+        with torch._C._DisableFuncTorch(), torch.no_grad():
+            for value, held in before:
+                value.copy_(held)
+        raise ConfigurationError(
+            "torch.func cannot transform this pass of the prepared model",
+            because="in train mode, scales and statistics change in place, and numbers are read from batched or differentiated tensors; "
+            f"PyTorch says: {str(error).splitlines()[0]}",
+            remedy="call fxq.freeze(prepared), and the model once, before the transform; take vmap over inputs, not over parameters",
+        ) from error
+
+
+def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Return the buffers that training may move: of each the path of its module, its name, and the tensor."""
+    return [
+        (path, name, value)
+        for path, module in model.named_modules()
+        if not any(part in f".{path}." for part in _STILL)
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
+
+
+def _key(inputs: Any) -> Any:
+    """Return the key of a pass: the addresses, shapes and versions of its inputs."""
+    return tuple((each.data_ptr(), tuple(each.shape), None if each.is_inference() else each._version) for each in _tensors(inputs))
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+# ---- what holds while something is compiled or run -------------------------------------------------------------------
+
+
+class _Collection:
+    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
+
+    lock = threading.Lock()
+    paused_by: ClassVar[list[int]] = []
+    was_on = False
+
+    @classmethod
+    def keep_own(cls) -> None:
+        """In a forked child, forget the compilations of other threads, which do not continue there."""
+        for thread in [thread for thread in cls.paused_by if thread != threading.get_ident()]:
+            cls.resume(thread)
+
+    @classmethod
+    def resume(cls, thread: int) -> None:
+        """Record that a compilation of this thread has ended."""
+        cls.paused_by.remove(thread)
+        if not cls.paused_by and cls.was_on:
+            gc.enable()
+
+
+free_in_child(_Collection, "lock", threading.Lock)
+in_child(_Collection, lambda collection: collection.keep_own())
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Inside, nothing is garbage collected.
+
+    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end restores
+    the setting that the first one found.
+    """
+    with _Collection.lock:
+        if not _Collection.paused_by:
+            _Collection.was_on = gc.isenabled()
+            gc.disable()
+        _Collection.paused_by.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _Collection.lock:
+            _Collection.resume(threading.get_ident())
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def default_device_cpu() -> Iterator[None]:
+    """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, a float computation has the same bits, whatever autocast and whatever number of threads is set outside.
+
+    Kernels of convolutions and matrix products choose the order of their sums by the number of threads, so it is one thread.
+    """
+    threads = torch.get_num_threads()
+    with autocast_off():
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import is_python, resolve
+from fxquant.ir.graph import is_python, nodes_in, resolve
 from fxquant.ir.interpreter import called, own
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
@@ -283,11 +283,7 @@ def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Te
 
 def _holds_nodes(value: Any) -> bool:
     """Return whether an argument is a container that holds nodes; False if it is a node itself."""
-    if isinstance(value, fx.Node):
-        return False
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return bool(found)
+    return not isinstance(value, fx.Node) and bool(nodes_in(value))
 
 
 def _primitive(

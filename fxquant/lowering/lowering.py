@@ -45,11 +45,9 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_layers
 
-# ---- The end of an operator's integer function: how an accumulator becomes a quantized tensor ------------------------
-
+# ---- how an accumulator becomes a quantized tensor -------------------------------------------------------------------
 
 Clamp = tuple[float | None, float | None]
-
 
 Lift = Callable[[Tensor], Tensor]
 """What the bias of a layer becomes larger by for an output on a scale: half a step, in steps of the sum; float64, shaped to broadcast."""
@@ -98,35 +96,7 @@ class Epilogue:
         return 32 if self.bound <= INT32_MAX else 48
 
 
-# ---- Name the parameters of operators in errors, and find those that are not finite ----------------------------------
-
-
-def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
-    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
-    for name, value in parameters.items():
-        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
-    return None
-
-
-def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
-    """Return the parameters that the integers of a layer are computed from, by their descriptions in errors."""
-    named = {"its weight": weight, "its bias": bias}
-    if batch_norm is not None:
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
-    return named
-
-
-def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
-    """Return the error for parameters that are not finite."""
-    return NotFinite(
-        f"the parameters of %{name} cannot become integers",
-        at=at,
-        module=module,
-        because=because,
-        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
-    )
+# ---- the composition of primitives -----------------------------------------------------------------------------------
 
 
 class Place(TypedDict):
@@ -497,3 +467,34 @@ def wide_enough(accumulator: Any, bound: float) -> Any:
 def limited(value: Tensor, interval: Interval) -> Tensor:
     """Return the values, with those beyond the interval replaced by its nearer end."""
     return value if interval == EVERYTHING else value.clamp(*interval)
+
+
+# ---- parameters that are not finite, and their names in errors -------------------------------------------------------
+
+
+def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
+    """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
+    for name, value in parameters.items():
+        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
+    return None
+
+
+def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
+    """Return the parameters that the integers of a layer are computed from, by their descriptions in errors."""
+    named = {"its weight": weight, "its bias": bias}
+    if batch_norm is not None:
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
+    return named
+
+
+def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
+    """Return the error for parameters that are not finite."""
+    return NotFinite(
+        f"the parameters of %{name} cannot become integers",
+        at=at,
+        module=module,
+        because=because,
+        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,7 @@ from fxquant.errors import CalibrationError, ConfigurationError
 from fxquant.ir.facts import BatchDim, TensorFact, unusual_kind
 from fxquant.ir.graph import annotation, argument_name, fact
 from fxquant.ir.integer import qparams
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 
 def no_batches(num_batches: int | None) -> CalibrationError:
@@ -170,9 +168,7 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
     expected = fact(node)
     if not isinstance(expected, TensorFact):
         return
-    remedy = f"yield tensors of shape {[str(size) for size in expected.shape]} and dtype {expected.dtype}, or pass batch_fn".replace(
-        "'", ""
-    )
+    remedy = f"yield tensors of shape [{', '.join(map(str, expected.shape))}] and dtype {expected.dtype}, or pass batch_fn"
     check_kind(index, node.name, value)
     if not isinstance(value, torch.Tensor):
         raise bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)

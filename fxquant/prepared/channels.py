@@ -53,7 +53,7 @@ def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
     """
     walk = _Walk()
     for node in prepared.graph.nodes:
-        if not _has_channels(node):
+        if is_parameter(node) or (node.op != "output" and not isinstance(fact(node), TensorFact | list | tuple | dict)):
             continue
         module = quantized_operator(prepared, node)
         found = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
@@ -66,10 +66,6 @@ def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
         if module is not None and not _any_grid(module, open_alone):
             walk.pin(found)
     return walk.solved()
-
-
-def _has_channels(node: fx.Node) -> bool:
-    return not is_parameter(node) and (node.op == "output" or isinstance(fact(node), TensorFact | list | tuple | dict))
 
 
 def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:

@@ -7,7 +7,6 @@ are inside of fused operators. A hook that reads such a tensor cannot fire, and 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from fxquant.ir.interpreter import called
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 _BOUNDARIES = ("boundary.insert", "requantize.insert")
 NOWHERE = ""  # the name of a tensor that a prepared model does not compute

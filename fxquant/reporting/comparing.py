@@ -24,21 +24,18 @@ from fxquant.reporting.effects import Effects
 from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
-from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
+from fxquant.reporting.statistics import Steps, TensorStatistics, drawn, in_decibels
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together, quiet_channels
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.support.progress import progress
 
-
-def _writer(value: Any) -> Any:
-    if not all(callable(getattr(value, name, None)) for name in ("add_scalar", "add_text", "add_histogram_raw")):
-        raise TypeError
-    return value
-
-
-WRITER = Kind("a SummaryWriter of torch.utils.tensorboard", _writer)
+WRITER = such(
+    "a SummaryWriter of torch.utils.tensorboard",
+    lambda value: value,
+    lambda value: all(callable(getattr(value, name, None)) for name in ("add_scalar", "add_text", "add_histogram_raw")),
+)
 SHOWN = 20  # layers in the text
 NO_ADVICE = "no advice about a single layer: none stands out"
 
@@ -87,7 +84,8 @@ class Comparison(Mapping[str, LayerComparison]):
         heads = ("layer", "grid", "cosine", "SQNR", "own SQNR", "steps", "clipped", "to zero", "range", "error is")
         table = Table(*heads, title=title, title_justify="left")
         for layer in (*self.worst(SHOWN), *self.outputs) if self.layers else self.outputs:
-            numbers = (_db(layer.sqnr), _db(layer.own), _short(layer.steps), _percent(layer.clipped), _percent(layer.zeroed))
+            ratios = (in_decibels(layer.sqnr), in_decibels(layer.own))
+            numbers = (*ratios, _short(layer.steps), _percent(layer.clipped), _percent(layer.zeroed))
             name = f"{layer.name} (at {layer.times} steps)" if layer.times > 1 else layer.name
             table.add_row(name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
         return table
@@ -148,10 +146,6 @@ def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step
 
 def _badness(layer: LayerComparison) -> tuple[float, float]:
     return (-layer.effect if not math.isnan(layer.effect) else 0.0, layer.own if not math.isnan(layer.own) else layer.sqnr)
-
-
-def _db(value: float) -> str:
-    return "" if math.isnan(value) else "equal" if value == math.inf else f"{value:.1f} dB"
 
 
 def _short(value: float) -> str:

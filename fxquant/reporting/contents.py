@@ -21,11 +21,12 @@ from fxquant.reporting.advice import grid_text
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.layout import drawing
-from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
+from fxquant.reporting.statistics import TensorStatistics, drawn, in_decibels, json_ready
 from fxquant.support.offers import disagreements
 from fxquant.version import __version__
 
 ADVICE = ("layer", "cause", "cure", "gain", "source")  # what is shown of it
+UNDEFINED = "nan dB"  # of outputs that are not floating-point
 CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest of neighbours
 
 
@@ -81,7 +82,7 @@ def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[li
         ["largest activation", f"{max((layer.activation_bytes for layer in known), default=0):,} bytes"],
     ]
     if comparison is not None:
-        rows += [[layer.name, f"SQNR {_db(layer.sqnr)}, cosine {layer.cosine:.6f}"] for layer in comparison.outputs]
+        rows += [[layer.name, f"SQNR {in_decibels(layer.sqnr, UNDEFINED)}, cosine {layer.cosine:.6f}"] for layer in comparison.outputs]
         rows.append(["compared", f"{comparison.labels[1]} against {comparison.labels[0]}, {comparison.batches} batches"])
     return rows
 
@@ -89,12 +90,8 @@ def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[li
 def _form(label: str, comparison: Comparison) -> list[Any]:
     tensors = [*comparison.layers, *comparison.outputs]
     equal = sum(layer.mse == 0 for layer in tensors)
-    outputs = ", ".join(f"{layer.name}: {_db(layer.sqnr)}" for layer in comparison.outputs)
+    outputs = ", ".join(f"{layer.name}: {in_decibels(layer.sqnr, UNDEFINED)}" for layer in comparison.outputs)
     return [label, f"{equal} of {len(tensors)} tensors equal", outputs]
-
-
-def _db(value: float) -> str:
-    return "equal" if value == math.inf else f"{value:.1f} dB"
 
 
 def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:

@@ -35,11 +35,6 @@ class Cures:
         """Whether the target computes with int16 activations, as far as it is known."""
         return self.target is None or WIDE in self.target.activations
 
-    @property
-    def has_wide_weights(self) -> bool:
-        """Whether the target has int16 weights, as far as it is known."""
-        return self.target is None or WIDE in self.target.weights
-
     def wider(self, name: str, reference: str) -> str:
         """More bits for this tensor of the second form, or float where the target has no more, as a sentence without its end."""
         if not self.has_wide:
@@ -65,7 +60,7 @@ class Cures:
 
     def weight(self, name: str) -> str:
         """Return a cure that makes the weight of an operator of the float model's graph more exact."""
-        if self.has_wide_weights:
+        if self.target is None or WIDE in self.target.weights:  # as far as it is known
             return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
         assert self.target is not None
         kept = _mapping({name: "None"})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.analysis.recording import GraphForm, still
+from fxquant.analysis.recording import GraphForm, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.ir.interpreter import Interpreter
 from fxquant.reporting.model_forms import shifted
@@ -199,9 +199,7 @@ class Effects:
     def _run(self, changes: Mapping[str, Change]) -> list[Tensor]:
         with torch.no_grad(), still(self.model, self.state):
             result = _Changing(self.model, changes).run(*[value.clone() if isinstance(value, Tensor) else value for value in self.inputs])
-        found: list[Tensor] = []
-        fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-        return found
+        return list(outputs(result).values())
 
     def _effect(self, changes: Mapping[str, Change]) -> float:
         return noise(self.outputs, self._run(changes))

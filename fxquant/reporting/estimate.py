@@ -20,11 +20,12 @@ from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
 from fxquant.reporting.layout import needs, operator_graph
 from fxquant.reporting.rows import Rows
-from fxquant.support.arguments import PATH, Kind, checked, instance
+from fxquant.support.arguments import PATH, checked, instance, such
 from fxquant.support.files import write_file
 from fxquant.support.progress import working
 from fxquant.target import Roofline, Target
 
+ITEMSIZES = {"int16": 2, "int32": 4, "int64": 8, "float32": 4}  # bytes; of other dtypes 1
 MILLION = 1e6  # microseconds in a second
 PATH_OF_PROGRAM = PATH.or_none("the vendor's figures are left out")
 ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
@@ -160,15 +161,9 @@ class Estimate(Rows[LayerEstimate]):
         return write_file(path, f"{page}<pre style=white-space:pre-wrap>{summary}</pre>{drawn}{self._repr_html_()}")
 
 
-def _target(value: Any) -> str | Target:
-    if not isinstance(value, str | Target) or not value:
-        raise TypeError
-    return value
-
-
 @checked(
     integer=instance("an integer model", fx.GraphModule),
-    target=Kind("the name of a target, or a Target", _target).or_none("the one it was converted for"),
+    target=such("the name of a target, or a Target", instance("", str, Target).take, bool).or_none("the one it was converted for"),
     roofline=ROOFLINE,
     compiled=PATH_OF_PROGRAM,
 )
@@ -235,12 +230,8 @@ def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, L
     """Return how many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
     lowered = operation(node)
     held = None if lowered is None else lowered.constants.get("weight")
-    widths = [8 * _itemsize(known[name].dtype) for name in operands if name in known][:2]
+    widths = [8 * ITEMSIZES.get(known[name].dtype, 1) for name in operands if name in known][:2]
     if known[node.name].dynamic:
         widths = [8]  # of the bytes that its operand becomes
     weight = widths[-1:] if held is None else [8 * fact(nodes[held.node]).dtype.itemsize]
     return math.prod([*widths[:1], *weight]) / 64 if widths else 1.0
-
-
-def _itemsize(dtype: str) -> int:
-    return {"int16": 2, "int32": 4, "int64": 8, "float32": 4}.get(dtype, 1)

@@ -7,7 +7,7 @@ import html
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from torch import Tensor, fx
 
 from fxquant import backends
 from fxquant.analysis.layers import Layer, layers, left_in_float
-from fxquant.analysis.text import text
+from fxquant.analysis.text import aligned, text
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.facts import DTYPE_NAMES, TensorFact
-from fxquant.ir.graph import fact, is_deployed, model_meta, stage_of
+from fxquant.ir.graph import fact, is_deployed, model_meta, nodes_in, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.nodes import called
@@ -132,9 +132,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
     """Return the contents of a graph; `path` is its name."""
     target, known = model_meta(model).get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
-    output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
-    returned: list[fx.Node] = []
-    fx.map_arg(output.args, returned.append)
+    (output,) = model.graph.find_nodes(op="output")
     quantized = [found for layer in known for found in _quantized(layer)]
     return Contents(
         path,
@@ -142,7 +140,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
         "integer" if is_deployed(model) else (stage_of(model) or "traced").lower(),  # a file holds no kernels
         "" if target is None else target.name,
         tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
-        tuple(f"{node.name} {_shape(node)}" for node in returned),
+        tuple(f"{node.name} {_shape(node)}" for node in nodes_in(output.args)),
         Counter(called(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")),
         tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
         tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
@@ -182,7 +180,7 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
 
 
-# ---- the description --------------------------------------------------------------------------------------------------
+# ---- the description -------------------------------------------------------------------------------------------------
 
 
 def describe(contents: Contents) -> str:
@@ -212,7 +210,7 @@ def describe(contents: Contents) -> str:
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
         cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
-        lines += ["", *_aligned(cells)]
+        lines += ["", *("  " + line for line in aligned(cells))]
     return "\n".join(lines)
 
 
@@ -233,13 +231,7 @@ def _grid(row: Row) -> str:
     return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-# ---- the difference ---------------------------------------------------------------------------------------------------
+# ---- the difference --------------------------------------------------------------------------------------------------
 
 
 def difference(a: Contents, b: Contents) -> str:
@@ -298,7 +290,7 @@ def _form(tensor: Tensor) -> str:
     return f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}{list(tensor.shape)}"
 
 
-# ---- The difference of two graphs, or of two files, as text ----------------------------------------------------------
+# ---- the difference as a value ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

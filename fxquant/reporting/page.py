@@ -18,15 +18,9 @@ from fxquant.prepared.batches import as_batches, first_batches
 from fxquant.reporting.comparing import Comparison, compare
 from fxquant.reporting.contents import contents
 from fxquant.reporting.layout import needs
-from fxquant.support.arguments import FILE, FLAG, Kind, checked, instance
+from fxquant.support.arguments import FILE, FLAG, TEXT, checked, instance
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import working
-
-
-def _title(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError
-    return value
 
 
 @checked(
@@ -34,7 +28,7 @@ def _title(value: Any) -> str:
     path=FILE,
     prepared=instance("a prepared model", fx.GraphModule).or_none("only `model` is shown"),
     comparison=instance("what fxq.compare returned", Comparison).or_none("the model is compared with the reference"),
-    title=Kind("a text that is not empty", _title),
+    title=TEXT,
     advice=FLAG,
 )
 @working("writing the report")

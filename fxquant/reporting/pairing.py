@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxquant.analysis.fused import alike, recurrent_parts
@@ -93,14 +92,15 @@ class Pairing:
                 first = self.firsts.get(name, name)
                 if first not in self.seen:
                     known = self.right.facts.get(first)
-                    self.seen[first] = TensorStatistics(None if known is None else known.grid, _channel_axis(reference))
+                    axis = None if reference.dim() < 2 else 1 if reference.dim() > 3 else -1  # of channels: after the batch in maps
+                    self.seen[first] = TensorStatistics(None if known is None else known.grid, axis)
                 self.seen[first].add(shifted(reference, self.factors.get(name)), value)
         return inputs, theirs
 
     def effects(self, inputs: list[Any], values: Values) -> Effects:
         """Return the effects of errors of single tensors on the outputs, on one batch."""
         others = {
-            self.found[name]: shifted(value, _negative(self.factors[name]))
+            self.found[name]: shifted(value, None if (exponents := self.factors[name]) is None else -exponents)
             for name, value in values.items()
             if name in self.found and name not in self.inside
         }
@@ -122,12 +122,3 @@ class Pairing:
     def unmatched(self) -> tuple[str, ...]:
         """Tensors of the right form that have no reference."""
         return tuple(name for name in self.right.facts if self.firsts.get(name, name) not in self.seen)
-
-
-def _negative(exponents: torch.Tensor | None) -> torch.Tensor | None:
-    return None if exponents is None else -exponents
-
-
-def _channel_axis(value: torch.Tensor) -> int | None:
-    """Return the dimension of channels: behind the batch in maps, the last one otherwise."""
-    return None if value.dim() < 2 else 1 if value.dim() > 3 else -1

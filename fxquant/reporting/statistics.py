@@ -173,6 +173,11 @@ def decibels(signal: float, noise: float) -> float:
     return math.inf if noise <= 0 else -math.inf if signal <= 0 else 10 * math.log10(signal / noise)
 
 
+def in_decibels(value: float, undefined: str = "") -> str:
+    """Return a signal-to-noise ratio as text: "equal" where nothing is lost, `undefined` for NaN."""
+    return undefined if math.isnan(value) else "equal" if value == math.inf else f"{value:.1f} dB"
+
+
 def ratio(part: float, whole: float) -> float:
     """Return a share of something, 0 of nothing."""
     return part / whole if whole else 0.0

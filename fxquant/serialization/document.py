@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import keyword
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType
@@ -34,8 +33,7 @@ from fxquant.serialization.names import PROPERTIES, function_name, function_name
 from fxquant.serialization.tree_reader import TreeReader
 from fxquant.serialization.tree_writer import TargetOf, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
-
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 FORMAT, VERSION = "fxquant model", 3
 PRESERVED = "preserved"  # in the file's meta: what the user asked to keep of the float model, by dotted names

@@ -1,4 +1,7 @@
-"""Write the tree of modules: every module and every tensor once, however many places refer to it."""
+"""Write the tree of modules and its tensors: every module and every tensor once, however many places refer to it.
+
+A module is written after the modules that it refers to, and refers to them by their position; so a file holds no cycles.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,7 @@ from fxquant.serialization.names import ARGUMENTS
 from fxquant.serialization.values import DTYPES, cannot_save, encode, expect
 from fxquant.target import Target
 
-# ---- The tree of modules and its tensors: every module and every tensor once, however many places refer to it --------
-#
-# A module is written after the modules it refers to, and refers to them by their position; so a file holds no cycles. `tree_writer` writes
-# the tree and `tree_reader` reads it; this module has the facts they share.
-
+# ---- what `tree_reader` shares ---------------------------------------------------------------------------------------
 
 TargetOf = Callable[[str], Target]  # a target, by its name
 
@@ -55,6 +54,8 @@ def tensor_forms(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
+
+# ---- the writer ------------------------------------------------------------------------------------------------------
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -154,7 +155,12 @@ class TreeWriter:
                 "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
                 "prepare the model for a target that is known by name",
             )
-        inputs = {name: self._reference(value, f"{path}.inputs.{name}") for name, value in module.inputs.items()}
+        inputs = {
+            name: [self._module(each, f"{path}.inputs.{name}.{index}") for index, each in enumerate(value)]
+            if isinstance(value, list)
+            else self._module(value, f"{path}.inputs.{name}")
+            for name, value in module.inputs.items()
+        }
         return {
             **{name: expect(getattr(module, name), *kinds) for name, kinds in OPERATOR_FIELDS.items()},
             "operator": module.operator.name,
@@ -167,11 +173,6 @@ class TreeWriter:
             "factors": self._module(module.factors, path + ".factors"),
             **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
         }
-
-    def _reference(self, value: Any, path: str) -> Any:
-        if isinstance(value, list):
-            return [self._module(item, f"{path}.{index}") for index, item in enumerate(value)]
-        return self._module(value, path)
 
     def _tensor(self, tensor: Tensor | None, name: str) -> str | None:
         if tensor is None:

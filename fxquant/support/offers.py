@@ -6,12 +6,11 @@ with a warning for each place and an entry of `fxq.report`. In the test suite ev
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-logger = logging.getLogger("fxquant")
+from fxquant.support import logger
 
 Implementation = TypeVar("Implementation")
 Form = TypeVar("Form")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import fx, nn
@@ -10,7 +9,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced
-from fxquant.compat.deferred import become, converted, keep_shapes, prepared_in_place
+from fxquant.compat.deferred import converted, keep_shapes, prepared_in_place
 from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig, settings_of
 from fxquant.compat.torch_ao.switches import engine_target
 from fxquant.errors import ConfigurationError
@@ -126,10 +125,10 @@ def prepare(
 
     The last three arguments are those of `prepare_fx`.
     """
-    by_attributes = functools.partial(
-        _prepared, called="prepare", target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch
-    )
-    return prepared_in_place(model, inplace, example_inputs, by_attributes, "prepare", keeps=True)  # type: ignore[no-any-return]
+    return prepared_in_place(  # type: ignore[no-any-return]
+        model, inplace, example_inputs, _prepared, "prepare", keeps=True, target=target, dynamic_shapes=dynamic_shapes,
+        training_branch=training_branch,
+    )  # fmt: skip
 
 
 @checked(inplace=FLAG, training_branch=BRANCH)
@@ -142,10 +141,10 @@ def prepare_qat(
 
     Its parameters are those of the float model, so that an optimizer may be made before or after, and before the first batch.
     """
-    by_attributes = functools.partial(
-        _prepared, called="prepare_qat", train=True, target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch
-    )
-    return prepared_in_place(model, inplace, example_inputs, by_attributes, "prepare_qat", keeps=True)  # type: ignore[no-any-return]
+    return prepared_in_place(  # type: ignore[no-any-return]
+        model, inplace, example_inputs, _prepared, "prepare_qat", keeps=True, train=True, target=target, dynamic_shapes=dynamic_shapes,
+        training_branch=training_branch,
+    )  # fmt: skip
 
 
 @checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
@@ -157,11 +156,7 @@ def convert(
     """Return the integer graph of a model that `prepare` or `prepare_qat` returned; with `inplace` the caller's object becomes it."""
     if convert_custom_config_dict is not None:
         raise ARGUMENTS["convert_custom_config"].error("convert(convert_custom_config=…) cannot be done")
-    integer = converted(module)
-    if not inplace:
-        return integer
-    become(module, integer)
-    return module
+    return converted(module, inplace)
 
 
 @checked(inplace=FLAG)
@@ -195,8 +190,10 @@ def quantize_dynamic(
     An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
     rules = dynamic_mapping(model, qconfig_spec, dtype)
-    quantize = functools.partial(_dynamic, called="quantize_dynamic", qconfigs=rules, target=target, dynamic_shapes=dynamic_shapes)
-    return prepared_in_place(model, inplace, example_inputs, quantize, "quantize_dynamic", keeps=False)  # type: ignore[no-any-return]
+    return prepared_in_place(  # type: ignore[no-any-return]
+        model, inplace, example_inputs, _dynamic, "quantize_dynamic", keeps=False, qconfigs=rules, target=target,
+        dynamic_shapes=dynamic_shapes,
+    )  # fmt: skip
 
 
 # ---- shared helpers -----------------------------------------------------------------------------------------------------

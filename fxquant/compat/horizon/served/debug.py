@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,29 +19,17 @@ from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import first_batches
+from fxquant.reporting.statistics import decibels
+from fxquant.support import logger
 from fxquant.support.arguments import FLAG, FOLDER, accepted, checked
 from fxquant.support.files import write_file
 
-
-def _cosine(one: Tensor, other: Tensor) -> float:
-    return float(F.cosine_similarity(one.flatten(), other.flatten(), 0))
-
-
-def _kl(one: Tensor, other: Tensor) -> float:
-    return float(F.kl_div(F.log_softmax(other.flatten(), 0), F.softmax(one.flatten(), 0), reduction="sum"))
-
-
-def _sqnr(one: Tensor, other: Tensor) -> float:
-    noise = float((one - other).square().sum())
-    return math.inf if noise == 0 else 10 * math.log10(float(one.square().sum()) / noise)
-
-
 MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
-    "Cosine": _cosine,
+    "Cosine": lambda one, other: float(F.cosine_similarity(one.flatten(), other.flatten(), 0)),
     "MSE": lambda one, other: float(F.mse_loss(other, one)),
     "L1": lambda one, other: float(F.l1_loss(other, one)),
-    "KL": _kl,
-    "SQNR": _sqnr,
+    "KL": lambda one, other: float(F.kl_div(F.log_softmax(other.flatten(), 0), F.softmax(one.flatten(), 0), reduction="sum")),
+    "SQNR": lambda one, other: decibels(float(one.square().sum()), float((one - other).square().sum())),
 }
 
 
@@ -226,8 +212,6 @@ def model_profiler(
 
 # ---- QuantAnalysis -----------------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("fxquant")
 
 TYPES = ("fake_quant", "pre_export", "export", "convert")
 

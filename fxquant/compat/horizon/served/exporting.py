@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import operator
 import os
 import shutil
@@ -24,10 +23,9 @@ from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import stage_of
+from fxquant.support import logger
 from fxquant.support.arguments import FILE, FLAG, FOLDER, PATH, Kind, checked, choice
 from fxquant.support.files import write_file
-
-logger = logging.getLogger("fxquant")
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
 OPTIMIZE = {"ddr": "bandwidth"}

@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import itertools
-import logging
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from fxquant import backends
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced, unserved
-from fxquant.compat.deferred import Deferred, become, converted, keep_shapes, prepared_in_place, settle
+from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, settle
 from fxquant.compat.horizon.served.march import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
 from fxquant.compat.horizon.served.qconfig import as_qconfig
@@ -30,11 +29,10 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
+from fxquant.support import logger
 from fxquant.support.arguments import FLAG, checked
 from fxquant.support.forks import start
 from fxquant.tuning.course import adaround
-
-logger = logging.getLogger("fxquant")
 
 
 def _keeps_attributes(config: Any) -> bool:
@@ -132,11 +130,10 @@ def _prepared_as(
     inplace: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the model that is prepared by rules; `old`: as the plugin's first releases do it."""
-    prepare = functools.partial(
-        _prepare, called=called, old=old, rules=rules, dynamic_shapes=dynamic_shapes, branch=branch, march=required(called),
-        batch_norm=get_qat_mode().value,
+    made: fx.GraphModule = prepared_in_place(
+        model, inplace, example_inputs, _prepare, called, keeps=False, old=old, rules=rules, dynamic_shapes=dynamic_shapes, branch=branch,
+        march=required(called), batch_norm=get_qat_mode().value,
     )  # fmt: skip
-    made: fx.GraphModule = prepared_in_place(model, inplace, example_inputs, prepare, called, keeps=False)
     PREPARED.add(made)
     return made
 
@@ -166,8 +163,6 @@ def _prepare(
 
 # ---- states, conversion, scales ----------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("fxquant")
 
 _converted: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the integer models that were created, for traces of them
 
@@ -238,10 +233,7 @@ def convert_fx(
     in_float = [name for name, operator in operators.items() if operator.state is State.FLOAT]
     if in_float and len(in_float) < len(operators):
         logger.warning("operators in state _FLOAT are integers in the integer graph: %s", ", ".join(in_float))
-    integer = converted(graph_module)
-    if inplace:
-        become(graph_module, integer)
-        integer = graph_module
+    integer = converted(graph_module, inplace)
     _converted.add(integer)
     return integer
 

@@ -5,7 +5,6 @@ A module is a prepared model ("qat.bc") or an integer one ("quantized.bc"). File
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -22,9 +21,8 @@ from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
+from fxquant.support import logger
 from fxquant.support.arguments import FILE, PATH, checked
-
-logger = logging.getLogger("fxquant")
 
 FLOAT, INTEGER = "float", "integer"  # what a module takes and returns, as `io` of `fxquant.export_onnx`
 NAME, IO = "hbdk4.name", "hbdk4.io"  # in the file of a module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
+from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, accepted
-
-logger = logging.getLogger("fxquant")
 
 SCALE = NUMBER.or_none("it is observed")
 _given: list[float | None] = [None]  # the current scale of stubs without one of their own

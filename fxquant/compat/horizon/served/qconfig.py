@@ -306,16 +306,12 @@ def _of_torch(given: Any) -> FakeQuant:
     if partial is not None and isinstance(getattr(partial, "func", None), FakeQuant):
         return partial.func.with_args(**partial.keywords)  # type: ignore[no-any-return]
     if not isinstance(given, FakeQuant):
-        raise _no_fake_quant(given)
+        raise ConfigurationError(
+            f"a {type(given).__name__} is not a fake quantize",
+            because="it is one of the default_… of this module, or FakeQuantize.with_args(observer=…, dtype=…)",
+            remedy="pass one of these",
+        )
     return given
-
-
-def _no_fake_quant(given: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"a {type(given).__name__} is not a fake quantize",
-        because="it is one of the default_… of this module, or FakeQuantize.with_args(observer=…, dtype=…)",
-        remedy="pass one of these",
-    )
 
 
 @checked()
