@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import compiled
+from tests.shared.contract import all_equal, assert_integer_is_onnx, compiled
+from tests.shared.networks import Network
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
@@ -33,6 +35,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bucketize": lambda x, y: torch.bucketize(x, torch.tensor([0.0, 1.0])),
     "isin": lambda x, y: torch.isin(x.argmax(1), torch.tensor([0, 2])),
     "grid_sample": lambda x, y: F.grid_sample(x, y.permute(0, 2, 3, 1)[..., :2], mode="bicubic", align_corners=False),
+}
+
+OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
+    "fmod": lambda n: torch.fmod(n, 4),
+    "sign": torch.sign,
+    "amax": lambda n: n.amax(1),
+    "amin": lambda n: n.amin((1, 2)),
+    "argmin": lambda n: n.argmin(1) + 1,
+    "max_along": lambda n: n.max(1),
+    "min_along": lambda n: n.min(2)[0] * 2,
 }
 
 
@@ -58,3 +70,15 @@ def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
         torch.testing.assert_close(result, function(one, other), rtol=0.05, atol=0.05)  # a sigmoid that one of them reads is integer
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     assert all(torch.equal(known, wanted) for known, wanted in zip(loaded(batch), (one, other, *results), strict=True))
+
+
+def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_path: Path) -> None:
+    model = Network(lambda _, n: [function(n) for function in OF_INTEGERS.values()]).eval()
+    batches = [(torch.randint(-(2**40), 2**40, (count, 3, 4)),) for count in (4, 2)]
+    prepared, integer = compiled(model, batches[:1])
+    left = {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer}
+    assert all("int64, and only float32 tensors are quantized" in left[name] for name in OF_INTEGERS)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    for batch in batches:
+        assert all(all_equal(model(*batch), form(*batch)) for form in (prepared, integer, loaded))
+    assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)

@@ -33,7 +33,7 @@ from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
+from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.indexing.index import CHANGES, embedding, getitem, refuses_embedding
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.pooling.totals import mean, sum
@@ -136,7 +136,7 @@ def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: i
 
 
 def _counted(build: Builder, input: fx.Node, padding: int) -> Any:
-    return build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
+    return build(count_nonzero, build(WHOLE["ne"], input, padding), [1])
 
 
 def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> Any:
@@ -204,8 +204,8 @@ def embedding_bag(
         per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
     weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
     if filled.any():
-        input = build(whole_mul, input, build.constant((~filled).long()))
-        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
+        input = build(WHOLE["mul"], input, build.constant((~filled).long()))
+        input = build(WHOLE["add"], input, build.constant(filled.long() * (rows if padding is None else padding)))
     taken = build(embedding, input, weight)
     if per_sample_weights is not None:
         taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
@@ -222,5 +222,5 @@ def embedding_bag(
     if count is not None:
         return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
     assert padding is not None
-    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
+    counted = build(WHOLE["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
     return build(where, counted, largest, 0.0)
