@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,6 +48,15 @@ OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
     "min_along": lambda n: n.min(2)[0] * 2,
 }
 
+BAGS: dict[str, Callable[[], nn.Module]] = {
+    "leave out the rows of its padding_idx": lambda: Network(
+        lambda s, x: s.l(s.bag(x)), bag=nn.EmbeddingBag(10, 5, padding_idx=0), l=nn.Linear(5, 3)
+    ),
+    "begin at offsets": lambda: Network(
+        lambda s, x: s.l(s.bag(x.flatten()[:7], s.offsets)), bag=nn.EmbeddingBag(10, 5), l=nn.Linear(5, 3), offsets=torch.tensor([0, 2, 5])
+    ),
+}
+
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -82,3 +92,16 @@ def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_pa
     for batch in batches:
         assert all(all_equal(model(*batch), form(*batch)) for form in (prepared, integer, loaded))
     assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
+
+
+@pytest.mark.parametrize("reason", BAGS)
+def test_bags_of_other_sizes_are_summed_on_the_host(reason: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BAGS[reason]().eval()
+    batches = [(torch.randint(0, 10, (4, 6)),) for _ in range(2)]
+    prepared, integer = compiled(model, batches, dynamic_shapes={})
+    assert reason in fxq.explain(prepared)
+    torch.testing.assert_close(integer(*batches[1]), model(*batches[1]), rtol=0.05, atol=0.05)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    assert torch.equal(loaded(*batches[1]), integer(*batches[1]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)
