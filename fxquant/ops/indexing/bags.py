@@ -138,8 +138,8 @@ def embedding_bag(
 ) -> Any:
     """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
 
-    The bags are the rows of `input`, int64 [bags, size]; `offsets`, which are those of bags of other sizes, have no integer form. In a sum each row
-    may have a factor, `per_sample_weights`, of the shape of `input`.
+    The bags are the rows of `input`, int64 [bags, size]; `offsets`, which are those of bags of other sizes, have no integer form. In a
+    sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
     """
     taken = build(embedding, input, weight)
     if per_sample_weights is not None:
