@@ -96,30 +96,33 @@ def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any =
     return F.embedding_bag(input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights)
 
 
-PADDED = "its bags leave out the rows of its padding_idx"
+OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"
+
+
+def _why_not(max_norm: float | None, padding_idx: int | None, include_last_offset: bool) -> str | None:
+    """Return why bags with these settings have no integer form; None where they have one."""
+    padded = None if padding_idx is None else "its bags leave out the rows of its padding_idx"
+    return CHANGES if max_norm is not None else padded or (OFFSETS if include_last_offset else None)
 
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     given = bound(F.embedding_bag, *args, **kwargs)
-    if given["max_norm"] is not None or given["padding_idx"] is not None:
-        return CHANGES if given["max_norm"] is not None else PADDED
-    return {name: given[name] for name in operator_named("embedding_bag").parameter_names}
+    because = _why_not(given["max_norm"], given["padding_idx"], given["include_last_offset"])
+    return because or {name: given[name] for name in operator_named("embedding_bag").parameter_names}
 
 
 _settings = settings_of(("weight", "mode"))
 
 
 def _module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
-    if module.max_norm is not None or module.padding_idx is not None:
-        return CHANGES if module.max_norm is not None else PADDED
-    return _settings(module)
+    return _why_not(module.max_norm, module.padding_idx, module.include_last_offset) or _settings(module)
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact) or not isinstance(known.shape[-1], int):
         return "the sizes of its bags depend on the batch size"
-    return None if len(known.shape) == 2 else "its bags begin at offsets: give bags of one size, [bags, size]"
+    return None if len(known.shape) == 2 else OFFSETS
 
 
 @composite(
