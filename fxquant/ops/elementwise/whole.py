@@ -87,7 +87,7 @@ def _whole(
         return steps(Steps(lowering), **arguments)
 
     function.__name__ = function.__qualname__ = f"whole_{name}"
-    fields = {"reads": reads, "refuses": refuses or _needs_numbers(*reads), "samples": written(*samples)}
+    fields: dict[str, Any] = {"reads": reads, "refuses": refuses or _needs_numbers(*reads), "samples": written(*samples)}
     register(Operator(function.__name__, function, (), lower, demand, **fields, **forms))
     return function
 
