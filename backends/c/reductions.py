@@ -149,8 +149,7 @@ def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int]
 
 # ---- whole dimensions -------------------------------------------------------------------------------------------------
 
-LARGEST, SMALLEST = "k == 0 || q > total ? q : total", "k == 0 || q < total ? q : total"
-REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": LARGEST, "smallest": SMALLEST}
+REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": "k == 0 || q > total ? q : total"}
 
 
 def _reduce(call: Call, name: str, document: str, expression: str, input: Value, dim: list[int], start: int = 0) -> None:
@@ -172,7 +171,7 @@ def _sum(call: Call, input: Value, dim: list[int], keepdim: bool, wide: bool = F
 
 @form(selection.least)
 def _least(call: Call, input: Value, dim: list[int], keepdim: bool) -> None:
-    _reduce(call, "least", "The smallest element along dimensions.", SMALLEST, input, dim)
+    _reduce(call, "least", "The smallest element along dimensions.", "k == 0 || q < total ? q : total", input, dim)
 
 
 @form(selection.truth)

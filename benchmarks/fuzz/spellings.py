@@ -340,8 +340,6 @@ def _chosen() -> Iterator[Spelling]:
     """What is chosen by lists and constants, and what is brought together at places."""
     for name, lists in (("index", "..., [0, -1], [0, 0]"), ("index_parts", ":, None, ..., [0, -1], [0, 0]")):
         yield from _spell(name, f"{{0}}[{lists}]")
-    put = "(lambda whole, part: (whole.__setitem__((..., [0, -1], [0, 0]), part), whole)[1])"
-    yield from _spell("put_lists", f"{put}({{0}} * 1, {{1}}[..., [0, -1], [0, 0]])")
     yield from _spell("take", "{0} + torch.take({0}, torch.tensor([0]))")
     yield from _spell("diagonal", "torch.diagonal({0}, {offset}, 1, -1)", offset=(0, -1))
     yield from _spell("diag_embed", "torch.diag_embed({0}, {offset})", offset=(0, 1))

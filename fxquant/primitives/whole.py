@@ -160,25 +160,25 @@ def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     return torch.where(condition, input, other)
 
 
-REDUCED: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "largest": torch.amax, "smallest": torch.amin}
+REDUCED: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "largest": torch.amax}
 
 
 def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operation: str) -> str:
     if operation == "sum":
         return _onnx_sum(e, input, dim, keepdim)
 
-    def extreme(value: str, keepdims: int) -> str:
-        """Emit the extreme of integers below 2^53, found in float64."""
-        name, real = "ReduceMax" if operation == "largest" else "ReduceMin", e.node("Cast", value, to=torch.float64)
+    def largest(value: str, keepdims: int) -> str:
+        """Emit the largest of integers below 2^53, found in float64."""
+        real = e.node("Cast", value, to=torch.float64)
         by = {} if e.opset >= 18 else {"axes": list(dim)}
         axes = (e.constant(list(dim)),) if e.opset >= 18 else ()
-        return e.node("Cast", e.node(name, real, *axes, keepdims=keepdims, **by), to=torch.int64)
+        return e.node("Cast", e.node("ReduceMax", real, *axes, keepdims=keepdims, **by), to=torch.int64)
 
-    # The extreme upper half, and the extreme lower half of the elements that have it.
+    # The largest upper half, and the largest lower half of the elements that have it.
     half, (upper, lower) = e.constant(HALF, torch.int64), _halves(e, input)
-    first = e.node("Equal", upper, extreme(upper, 1))
-    beyond = e.constant(-1 if operation == "largest" else HALF, torch.int64)
-    return e.node("Add", e.node("Mul", extreme(upper, int(keepdim)), half), extreme(e.node("Where", first, lower, beyond), int(keepdim)))
+    first = e.node("Equal", upper, largest(upper, 1))
+    below = e.constant(-1, torch.int64)
+    return e.node("Add", e.node("Mul", largest(upper, int(keepdim)), half), largest(e.node("Where", first, lower, below), int(keepdim)))
 
 
 def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operation: str) -> Range:
@@ -188,7 +188,7 @@ def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operatio
 
 @primitive(_onnx_reduced, bounds=_bounds_reduced, kind="plain")
 def reduced(input: Tensor, dim: list[int], keepdim: bool, operation: str) -> Tensor:
-    """Compute the "sum" of at most 2^21 integers along dimensions, or their "largest" or "smallest": int64."""
+    """Compute the "sum" of at most 2^21 integers along dimensions, or their "largest": int64."""
     return REDUCED[operation](input, dim, keepdim=keepdim)
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -175,31 +173,6 @@ def test_a_grid_that_reaches_beyond_where_a_function_has_values_trains(function:
     gradients = [parameter.grad for parameter in prepared.parameters() if parameter.grad is not None]
     assert gradients
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-@settings(max_examples=5, deadline=None)
-@given(
-    st.lists(st.integers(0, 7), min_size=1, max_size=4),
-    st.sampled_from(("sum", "mean", "max")),
-    st.sampled_from((None, 0, -2)),
-    st.booleans(),
-)
-def test_bags_by_offsets_are_those_of_pytorch(starts: list[int], mode: str, padding: int | None, weighted: bool) -> None:
-    offsets = torch.tensor([0, *sorted(starts)])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(len(starts))
-        layer = nn.EmbeddingBag(6, 5, mode=mode, padding_idx=padding).eval()
-    rest = (offsets, torch.linspace(0.2, 1.5, 7)) if weighted and mode == "sum" else (offsets,)
-
-    generator = torch.Generator().manual_seed(len(starts))
-    batches = [torch.randint(0, 6, (7,), generator=generator) for _ in range(4)]
-    prepared, integer = compiled(written(lambda m, x: m.layer(x, *rest), layer=layer), batches, dynamic_shapes={})
-    assert "none is left in float" in fxq.explain(prepared)
-    fxq.set_state(prepared, fxq.State.FLOAT)
-    for x in batches:
-        torch.testing.assert_close(prepared(x), layer(x, *rest))  # sums in another order
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert torch.equal(prepared(batches[0]), integer(batches[0]))
 
 
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True, "add_bias_kv": True}], ids=["plain", "added"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.contract import compiled
+from tests.shared.contract import all_equal, assert_integer_is_onnx, compiled
+from tests.shared.networks import Network
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
@@ -33,6 +36,29 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bucketize": lambda x, y: torch.bucketize(x, torch.tensor([0.0, 1.0])),
     "isin": lambda x, y: torch.isin(x.argmax(1), torch.tensor([0, 2])),
     "grid_sample": lambda x, y: F.grid_sample(x, y.permute(0, 2, 3, 1)[..., :2], mode="bicubic", align_corners=False),
+}
+
+OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
+    "fmod": lambda n: torch.fmod(n, 4),
+    "sign": torch.sign,
+    "amax": lambda n: n.amax(1),
+    "amin": lambda n: n.amin((1, 2)),
+    "argmin": lambda n: n.argmin(1) + 1,
+    "max_along": lambda n: n.max(1),
+    "min_along": lambda n: n.min(2)[0] * 2,
+}
+
+BAGS: dict[str, Callable[[], nn.Module]] = {
+    "leave out the rows of its padding_idx": lambda: Network(
+        lambda s, x: s.l(s.bag(x)), bag=nn.EmbeddingBag(10, 5, padding_idx=0), l=nn.Linear(5, 3)
+    ),
+    "begin at offsets": lambda: Network(
+        lambda s, x: [s.l(s.bag(x.flatten()[:7], s.offsets)), s.l(s.last(x.flatten()[:5], s.offsets))],
+        bag=nn.EmbeddingBag(10, 5),
+        last=nn.EmbeddingBag(10, 5, include_last_offset=True),
+        l=nn.Linear(5, 3),
+        offsets=torch.tensor([0, 2, 5]),
+    ),
 }
 
 
@@ -58,3 +84,28 @@ def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
         torch.testing.assert_close(result, function(one, other), rtol=0.05, atol=0.05)  # a sigmoid that one of them reads is integer
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     assert all(torch.equal(known, wanted) for known, wanted in zip(loaded(batch), (one, other, *results), strict=True))
+
+
+def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_path: Path) -> None:
+    model = Network(lambda _, n: [function(n) for function in OF_INTEGERS.values()]).eval()
+    batches = [(torch.randint(-(2**40), 2**40, (count, 3, 4)),) for count in (4, 2)]
+    prepared, integer = compiled(model, batches[:1])
+    left = {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer}
+    assert all("int64, and only float32 tensors are quantized" in left[name] for name in OF_INTEGERS)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    for batch in batches:
+        assert all(all_equal(model(*batch), form(*batch)) for form in (prepared, integer, loaded))
+    assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
+
+
+@pytest.mark.parametrize("reason", BAGS)
+def test_bags_of_other_sizes_are_summed_on_the_host(reason: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BAGS[reason]().eval()
+    batches = [(torch.randint(0, 10, (4, 6)),) for _ in range(2)]
+    prepared, integer = compiled(model, batches, dynamic_shapes={})
+    assert reason in fxq.explain(prepared)
+    torch.testing.assert_close(integer(*batches[1]), model(*batches[1]), rtol=0.05, atol=0.05)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    assert all_equal(loaded(*batches[1]), integer(*batches[1]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)

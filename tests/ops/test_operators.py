@@ -47,7 +47,7 @@ def kept_integer(config: fxq.QConfig) -> fxq.QConfigMapping:
     """The configuration, by rules that name what copies several tensors: it would be in float where it only leaves the model."""
     mapping = fxq.QConfigMapping(default=config)
     for record in OPERATORS.values():
-        if record.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "put_lists", "write", "to_real", "pad"):
+        if record.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "write", "to_real", "pad"):
             for spelling in (record.function, *record.functions, *record.methods, *record.modules):
                 mapping = mapping.set_object_type(spelling, config)
     return mapping

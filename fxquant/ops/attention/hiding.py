@@ -20,7 +20,7 @@ from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.operators import Builder, Operator, Same, TensorFact, fact, is_parameter, operator_of, register
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.elementwise.comparison import any as any_of
-from fxquant.ops.elementwise.whole import COMPARISONS
+from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.reduction.extremum import amax, amin
 
 HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
@@ -117,7 +117,7 @@ class Hiding:
             return self._given(value, dim, largest) if value.op == "placeholder" and dtype == torch.float32 else None
         arguments = record.arguments(value)
         if record.function is to_real:
-            return self._build.host(COMPARISONS["gt"], arguments["input"], 0)
+            return self._build.host(WHOLE["gt"], arguments["input"], 0)
         if record.name in MOVES:
             return self._moved(value, self.holds(arguments["input"], _dim_before(value, dim), largest))
         if record.name == "where":

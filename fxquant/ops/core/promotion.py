@@ -19,25 +19,21 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.ops.core.casting import to_integer, to_real, truncated
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import OPERATORS, Operator, operator_of
-from fxquant.ops.elementwise import whole
 from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.whole import COMPARISONS
+from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.shape import identity, numbers, reshape
-from fxquant.ops.reduction import whole_along
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES
 
 Call = tuple[Callable[..., Any], dict[str, Any]]  # an operator's function, and its arguments by name
-LOGIC = {"logical_and": whole.whole_and, "logical_or": whole.whole_or, "logical_xor": whole.whole_xor}
+LOGIC = {f"logical_{name}": WHOLE[name] for name in ("and", "or", "xor")}
 NEVER = 2**62  # stands for a number that no integer is equal to
 
 
 def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
     """Return the call that a node is promoted to, parts of which may be made with `build`; None where it needs none, or a reason."""
     result = fact(node)
-    if not isinstance(result, TensorFact) and operator.name not in ("max_along", "min_along"):
-        return None
-    if isinstance(arguments, str):
+    if not isinstance(result, TensorFact) or isinstance(arguments, str):
         return None
     read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
     if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
@@ -77,7 +73,7 @@ def truth(value: Any, build: Builder) -> Any:
         return value
     if is_parameter(value) or fact(value).dtype.is_floating_point:
         return build.host(torch.ne, value, 0)
-    return build.host(COMPARISONS["ne"], wide(value, build), 0)
+    return build.host(WHOLE["ne"], wide(value, build), 0)
 
 
 def _of_truth(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call:
@@ -186,26 +182,23 @@ def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build:
         if any(shape.count(-1) > 1 for shape in shapes):
             return None
         made = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(made, shapes, strict=True)]
-    return _narrow(node, whole_along.whole_cat, {"tensors": made, "dim": dim}, build)
+    return _narrow(node, WHOLE["cat"], {"tensors": made, "dim": dim}, build)
 
 
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
     name = operator.name
-    if name in ("max_along", "min_along"):
-        function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
-        return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
     if name in RELATIONS:
         return _compared(name, arguments, build)
     if name.startswith("logical_") and fact(node).dtype != torch.bool:  # of bits
         if name == "logical_not":
-            return _narrow(node, whole.whole_sub, {"input": -1, "other": wide(arguments["input"], build), "alpha": 1}, build)
+            return _narrow(node, WHOLE["sub"], {"input": -1, "other": wide(arguments["input"], build), "alpha": 1}, build)
         return _narrow(node, LOGIC[name], {each: wide(value, build) for each, value in arguments.items()}, build)
     if name == "where":
         made = {each: wide(value, build) if each != "condition" else value for each, value in arguments.items()}
         if any(isinstance(value, float) and not value.is_integer() for value in made.values()):
             return None
         made = {each: int(value) if isinstance(value, float) else value for each, value in made.items()}
-        return _narrow(node, whole_along.whole_where, made, build)
+        return _narrow(node, WHOLE["where"], made, build)
     if operator.function is to_integer:
         dtype = arguments["dtype"]
         return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
@@ -230,7 +223,7 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
             whole_number = math.floor(value) if holds in ("gt", "le") else math.ceil(value)
             value = whole_number if holds not in ("eq", "ne") or value.is_integer() else NEVER
         made[name] = wide(value, build)
-    return COMPARISONS[relation], made
+    return WHOLE[relation], made
 
 
 Meaning = Callable[[dict[str, Any], "TensorFact | None"], "Call | str | None"]
@@ -241,34 +234,28 @@ def _with(function: Callable[..., Any]) -> Meaning:
     return lambda arguments, operand: (function, arguments)
 
 
-def _dims(function: Callable[..., Any]) -> Meaning:
-    """A reduction, whose dimensions are named one by one."""
-
-    def meaning(arguments: dict[str, Any], operand: TensorFact | None) -> Call | None:
-        if operand is None:
-            return None
-        dim = arguments.get("dim")
-        chosen = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
-        return function, {"input": arguments["input"], "dim": chosen or list(range(len(operand.shape))), "keepdim": arguments["keepdim"]}
-
-    return meaning
+def _of_sum(arguments: dict[str, Any], operand: TensorFact | None) -> Call | None:
+    """Return a sum whose dimensions are named one by one."""
+    if operand is None:
+        return None
+    dim = arguments.get("dim")
+    chosen = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    return WHOLE["sum"], {"input": arguments["input"], "dim": chosen or list(range(len(operand.shape))), "keepdim": arguments["keepdim"]}
 
 
-ALIKE = ("add", "sub", "mul", "floor_divide", "trunc_divide", "remainder", "fmod", "maximum", "minimum", "abs", "sign", "pow")
+ALIKE = ("add", "sub", "mul", "floor_divide", "trunc_divide", "remainder", "maximum", "minimum", "abs", "pow", "cumsum", "argmax")
 MEANINGS: dict[str, Meaning] = {
-    **{name: _with(getattr(whole, f"whole_{name}")) for name in ALIKE},
-    "floor_quotient": _with(whole.whole_floor_divide),
-    "trunc_quotient": _with(whole.whole_trunc_divide),
-    "floor_remainder": _with(whole.whole_remainder),
-    "trunc_remainder": _with(whole.whole_fmod),
-    "neg": lambda arguments, operand: (whole.whole_sub, {"input": 0, "other": arguments["input"], "alpha": 1}),
-    "square": lambda arguments, operand: (whole.whole_mul, {"input": arguments["input"], "other": arguments["input"]}),
-    "clamp": lambda arguments, operand: (whole.whole_clamp, {
+    **{name: _with(WHOLE[name]) for name in ALIKE},
+    "floor_quotient": _with(WHOLE["floor_divide"]),
+    "trunc_quotient": _with(WHOLE["trunc_divide"]),
+    "floor_remainder": _with(WHOLE["remainder"]),
+    "neg": lambda arguments, operand: (WHOLE["sub"], {"input": 0, "other": arguments["input"], "alpha": 1}),
+    "square": lambda arguments, operand: (WHOLE["mul"], {"input": arguments["input"], "other": arguments["input"]}),
+    "clamp": lambda arguments, operand: (WHOLE["clamp"], {
         name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in arguments.items()
     }),
-    "clamp_between": _with(whole.whole_clamp),
-    **{name: _dims(getattr(whole_along, f"whole_{name}")) for name in ("sum", "amax", "amin")},
-    **{name: _with(getattr(whole_along, f"whole_{name}")) for name in ("cumsum", "argmax", "argmin")},
+    "clamp_between": _with(WHOLE["clamp"]),
+    "sum": _of_sum,
     **{name: lambda arguments, operand: (identity, arguments) for name in ("ceil", "floor", "trunc")},
     "round": lambda arguments, operand: (identity, {"input": arguments["input"]}),
 }  # fmt: skip

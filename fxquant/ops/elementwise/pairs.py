@@ -39,7 +39,7 @@ from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, q
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
-from fxquant.ops.elementwise.whole import COMPARISONS, whole_remainder
+from fxquant.ops.elementwise.whole import WHOLE
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
@@ -51,7 +51,7 @@ def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     """Of what is below 0 as well: the sign is that of the input, where the exponent, an int64 tensor in front of its grid, is odd."""
     logarithm = build(log_of_base, build(torch.abs, input), demand=WIDE)
     magnitude = build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
-    odd = build(COMPARISONS["ne"], build(whole_remainder, exponent.args[0], 2), 0)
+    odd = build(WHOLE["ne"], build(WHOLE["remainder"], exponent.args[0], 2), 0)
     return build(where, build(torch.logical_and, odd, build(torch.lt, input, 0.0)), build(torch.neg, magnitude), magnitude)
 
 

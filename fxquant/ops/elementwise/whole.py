@@ -2,20 +2,20 @@
 
 All of them are int64 in the graph, and exact: sums and products wrap around beyond 64 bits, as PyTorch's do. Numbers of a narrower
 dtype are made int64 first, and a result of one is brought back to it, so that they wrap around where that dtype does.
-`fxquant.ops.core.promotion` says which calls become these.
+`fxquant.ops.core.promotion` says which calls become these; what is not among them, such as a largest integer, is computed on the host.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import Lowering, Operator, Plain, Sample, TensorFact, fact, is_parameter, register, written
-from fxquant.primitives import comparison
+from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register, written
+from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
 
 WHOLE_NUMBERS, TRUTH_VALUES = Plain("int64"), Plain("bool")
@@ -26,38 +26,24 @@ class Steps:
     """Writer of primitives on integers for one operator; constants become int64 ones."""
 
     def __init__(self, lowering: Lowering) -> None:
-        self._lowering = lowering
+        self.lowering, self.call = lowering, lowering.call
         self._numbers: dict[int, Any] = {}
         self._constants = 0
 
     def __call__(self, operation: str, input: Value, other: Value) -> Any:
         """Combine two values by an operation of `primitives.joined`."""
-        return self._lowering.call(primitives.joined, self.held(input), self.held(other), operation)
-
-    def compare(self, input: Value, other: Value, relation: str) -> Any:
-        """Return whether they are in the relation."""
-        return self._lowering.call(comparison.compare, self.held(input), self.held(other), relation)
+        return self.call(primitives.joined, self.held(input), self.held(other), operation)
 
     def held(self, value: Value) -> Any:
         """Return a value as primitives take it."""
         if not isinstance(value, int):
             self._constants += isinstance(value, Tensor)
-            return self._lowering.given(f"constant_{self._constants}", value, torch.int64)
+            return self.lowering.given(f"constant_{self._constants}", value, torch.int64)
         if value not in self._numbers:
             self._constants += 1
             number = torch.tensor(value, dtype=torch.int64, device="cpu")
-            self._numbers[value] = self._lowering.given(f"constant_{self._constants}", number, torch.int64)
+            self._numbers[value] = self.lowering.given(f"constant_{self._constants}", number, torch.int64)
         return self._numbers[value]
-
-    def sign(self, value: Value) -> Any:
-        return self("smaller", self("larger", value, -1), 1)
-
-    def magnitude(self, value: Value) -> Any:
-        return self("larger", value, self("subtract", 0, value))
-
-    def truncated_quotient(self, input: Value, other: Value) -> Any:
-        quotient = self("quotient", self.magnitude(input), self.magnitude(other))
-        return self("multiply", quotient, self("multiply", self.sign(input), self.sign(other)))
 
 
 def as_whole(value: Any) -> Tensor:
@@ -65,7 +51,10 @@ def as_whole(value: Any) -> Tensor:
     return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")).to(torch.int64)
 
 
-def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+Refuses = Callable[[fx.Node, dict[str, Any]], str | None]
+
+
+def _needs_numbers(*names: str) -> Refuses:
     """Return a check that these arguments are tensors or known integers."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -84,42 +73,23 @@ def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None
 
 def _whole(
     name: str,
-    doc: str,
     function: Callable[..., Any],
     steps: Callable[..., Any],
+    *samples: str,
     reads: tuple[str, ...] = ("input", "other"),
-    demand: Plain = WHOLE_NUMBERS,
-    refuses: Callable[[fx.Node, dict[str, Any]], str | None] | None = None,
-    samples: Sequence[Sample] = (),
+    demand: Any = WHOLE_NUMBERS,
+    refuses: Refuses | None = None,
     **forms: Any,
-) -> Callable[..., Tensor]:
-    """Register an operator on integers with this float meaning, and return it under its name; `steps` writes its primitives."""
+) -> Callable[..., Any]:
+    """Register an operator on integers with this float meaning, and return that; `steps(Steps, **arguments)` writes its primitives."""
 
     def lower(lowering: Lowering, **arguments: Any) -> Any:
         return steps(Steps(lowering), **arguments)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
-    given: dict[str, Any] = {"reads": reads, "refuses": refuses or needs_numbers(*reads), "samples": tuple(samples)}
-    register(Operator(name, function, (), lower, demand, **given, **forms))
+    function.__name__ = function.__qualname__ = f"whole_{name}"
+    fields: dict[str, Any] = {"reads": reads, "refuses": refuses or _needs_numbers(*reads), "samples": written(*samples)}
+    register(Operator(function.__name__, function, (), lower, demand, **fields, **forms))
     return function
-
-
-def _pairs(
-    name: str, doc: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], rounding: str = "", **fields: Any
-) -> Callable[..., Tensor]:
-    """Register an operator on two integers: PyTorch's function, and an operation of `primitives.joined`, or the steps that write it.
-
-    `rounding` is the function's rounding mode.
-    """
-    modes = {"rounding_mode": rounding} if rounding else {}
-    text = f"torch.{combined.__name__}(x.argmax(3) - 3, y.argmax(3) + 1{''.join(f', {key}={mode!r}' for key, mode in modes.items())})"
-
-    def join(steps: Steps, input: Value, other: Value) -> Any:
-        return steps(operation, input, other) if isinstance(operation, str) else operation(steps, input, other)
-
-    own = lambda input, other: as_whole(combined(as_whole(input), as_whole(other), **modes))  # noqa: E731
-    return _whole(name, doc, own, join, samples=written(text), **fields)
 
 
 # ---- two numbers ----------------------------------------------------------------------------------------------------
@@ -134,48 +104,75 @@ def _or(steps: Steps, input: Value, other: Value) -> Any:
     return steps("subtract", steps("add", input, other), steps("and", input, other))
 
 
+def _magnitude(steps: Steps, value: Value) -> Any:
+    return steps("larger", value, steps("subtract", 0, value))
+
+
 def _xor(steps: Steps, input: Value, other: Value) -> Any:
     """a + b - 2 · (a and b)."""
     return steps("subtract", steps("add", input, other), steps("multiply", steps("and", input, other), 2))
 
 
-def _fmod(steps: Steps, input: Value, other: Value) -> Any:
-    return steps("subtract", input, steps("multiply", steps.truncated_quotient(input, other), other))
+def _truncated_quotient(steps: Steps, input: Value, other: Value) -> Any:
+    """Divide the magnitudes, and multiply by the signs, which are the numbers limited to [-1, 1]."""
+    quotient = steps("quotient", _magnitude(steps, input), _magnitude(steps, other))
+    signs = [steps("smaller", steps("larger", value, -1), 1) for value in (input, other)]
+    return steps("multiply", quotient, steps("multiply", *signs))
 
 
 def _refuses_division(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "it divides by 0" if arguments["other"] == 0 else needs_numbers("input", "other")(node, arguments)
+    return "it divides by 0" if arguments["other"] == 0 else _needs_numbers("input", "other")(node, arguments)
 
 
-_DIVIDES: dict[str, Any] = {"refuses": _refuses_division}
-whole_add = _whole(
-    "whole_add",
-    "input + alpha · other.",
-    lambda input, other, alpha=1: as_whole(input + alpha * other),
-    lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
-    samples=written("torch.add(x.argmax(3), y.argmax(3), alpha=2)"),
-)
-whole_sub = _whole(
-    "whole_sub",
-    "Compute input - alpha · other.",
-    lambda input, other, alpha=1: as_whole(input - alpha * other),
-    lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)),
-    samples=written("x.argmax(3) - y.argmax(3)"),
-)
-whole_mul = _pairs("whole_mul", "Compute input · other.", torch.mul, "multiply")
-whole_floor_divide = _pairs("whole_floor_divide", "Compute ⌊input / other⌋.", torch.floor_divide, "quotient", **_DIVIDES)
-whole_trunc_divide = _pairs(
-    "whole_trunc_divide", "Compute input / other, rounded towards 0.", torch.div, Steps.truncated_quotient, "trunc", **_DIVIDES
-)
-whole_remainder = _pairs("whole_remainder", "Compute input - other · ⌊input / other⌋.", torch.remainder, "remainder", **_DIVIDES)
-whole_fmod = _pairs("whole_fmod", "Compute the remainder of input divided by other, with the sign of input.", torch.fmod, _fmod)
-whole_maximum = _pairs("whole_maximum", "Return the larger of two integers.", torch.maximum, "larger")
-whole_minimum = _pairs("whole_minimum", "Return the smaller of two integers.", torch.minimum, "smaller")
-whole_and = _pairs("whole_and", "Return the bits that both have, in two's complement.", torch.bitwise_and, "and")
-whole_or = _pairs("whole_or", "Return the bits that one has or the other, in two's complement.", torch.bitwise_or, _or)
-whole_xor = _pairs("whole_xor", "Return the bits that only one of the two has, in two's complement.", torch.bitwise_xor, _xor)
+def _pairs(
+    name: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], modes: dict[str, str] | None = None, **fields: Any
+) -> Callable[..., Any]:
+    """Register PyTorch's function of two integers, and of its modes: an operation of `primitives.joined`, or the steps that write it."""
+    settings = "".join(f", {key}={mode!r}" for key, mode in (modes or {}).items())
+    return _whole(
+        name,
+        lambda input, other: as_whole(combined(as_whole(input), as_whole(other), **(modes or {}))),
+        lambda steps, input, other: steps(operation, input, other) if isinstance(operation, str) else operation(steps, input, other),
+        f"torch.{combined.__name__}(x.argmax(3) - 3, y.argmax(3) + 1{settings})",
+        **fields,
+    )
 
-# ---- one number -----------------------------------------------------------------------------------------------------
+
+def _compared(relation: str) -> Callable[..., Any]:
+    return _whole(
+        relation,
+        lambda input, other: getattr(torch, relation)(as_whole(input), as_whole(other)),
+        lambda steps, input, other: steps.call(comparison.compare, steps.held(input), steps.held(other), relation),
+        f"torch.{relation}(x.argmax(3), y.argmax(3))",
+        demand=TRUTH_VALUES,
+    )
+
+
+# ---- shifts ---------------------------------------------------------------------------------------------------------
+
+
+def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    other = arguments["other"]
+    return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
+
+
+def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[..., Any]:
+    """Register a shift by a number of bits, which multiplies by a power of two, or divides by one."""
+    return _whole(
+        name,
+        lambda input, other: as_whole(function(input, other)),
+        lambda steps, input, other: steps(step, input, 2**other),
+        f"{function.__name__}(x.argmax(3), 1)",
+        *(f"operator.{i}{name}(x.argmax(3), 1)" for i in ("", "i")),
+        *(f"x.argmax(3).__{i}{name}__(1)" for i in ("", "i")),
+        reads=("input",),
+        refuses=_refuses_shift,
+        functions=dict.fromkeys((getattr(operator, name), getattr(operator, f"i{name}"), function)),
+        methods=dict.fromkeys((f"__{name}__", f"__i{name}__", function.__name__, f"{function.__name__}_")),
+    )
+
+
+# ---- limits, powers, choices, and concatenation -----------------------------------------------------------------------
 
 
 def _clamp_number(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
@@ -188,6 +185,11 @@ def _clamp(steps: Steps, input: Value, min: Value, max: Value) -> Any:
     return value if max is None else steps("smaller", value, max)
 
 
+def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    none = arguments["min"] is None and arguments["max"] is None
+    return "neither min nor max is given" if none else _needs_numbers("min", "max")(node, arguments)
+
+
 def _power(steps: Steps, input: Value, exponent: int) -> Any:
     value = input
     for _ in range(exponent - 1):
@@ -195,93 +197,129 @@ def _power(steps: Steps, input: Value, exponent: int) -> Any:
     return value
 
 
-def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    none = arguments["min"] is None and arguments["max"] is None
-    return "neither min nor max is given" if none else needs_numbers("min", "max")(node, arguments)
-
-
 def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     exponent = arguments["exponent"]
     return None if isinstance(exponent, int) and 1 < exponent <= 64 else f"its exponent is {exponent!r}"
 
 
-whole_abs = _whole(
-    "whole_abs",
-    "Without the sign.",
-    lambda input: torch.abs(input),
-    lambda steps, input: steps.magnitude(input),
-    ("input",),
-    samples=written("(x.argmax(3) - 3).abs()"),
-)
-whole_sign = _whole(
-    "whole_sign",
-    "Return -1, 0 or 1.",
-    lambda input: torch.sign(input),
-    lambda steps, input: steps.sign(input),
-    ("input",),
-    samples=written("(x.argmax(3) - 3).sign()"),
-)
-whole_clamp = _whole(
-    "whole_clamp",
-    "Limit to [min, max], which are numbers or tensors; None means no limit.",
-    _clamp_number,
-    _clamp,
-    ("input", "min", "max"),
-    refuses=_refuses_clamp,
-    samples=written("x.argmax(3).clamp(1, 4)", "x.argmax(3).clamp(max=y.argmax(3))"),
-)
-whole_pow = _whole(
-    "whole_pow",
-    "Compute input · input · …, as many factors as the exponent says.",
-    lambda input, exponent: torch.pow(input, exponent),
-    _power,
-    ("input",),
-    refuses=_refuses_power,
-    samples=written("x.argmax(3) ** 3"),
-)
-
-# ---- shifts ---------------------------------------------------------------------------------------------------------
+def _where(condition: Tensor, input: Any, other: Any) -> Tensor:
+    device = condition.device
+    return torch.where(condition, as_whole(input).to(device), as_whole(other).to(device))
 
 
-def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    other = arguments["other"]
-    return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
+def _chosen(steps: Steps, condition: Value, input: Value, other: Value) -> Any:
+    held = steps.lowering.given("condition", condition, torch.bool)
+    return steps.call(primitives.chosen, steps.held(input), steps.held(other), held)
 
 
-def _shifts(name: str, doc: str, function: Callable[..., Tensor], step: str) -> Callable[..., Tensor]:
-    short = name.removeprefix("whole_")
-    return _whole(
-        name,
-        doc,
-        lambda input, other: as_whole(function(input, other)),
-        lambda steps, input, other: steps(step, input, 2**other),
-        ("input",),
-        refuses=_refuses_shift,
-        samples=written(
-            f"{function.__name__}(x.argmax(3), 1)",
-            *(f"operator.{i}{short}(x.argmax(3), 1)" for i in ("", "i")),
-            *(f"x.argmax(3).__{i}{short}__(1)" for i in ("", "i")),
+def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
+    dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)
+    return steps.call(shape.concatenate, [steps.lowering.given(f"tensor_{i}", tensor, dtype) for i, tensor in enumerate(tensors)], dim)
+
+
+# ---- along dimensions -----------------------------------------------------------------------------------------------
+
+
+def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
+    """The first of those that are equal to the largest."""
+    largest = steps.call(primitives.reduced, input, [dim], True, "largest")
+    equal = steps.call(primitives.converted, steps.call(comparison.compare, input, largest, "eq"), torch.int64)
+    return steps.call(selection.arg_extremum, equal, dim, keepdim, True)
+
+
+def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, dim = fact(arguments["input"]), arguments["dim"]
+    if not isinstance(known, TensorFact) or not known.shape or dim is None:
+        return "it reduces all elements" if dim is None else "its operand has no dimensions"
+    return None if isinstance(known.shape[dim], int) else "it reduces the batch, whose size is not fixed"
+
+
+# ---- the operators, by the name of the one that a call of integers is promoted from -----------------------------------
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    function.__name__.removeprefix("whole_"): function
+    for function in (
+        _whole(
+            "add",
+            lambda input, other, alpha=1: as_whole(input + alpha * other),
+            lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
+            "torch.add(x.argmax(3), y.argmax(3), alpha=2)",
         ),
-        functions=dict.fromkeys((getattr(operator, short), getattr(operator, f"i{short}"), function)),
-        methods=dict.fromkeys((f"__{short}__", f"__i{short}__", function.__name__, f"{function.__name__}_")),
+        _whole(
+            "sub",
+            lambda input, other, alpha=1: as_whole(input - alpha * other),
+            lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)),
+            "x.argmax(3) - y.argmax(3)",
+        ),
+        _pairs("mul", torch.mul, "multiply"),
+        _pairs("floor_divide", torch.floor_divide, "quotient", refuses=_refuses_division),
+        _pairs("trunc_divide", torch.div, _truncated_quotient, {"rounding_mode": "trunc"}, refuses=_refuses_division),
+        _pairs("remainder", torch.remainder, "remainder", refuses=_refuses_division),
+        _pairs("maximum", torch.maximum, "larger"),
+        _pairs("minimum", torch.minimum, "smaller"),
+        _pairs("and", torch.bitwise_and, "and"),
+        _pairs("or", torch.bitwise_or, _or),
+        _pairs("xor", torch.bitwise_xor, _xor),
+        *map(_compared, comparison.RELATIONS),
+        _shifts("lshift", torch.bitwise_left_shift, "multiply"),
+        _shifts("rshift", torch.bitwise_right_shift, "quotient"),
+        _whole(
+            "abs",
+            lambda input: torch.abs(input),
+            lambda steps, input: _magnitude(steps, input),
+            "(x.argmax(3) - 3).abs()",
+            reads=("input",),
+        ),
+        _whole(
+            "clamp",
+            _clamp_number,
+            _clamp,
+            "x.argmax(3).clamp(1, 4)",
+            "x.argmax(3).clamp(max=y.argmax(3))",
+            reads=("input", "min", "max"),
+            refuses=_refuses_clamp,
+        ),
+        _whole(
+            "pow", lambda input, exponent: torch.pow(input, exponent), _power, "x.argmax(3) ** 3", reads=("input",), refuses=_refuses_power
+        ),
+        _whole(
+            "where",
+            _where,
+            _chosen,
+            "torch.where(x > 0, x.argmax(1, True), y.argmax(1, True))",
+            reads=("condition", "input", "other"),
+            refuses=_needs_numbers("input", "other"),
+        ),
+        _whole(
+            "cat",
+            lambda tensors, dim=0: torch.cat(tensors, dim),
+            _cat,
+            "torch.cat((x.argmax(1), y.argmin(1)), 1)",
+            reads=("tensors",),
+            demand=lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
+            refuses=lambda node, arguments: None,
+        ),
+        _whole(
+            "sum",
+            lambda input, dim, keepdim=False: torch.sum(input, dim, keepdim),
+            lambda steps, input, dim, keepdim: steps.call(primitives.reduced, input, list(dim), keepdim, "sum"),
+            "torch.sum(x.argmax(1), 1)",
+            reads=("input",),
+        ),
+        _whole(
+            "cumsum",
+            lambda input, dim: torch.cumsum(input, dim),
+            lambda steps, input, dim: steps.call(primitives.running, input, dim),
+            "x.argmax(1).cumsum(1)",
+            reads=("input",),
+        ),
+        _whole(
+            "argmax",
+            lambda input, dim, keepdim=False: torch.argmax(input, dim, keepdim),
+            _argmax,
+            "torch.argmax(x.argmax(1), 1)",
+            reads=("input",),
+            refuses=_refuses_place,
+        ),
     )
-
-
-whole_lshift = _shifts("whole_lshift", "Compute input · 2^other.", torch.bitwise_left_shift, "multiply")
-whole_rshift = _shifts("whole_rshift", "Compute ⌊input / 2^other⌋.", torch.bitwise_right_shift, "quotient")
-
-# ---- comparisons ----------------------------------------------------------------------------------------------------
-
-
-def _comparison(relation: str) -> Callable[..., Any]:
-    return _whole(
-        f"whole_{relation}",
-        f"torch.{relation} of integers.",
-        lambda input, other: getattr(torch, relation)(as_whole(input), as_whole(other)),
-        lambda steps, input, other: steps.compare(input, other, relation),
-        demand=TRUTH_VALUES,
-        samples=written(f"torch.{relation}(x.argmax(3), y.argmax(3))"),
-    )
-
-
-COMPARISONS = {relation: _comparison(relation) for relation in comparison.RELATIONS}
+}

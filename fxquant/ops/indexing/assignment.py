@@ -18,7 +18,6 @@ from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, whole_index
 from fxquant.ops.movement.shape import one_varying
-from fxquant.ops.movement.views import put_lists
 from fxquant.primitives import comparison, shape
 
 
@@ -78,9 +77,7 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
     if whole is None:
         return "its index has too many entries"
     if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
-        given = {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value}
-        several = isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value)
-        return Instead(put_lists if several else index_put, given)
+        return Instead(index_put, {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value})
     return {"input": tensor, "index": whole, "value": value}
 
 

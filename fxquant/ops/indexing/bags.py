@@ -1,8 +1,4 @@
-"""Bags of embeddings: the sum, mean or largest of the rows that each of them names.
-
-Bags of other sizes than one, whose offsets are a constant, are filled up to the largest with a row that counts for nothing: zeros in a
-sum, the smallest of each column where the largest counts. So is what `padding_idx` leaves out.
-"""
+"""Bags of embeddings: the sum, mean or largest of the rows that each of them names; one-hot vectors, and counts of booleans."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.operators import (
-    INNER,
     Builder,
+    Instead,
     Lowering,
     Plain,
     TensorFact,
@@ -23,33 +19,25 @@ from fxquant.ops.core.operators import (
     bound,
     composite,
     fact,
-    is_parameter,
     listed,
     lowered,
     operator_named,
     settings_of,
 )
-from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
-from fxquant.ops.elementwise.selection import where
-from fxquant.ops.elementwise.whole import COMPARISONS, whole_add, whole_mul
-from fxquant.ops.indexing.index import CHANGES, embedding, getitem, refuses_embedding
-from fxquant.ops.movement.shape import numbers, reshape
+from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding
+from fxquant.ops.movement.shape import reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
-from fxquant.ops.reduction.progression import length_of
 from fxquant.primitives import scatter, shape
 
-# ---- Integers from counting: one-hot vectors, and how many booleans are true -----------------------------------------
+# ---- one-hot vectors -----------------------------------------------------------------------------------------------------
 
 
 def _refuses_real(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     return None if isinstance(known, TensorFact) and known.dtype == torch.int64 else "its operand is not an integer tensor"
-
-
-# ---- one-hot vectors -----------------------------------------------------------------------------------------------------
 
 
 def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -101,70 +89,40 @@ def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
 
 
-def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, *settings: Any) -> Tensor:
-    mode, include_last_offset, padding_idx = settings
-    return F.embedding_bag(input, weight, offsets, None, 2.0, False, mode, False, per_sample_weights, include_last_offset, padding_idx)
+# ---- bags ---------------------------------------------------------------------------------------------------------------
 
 
-def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
-    """Return which places of a row of numbers each bag has; none where the bags are rows themselves."""
-    value = None if offsets is None else constant_value(offsets)
-    if value is None:
-        return []
-    starts: list[int] = value.tolist()
-    size = fact(input).shape[0]
-    ends = starts[1:] if include_last_offset else [*starts[1:], size]
-    return [range(start, end) for start, end in zip(starts, ends, strict=False)]
+def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, mode: str = "mean") -> Tensor:
+    return F.embedding_bag(input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights)
 
 
-def _arranged(build: Builder, value: fx.Node, places: Tensor) -> Any:
-    """Return a row of numbers as bags, [bags, size]."""
-    return build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
+OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"
 
 
-def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
-    """Return the table with a neutral row in place of the padding's, and, with `another`, a further such row at its end."""
-    rows, features = numbers(build.fact(weight).shape)
-    if padding is None and not another:
-        return weight
-    zeros = torch.zeros(1, features, device="cpu", dtype=torch.float32)
-    nothing: Any = build.host(torch.amin, weight, 0, True) if mode == "max" else build.constant(zeros)
-    if padding is not None:
-        mask = torch.arange(rows, device="cpu").reshape(-1, 1) == padding
-        weight = build.host(torch.where, build.constant(mask), nothing, weight)
-    return build.host(torch.cat, [weight, nothing]) if another else weight
-
-
-def _counted(build: Builder, input: fx.Node, padding: int) -> Any:
-    return build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
-
-
-def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> Any:
-    """Return one over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
-    if padding is None:
-        assert count is not None
-        return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))
-    size = numbers(build.fact(input).shape)[1]
-    table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu", dtype=torch.float32)
-    return build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
+def _why_not(max_norm: float | None, padding_idx: int | None, include_last_offset: bool) -> str | None:
+    """Return why bags with these settings have no integer form; None where they have one."""
+    padded = None if padding_idx is None else "its bags leave out the rows of its padding_idx"
+    return CHANGES if max_norm is not None else padded or (OFFSETS if include_last_offset else None)
 
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     given = bound(F.embedding_bag, *args, **kwargs)
-    changes = given["max_norm"] is not None
-    return CHANGES if changes else {name: given[name] for name in operator_named("embedding_bag").parameter_names}
+    because = _why_not(given["max_norm"], given["padding_idx"], given["include_last_offset"])
+    return because or {name: given[name] for name in operator_named("embedding_bag").parameter_names}
 
 
-_settings = settings_of(("weight", "mode", "include_last_offset", "padding_idx"))
+_settings = settings_of(("weight", "mode"))
+
+
+def _module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
+    return _why_not(module.max_norm, module.padding_idx, module.include_last_offset) or _settings(module)
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, offsets = fact(arguments["input"]), arguments["offsets"]
+    known = fact(arguments["input"])
     if not isinstance(known, TensorFact) or not isinstance(known.shape[-1], int):
         return "the sizes of its bags depend on the batch size"
-    if len(known.shape) == 1 and not (isinstance(offsets, fx.Node) and is_parameter(offsets)):
-        return "the sizes of its bags depend on the data: give offsets that are a buffer, or bags of one size, [bags, size]"
-    return None
+    return None if len(known.shape) == 2 else OFFSETS
 
 
 @composite(
@@ -172,55 +130,21 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     function=_embedding_bag,
     by_name=False,
     calls={F.embedding_bag: _function},
-    modules={nn.EmbeddingBag: lambda module: CHANGES if module.max_norm is not None else _settings(module)},
+    modules={nn.EmbeddingBag: _module},
     reads=("input",),
     refuses=(_refuses, refuses_embedding),
 )
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='max')", "{nn.EmbeddingBag(6, 5)}(x[:, 1].argmax(2))", within=NORMED)
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='sum', per_sample_weights=y[:, 0, 0])", within=NORMED)
 def embedding_bag(
-    build: Builder,
-    input: fx.Node,
-    offsets: fx.Node | None = None,
-    per_sample_weights: fx.Node | None = None,
-    weight: Any = None,
-    mode: str = "mean",
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
+    build: Builder, input: fx.Node, offsets: None = None, per_sample_weights: fx.Node | None = None, weight: Any = None, mode: str = "mean"
 ) -> Any:
-    """For each bag the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features]; zeros of an empty one.
+    """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
 
-    The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
-    have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
+    The bags are the rows of `input`, int64 [bags, size]; `offsets`, which are those of bags of other sizes, have no integer form. In a
+    sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
     """
-    bags, rows = _places(input, offsets, include_last_offset), length_of(weight, 0)
-    padding = None if padding_idx is None else padding_idx % rows
-    filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
-    if bags:
-        size = max(1, *map(len, bags))
-        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu", dtype=torch.int64)
-        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu", dtype=torch.bool)
-        input = _arranged(build, input, places)
-        per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
-    weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
-    if filled.any():
-        input = build(whole_mul, input, build.constant((~filled).long()))
-        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
     taken = build(embedding, input, weight)
     if per_sample_weights is not None:
         taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
-    if padding is None and not filled.any():
-        return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
-    if mode == "sum":
-        return build(sum, taken, [1], False)
-    # How many rows of each bag count: known, or counted where the padding is among what is read.
-    count = (~filled).sum(1, keepdim=True) if padding is None else None
-    if mode == "mean":
-        total = build(sum, taken, [1], False, demand=INNER)
-        return build(mul, total, _share(build, input, padding, count))
-    largest = build(amax, taken, [1], False)
-    if count is not None:
-        return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
-    assert padding is not None
-    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
-    return build(where, counted, largest, 0.0)
+    return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.casting import made_number
 from fxquant.ops.core.operators import ALIGNED, ROUNDED, Builder, Size, TensorFact, are_fixed, composite, function_and_method, sampled
-from fxquant.ops.core.places import tensors
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
@@ -50,45 +48,10 @@ def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
-        found: Tensor = numbers[tensors(way)] if isinstance(way, Lists) else functional.view_of(numbers, way)
+        found: Tensor = functional.view_of(numbers, way)
     except (RuntimeError, IndexError, TypeError):
         return None
     return found
-
-
-class Lists(list[Any]):
-    """The entries of an index, in place of a way: for every dimension a list of places, or None."""
-
-
-def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape, value = shape_of(arguments["input"]), arguments["value"]
-    if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
-        return "it assigns a number that is computed"
-    places = _places(shape, Lists(arguments["lists"]))
-    if places is None or places.numel() == 0:
-        return "it assigns to a part of the batch"
-    sizes = shape_of(value)
-    if is_parameter(value):
-        return None
-    fits = len(sizes) == places.dim() and sizes[1:] == places.shape[1:] and sizes[0] in (places.shape[0], shape[0])
-    return None if fits else "the assigned value and the indexed region differ in shape"
-
-
-def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
-    shape = build.fact(input).shape
-    places = _places(shape, way)
-    assert places is not None
-    rest = [size for size in shape if isinstance(size, int)]
-    batch = [-1] * (len(shape) - len(rest))
-    source = torch.full((math.prod(rest),), -1, device="cpu", dtype=torch.int64)
-    source[places.flatten()] = torch.arange(places.numel(), device="cpu")
-    mask = build.constant((source >= 0).reshape([1] * len(batch) + rest))
-    number = made_number(value)
-    if number is not None:
-        return build(where, mask, number, input)
-    flat = build(reshape, value, [*batch, places.numel()])
-    spread = build(getitem, flat, [*[WHOLE] * len(batch), source.clamp(min=0).tolist()])
-    return build(where, mask, build(reshape, spread, [*batch, *rest]), input)
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -122,18 +85,17 @@ def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int =
 @sampled("z = x * 0.5; z.narrow(1, 1, 2).copy_(x[:, :2]); z.diagonal(dim1=2, dim2=3).fill_(0.3); return z", within=ALIGNED)
 def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
     """Return a copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
-    return _expand(build, input, value, way)
-
-
-@composite(
-    function=lambda input, value, lists: functional.setitem(input, tensors(lists, input.device), value),
-    carries=("input", "value"),
-    refuses=_refuses_lists,
-)
-@sampled("x = x * 1; x[:, [0, 2], [1, 3]] = y[:, :2, 0]; return x", within=ALIGNED)
-def put_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
-    """Return a copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
-    places = _places(build.fact(input).shape, Lists(lists))
-    if is_parameter(value) and places is not None:
-        value = build.host(torch.broadcast_to, value, list(places.shape))
-    return _expand(build, input, value, Lists(lists))
+    shape = build.fact(input).shape
+    places = _places(shape, way)
+    assert places is not None
+    rest = [size for size in shape if isinstance(size, int)]
+    batch = [-1] * (len(shape) - len(rest))
+    source = torch.full((math.prod(rest),), -1, device="cpu", dtype=torch.int64)
+    source[places.flatten()] = torch.arange(places.numel(), device="cpu")
+    mask = build.constant((source >= 0).reshape([1] * len(batch) + rest))
+    number = made_number(value)
+    if number is not None:
+        return build(where, mask, number, input)
+    flat = build(reshape, value, [*batch, places.numel()])
+    spread = build(getitem, flat, [*[WHOLE] * len(batch), source.clamp(min=0).tolist()])
+    return build(where, mask, build(reshape, spread, [*batch, *rest]), input)
