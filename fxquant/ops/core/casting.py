@@ -18,7 +18,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, operand_nodes, operator_of
+from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
@@ -235,7 +235,7 @@ def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | 
     """Return whether a constant needs the others' batch size as an operand of `reader`: a layer, a composite, a concatenation."""
     if record is None or (record.name in _STATES and not value.any()):
         return False
-    calculates = (record.sums or record.expand is not None) and record.name not in _BROADCASTING
+    calculates = (Trait.SUMS in record.traits or record.expand is not None) and record.name not in _BROADCASTING
     calculates = calculates and node in operand_nodes(record, arguments)
     return calculates or record.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
 

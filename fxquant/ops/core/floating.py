@@ -20,7 +20,7 @@ from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_sh
 from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE
-from fxquant.ops.core.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.core.record import Operator, Own, Plain, demand, has_weights, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.table import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
@@ -186,7 +186,7 @@ def given(gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         given = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
-        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
+        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not has_weights(node)):
             plain.add(node)
     return plain
 
@@ -228,15 +228,10 @@ def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
     """Return the nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        known = operator_of(node) is not None and not _sums(node) and node.users
+        known = operator_of(node) is not None and not has_weights(node) and node.users
         if known and all(reader in found or ends(reader, node) for reader in node.users):
             found.add(node)
     return found
-
-
-def _sums(node: fx.Node) -> bool:
-    operator = operator_of(node)
-    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
 
 
 def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -273,7 +268,7 @@ def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         known, inputs = fact(node), node.all_input_nodes
         given = node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point
-        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not _sums(node)
+        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not has_weights(node)
         if given or computed or is_parameter(node) or reads_shape_only(node):
             whole.add(node)
     for node in reversed(gm.graph.nodes):

@@ -115,8 +115,7 @@ def _onnx_sub(c: Call) -> str:
 
 SUMS: dict[str, Any] = {
     "absorbs": frozenset({"clamp"}),
-    "adds": True,
-    "traits": frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
+    "traits": frozenset({Trait.ADDS, Trait.AFFINE, Trait.HOMOGENEOUS}),
     "refuses": needs_activation,
     "samples": (sample(within=ALIGNED, input=(3, 6), other=(3, 6)),),
 }

@@ -262,8 +262,12 @@ def _shifts(name: str, doc: str, function: Callable[..., Tensor], step: str) -> 
             *(f"operator.{i}{short}(x.argmax(3), 1)" for i in ("", "i")),
             *(f"x.argmax(3).__{i}{short}__(1)" for i in ("", "i")),
         ),
-        functions=dict.fromkeys((getattr(operator, short), getattr(operator, f"i{short}"), function)),
-        methods=dict.fromkeys((f"__{short}__", f"__i{short}__", function.__name__, f"{function.__name__}_")),
+        calls=dict.fromkeys(
+            (
+                *(getattr(operator, short), getattr(operator, f"i{short}"), function),
+                *(f"__{short}__", f"__i{short}__", function.__name__, f"{function.__name__}_"),
+            )
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
-from fxquant.ops.core.operators import Lowering, TensorFact, fact, is_parameter, lowered, operator_named, operator_of
+from fxquant.ops.core.operators import Layer, Lowering, TensorFact, Trait, fact, is_parameter, lowered, operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.primitives import runtime_scales
@@ -29,9 +29,8 @@ COMPOSITES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "multi_
 
 @lowered(
     function=lambda input, weight, bias=None: F.linear(input, weight, bias),
-    dynamic=True,
-    weight=lambda weight, **_: weight,
-    macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    layer=Layer(weight=lambda weight, **_: weight, macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1]),
+    traits=frozenset({Trait.DYNAMIC}),
 )
 def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time.
