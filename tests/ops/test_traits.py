@@ -51,6 +51,7 @@ SAMPLES: dict[str, list[Arguments]] = {
     **{name: [(X, Y)] for name in ("maximum", "minimum", "mul", "true_divide")},
     **{name: [(X, Y), (X, Y, 2)] for name in ("add", "sub")},
     "div": [(X, 2.0)],
+    "to_real": [(X.argmax(1),)],
     **{f"{way}_{what}": [(X, Y)] for way in ("floor", "trunc") for what in ("quotient", "remainder")},
     **{name: [(X, drawn(5, 6))] for name in ("linear", "dynamic_linear")},
     **{f"conv{way}{rank}d": [(image, drawn(4, 4, *[3] * rank))] for way in ("", "_transpose") for rank, image in IMAGES.items()},
@@ -187,6 +188,22 @@ def rearranges(operator: Operator, arguments: Arguments) -> bool:
     return known.issuperset(changed(operator, arguments, lambda x: x).flatten().tolist())
 
 
+def extremum(operator: Operator, arguments: Arguments) -> bool:
+    x, y = arguments
+    value = operator.function(x, y)
+    return bool(((value == x) | (value == y)).all()) and torch.equal(value, operator.function(y, x))
+
+
+def integers(operator: Operator, arguments: Arguments) -> bool:
+    value = changed(operator, arguments, lambda x: x)
+    return torch.equal(value, value.round())
+
+
+def keeps_integers(operator: Operator, arguments: Arguments) -> bool:
+    value = changed(operator, arguments, lambda x: (3 * x).round())
+    return torch.equal(value, value.round())
+
+
 def adds(operator: Operator, arguments: Arguments) -> bool:
     value = changed(operator, arguments, lambda x: x)
     return equal(changed(operator, arguments, lambda x: x + 3, 0), value + 3)
@@ -222,6 +239,9 @@ CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
     Trait.BOUNDED_BELOW: bounded_below,
     Trait.RESHAPES: reshapes,
     Trait.REARRANGES: rearranges,
+    Trait.EXTREMUM: extremum,
+    Trait.INTEGERS: integers,
+    Trait.KEEPS_INTEGERS: keeps_integers,
     Trait.ADDS: adds,
     Trait.SUMS: sums,
     Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments),
@@ -260,6 +280,9 @@ def test_operators_meet_the_criteria_of_their_traits() -> None:
         ("tanh", Trait.REARRANGES),
         ("sign", Trait.HOMOGENEOUS),
         ("mul", Trait.ADDS),
+        ("add", Trait.EXTREMUM),
+        ("neg", Trait.INTEGERS),
+        ("div", Trait.KEEPS_INTEGERS),
         ("maximum", Trait.SUMS),
         ("tanh", Trait.DYNAMIC),
     ],

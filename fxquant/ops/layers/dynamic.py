@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
+from fxquant.ops.attention.attention import multi_head_attention
 from fxquant.ops.core.operators import Layer, Lowering, TensorFact, Trait, fact, is_parameter, lowered, operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
@@ -23,8 +24,6 @@ from fxquant.primitives import runtime_scales
 MOST_INPUTS = INT32_MAX // (runtime_scales.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
-# Those whose parts are linear layers, and others that stay in float.
-COMPOSITES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "multi_head_attention")
 
 
 @lowered(
@@ -58,7 +57,7 @@ DYNAMIC_LINEAR = operator_named("dynamic_linear")
 def may_be_dynamic(node: fx.Node) -> bool:
     """Return whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
     operator = operator_of(node)
-    return operator is not None and (operator.function in (linear, matmul) or operator.name in COMPOSITES)
+    return operator is not None and (operator.function in (linear, matmul, multi_head_attention) or "hx" in operator.operands)
 
 
 def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
