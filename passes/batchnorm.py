@@ -56,8 +56,8 @@ class BatchNorm(Fusion):
             return f"%{layer.name} is not a layer with weights"
         if len(layer.users) > 1:
             return f"%{layer.name} has {len(layer.users)} users"
-        assert operator.channels is not None
-        if operator.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
+        assert operator.layer.channels is not None
+        if operator.layer.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
             return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
         reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
         if not all(map(is_parameter, reads)):
@@ -108,14 +108,17 @@ def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
     """The folded weight and bias by the paths they are to have."""
     operator = operator_of(layer)
     assert operator is not None
-    assert operator.folded is not None
+    assert operator.layer.folded is not None
     arguments = operator.arguments(layer)
     given = {name: fx.map_arg(value, lambda node: parameter_value(gm, node)) for name, value in arguments.items() if name != "input"}
     paths = _paths(gm, layer, arguments["weight"], arguments["bias"])
     origins = _made_of(gm, arguments["weight"])
     trained = any(tensor.requires_grad for tensor in origins)
     parameter = any(isinstance(tensor, nn.Parameter) for tensor in origins)  # a weight that is a buffer stays one
-    return {path: nn.Parameter(value, trained) if parameter else value for path, value in zip(paths, operator.folded(**given), strict=True)}
+    return {
+        path: nn.Parameter(value, trained) if parameter else value
+        for path, value in zip(paths, operator.layer.folded(**given), strict=True)
+    }
 
 
 def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from fxquant.ir.graph import (
     state_demand,
     stated_demand,
 )
-from fxquant.ops import Fixed, Operator, Own, Same, demand, operands_of, operator_of, supported_demand
+from fxquant.ops import Fixed, Operator, Own, Same, Trait, demand, operands_of, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation
 from fxquant.ops.core.weighted import shape_of
@@ -100,7 +100,7 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
         return f"{composite.name} has no 32-bit output: it forms no sum of products"
     for operand in operands_of(node):
         source = operator_of(operand)
-        chosen = decide(operand).config if source is not None and source.sums else None
+        chosen = decide(operand).config if source is not None and Trait.SUMS in source.traits else None
         if chosen is not None and chosen.output.dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not read by another integer operator"
     return None

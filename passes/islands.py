@@ -15,7 +15,7 @@ import networkx as nx
 from torch import fx
 
 from fxquant.ir.graph import computes_tensor, is_parameter, part, reads_shape_only
-from fxquant.ops import operands_of, operator_of, shares
+from fxquant.ops import has_weights, operands_of, operator_of, shares
 from fxquant.passes.rewriting import decide, keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
@@ -41,7 +41,7 @@ def sink(gm: fx.GraphModule, context: Context) -> int:
 
 def _why(island: set[fx.Node]) -> str | None:
     """Why an island stays in float; None if it is worth its crossings."""
-    if any(_sums(node) or decide(node).asked for node in island):
+    if any(has_weights(node) or decide(node).asked for node in island):
         return None
     readers = {user for node in island for user in node.users if user not in island and not reads_shape_only(user)}
     if not readers or not all(_computes_in_float(user) for user in readers):
@@ -52,11 +52,6 @@ def _why(island: set[fx.Node]) -> str | None:
         return None
     names = " and ".join(sorted(f"%{user.name}" for user in readers)[:2])
     return f"it lies between operators in float, and is read only by {names}"
-
-
-def _sums(node: fx.Node) -> bool:
-    operator = operator_of(node)
-    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
 
 
 def _computes_in_float(node: fx.Node) -> bool:

@@ -112,14 +112,14 @@ def _way_from_layer(node: fx.Node) -> list[fx.Node]:
     way = [node]
     while (record := operator_of(way[0])) is not None and record.function is permute:
         way.insert(0, record.arguments(way[0])["input"])
-    return way if record is not None and Trait.OUTPUTS_FIRST in record.traits and record.channels is not None else []
+    return way if record is not None and Trait.OUTPUTS_FIRST in record.traits and record.layer.channels is not None else []
 
 
 def _channels(way: list[fx.Node]) -> int:
     """Return the dimension of the layer's channels at the end of the way."""
     layer, *permutations = way
     record, rank = operator_of(layer), len(shape_of(layer))
-    place = record.channels(record.arguments(layer)) % rank  # type: ignore[union-attr,misc]
+    place = record.layer.channels(record.arguments(layer)) % rank  # type: ignore[union-attr,misc]
     for permutation in permutations:
         place = [dim % rank for dim in permutation.args[1]].index(place)  # type: ignore[union-attr,operator]
     return place

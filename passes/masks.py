@@ -121,7 +121,7 @@ class Search:
         if record.function is identity:
             return self._same
         if Trait.AFFINE in record.traits:
-            return self._sum if record.adds else self._multiple
+            return self._sum if Trait.ADDS in record.traits else self._multiple
         if Trait.BOUNDED_BELOW in record.traits:
             return self._limited
         return self._move if Trait.REARRANGES in record.traits else None

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxquant.ir.graph import refusal, state_demand, stated_demand
-from fxquant.ops import WIDE, Own, Trait, calls, demand, operator_of, shares, traits_of
+from fxquant.ops import WIDE, Own, Trait, calls, demand, has_weights, operator_of, shares, traits_of
 from fxquant.ops.core.boundary import quantize
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -126,7 +126,7 @@ def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
     for node in reversed(gm.graph.nodes):
         record = operator_of(node)
         if record is not None and node.users and all(_divides(reader, node) or leading.get(reader, False) for reader in node.users):
-            leading[node] = record.expand is None and not record.sums and "weight" not in record.arguments(node)
+            leading[node] = record.expand is None and not has_weights(node)
     return [node for node in leading if demand(node) == Own() and not calls(node, quantize)]
 
 

@@ -29,7 +29,7 @@ from fxquant.ir.graph import (
 from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
 from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
+from fxquant.ops import Operator, Own, Trait, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
@@ -53,11 +53,11 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         operator = operator_of(node)
         spec = annotation(node)
-        if operator is None or spec is None or not (is_integer(node) or operator.dynamic):
+        if operator is None or spec is None or not (is_integer(node) or Trait.DYNAMIC in operator.traits):
             continue
         arguments = operator.arguments(node)
         _require_finite(gm, node, operator, arguments)
-        plain = is_plain(node) or operator.dynamic
+        plain = is_plain(node) or Trait.DYNAMIC in operator.traits
         own = not shares(node) and not plain
         norm = arguments.get("batch_norm")
         mean: Any = norm.running_mean if isinstance(norm, BatchNormTensors) else None
@@ -152,7 +152,9 @@ def _weight_quantizer(
     gm: fx.GraphModule, operator: Operator, arguments: dict[str, Any], config: WeightConfig, context: Context
 ) -> WeightQuantizer:
     """The operator's own, with one scale for each layer or powers of two where the target has no other; only a weight's can learn."""
-    weight = operator.weight(**fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand))
+    weight = operator.layer.weight(
+        **fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand)
+    )
     per_channel = config.per_channel and context.target.per_channel_weights
     method = METHODS.get(config.training)
     return WeightQuantizer(
@@ -167,9 +169,9 @@ def _weight_quantizer(
 
 def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> ChannelFactors | None:
     """One factor for each channel that the operator reads, and each it gives; None where it has no channels of a fixed number."""
-    if operator.channels is None:
+    if operator.layer.channels is None:
         return None
-    dim = operator.channels(arguments)
+    dim = operator.layer.channels(arguments)
     read, given = (shape_of(each)[dim] for each in (arguments["input"], node))
     return ChannelFactors(read, given) if isinstance(read, int) and isinstance(given, int) else None
 

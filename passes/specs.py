@@ -24,7 +24,7 @@ from fxquant.ir.graph import (
 )
 from fxquant.ir.graph import annotate as set_annotation
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, demand, operands_of, operator_of, preferred_dtypes, shares
+from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of, operator_of, preferred_dtypes, shares
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
@@ -50,7 +50,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         decision = decide(node)
         effective |= {decision.output, decision.layer}
         qconfig = decision.config
-        dynamic = operator is not None and operator.dynamic
+        dynamic = operator is not None and Trait.DYNAMIC in operator.traits
         reason = AT_RUN_TIME if dynamic else _why_float(gm, node, operator, qconfig, needed)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
@@ -90,7 +90,7 @@ def _why_float(
     if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
-    given = nodes_in([] if operator.sums else [arguments.get(name) for name in operator.operands])
+    given = nodes_in([] if Trait.SUMS in operator.traits else [arguments.get(name) for name in operator.operands])
     constants = [parameter_value(gm, value) for value in given if is_parameter(value)]
     if not all(bool(torch.isfinite(value).all()) for value in constants if isinstance(value, torch.Tensor) and value.is_floating_point()):
         return "its constant holds values that are not finite"
@@ -106,7 +106,7 @@ def _why_float(
     if because is not None:
         return because
     plain = isinstance(demand(node), Plain)
-    if qconfig.output.dtype == "int32" and not plain and not shares(node) and not operator.sums and not is_inner_part(node):
+    if qconfig.output.dtype == "int32" and not plain and not shares(node) and Trait.SUMS not in operator.traits and not is_inner_part(node):
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
     return None
 

@@ -436,7 +436,7 @@ def plain(record: Operator) -> Iterator[Spelling]:
 
 def sampled(record: Operator) -> Iterator[Spelling]:
     """The samples of an operator's record: its texts, and its arguments in the first of its functions that has a public name."""
-    public = next((name for function in record.functions if (name := _public(function)) is not None), None)
+    public = next((name for function in filter(callable, record.calls) if (name := _public(function)) is not None), None)
     for sample in record.samples:
         shape = "{0}" if sample.over is None else f"(torch.sigmoid({{0}}) * {sample.over[1] - sample.over[0]} + {sample.over[0]})"
         if sample.text and not set(sample.text).intersection("{;"):

@@ -12,7 +12,7 @@ from benchmarks.operators.measure import CRASH, INTEGER, WRONG, Result, has
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import HORIZON, NASH, PYTORCH, Row, Spelling, spelled
 from fxquant import backends
-from fxquant.ops import OPERATORS, Fixed, Operator, Own, Same
+from fxquant.ops import OPERATORS, Fixed, Operator, Own, Same, Trait
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli2", "x86")
@@ -120,7 +120,8 @@ def record_rows() -> list[list[str]]:
     for operator in sorted(OPERATORS.values(), key=lambda operator: operator.name):
         made = "made by the compiler" if operator.name in (QUANTIZE.name, DEQUANTIZE.name) else _meaning(operator)
         ours = operator.function.__module__.startswith("fxquant.")
-        counts = (len(operator.functions) + (not ours), len(operator.methods), len(operator.modules))
+        functions = {operator.function, *filter(callable, operator.calls)}
+        counts = (len(functions) - ours, sum(isinstance(form, str) for form in operator.calls), len(operator.modules))
         rows.append([operator.name, made, *(str(count or "") for count in counts)])
     return rows
 
@@ -128,7 +129,7 @@ def record_rows() -> list[list[str]]:
 def _meaning(operator: Operator) -> str:
     if operator.expand is not None:
         return "expanded into other operators"
-    if operator.dynamic:
+    if Trait.DYNAMIC in operator.traits:
         return "quantized at run time, between real numbers"
     demanded = operator.demand
     if isinstance(demanded, Same):

@@ -17,7 +17,7 @@ from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import annotation, fact, is_parameter, resolve
 from fxquant.ir.integer import Operation, Reference, operation
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
 from fxquant.ops.core.weighted import shape_of
 from fxquant.prepared.nodes import quantized_operator, record_of
 
@@ -34,12 +34,12 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
         # A loaded model may have a function of the user's that this process has not declared.
         operator: Operator | None = BY_NAME.get(lowered.name)
         values = _lowered(lowered, nodes)
-        sums = operator is not None and operator.sums
+        sums = operator is not None and Trait.SUMS in operator.traits
         held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
         weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
     else:
         operator, values = _written(model, node)
-        integer = operator is not None and (dtype is not None or operator.dynamic)
+        integer = operator is not None and (dtype is not None or Trait.DYNAMIC in operator.traits)
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
     itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype is not None and dtype in ACTIVATION_TYPES else None
     return _macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node)))
@@ -49,10 +49,10 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
 
 
 def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> int:
-    if operator is None or operator.macs is None or not isinstance(result, TensorFact):
+    if operator is None or operator.layer.macs is None or not isinstance(result, TensorFact):
         return 0
     shapes = {name: _at_one(shape) for name, value in values.items() if (shape := _shape(value)) is not None}
-    return math.ceil(operator.macs(shapes, _at_one(result.shape)))
+    return math.ceil(operator.layer.macs(shapes, _at_one(result.shape)))
 
 
 def _lowered(lowered: Operation, nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dic
     else:
         table: Mapping[Any, Any] = FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else {}
         operator, take = table.get(node.target, (None, None))
-    if operator is None or operator.macs is None:
+    if operator is None or operator.layer.macs is None:
         return None, {}
     if module is not None:
         taken: Any = take(module)
@@ -135,12 +135,13 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
     configured = None if spec is None or spec.config is None else spec.config.weight.type
     dtype = configured if module is None else module.weight_quantizer.dtype
     normalized = values.get("batch_norm") is not None
-    weight = None if operator is None else operator.weight(**{name: _on_meta(value) for name, value in values.items()})
-    if operator is None or dtype is None or not (operator.sums or operator.dynamic or normalized or weight is not None):
+    weight = None if operator is None else operator.layer.weight(**{name: _on_meta(value) for name, value in values.items()})
+    if operator is None or dtype is None or not (operator.traits & {Trait.SUMS, Trait.DYNAMIC} or normalized or weight is not None):
         return 0
     channels = fact(node).shape[1] if weight is None else len(weight)
     read = [value for name in (WEIGHT, *operator.operands) if isinstance(value := values.get(name), fx.Node) and is_parameter(value)]
-    weights = [shape for value in read if (shape := _shape(value)) is not None] + [(channels,)] * (normalized and not operator.sums)
+    weights = [shape for value in read if (shape := _shape(value)) is not None]
+    weights += [(channels,)] * (normalized and Trait.SUMS not in operator.traits)
     biases = [(channels,)] * (normalized or values.get(BIAS) is not None)
     bias = torch.int64 if dtype.bits > 8 else torch.int32
     stored = [*(TensorFact(shape, dtype.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]

@@ -21,6 +21,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import computes_tensor, is_deployed, stage_of
 from fxquant.ir.integer import QParams, channel_exponents, zero_point
 from fxquant.ir.interpreter import Interpreter
+from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.nodes import grid_of, is_dequantize, is_quantize, primitive_of, quantized_operator
@@ -177,7 +178,7 @@ class GraphForm(Form):
             return PRIMITIVE_KINDS[primitive.kind]
         module = quantized_operator(self.model, node)
         if module is not None:
-            return DYNAMIC if module.operator.dynamic else QUANTIZED
+            return DYNAMIC if Trait.DYNAMIC in module.operator.traits else QUANTIZED
         return FLOAT if computes_tensor(node) else None
 
     def inputs(self, batch: Any, index: int) -> list[Any]:

@@ -16,6 +16,7 @@ import fxquant.calibration.distributed as ranks
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.ir.graph import by_name, stage_of
 from fxquant.ir.model import repeatable
+from fxquant.ops import Trait
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import Observer
@@ -413,7 +414,7 @@ def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float])
     An unseen tensor stays below its limit. The limit is 0 for a tensor that is seen.
     """
     behind = _limit(operator.output, limits)
-    adds = operator.operator.adds or operator.intermediate is not None
+    adds = Trait.ADDS in operator.operator.traits or operator.intermediate is not None
     of_sum = max(behind, _half_step(operator.output)) if adds else behind
     before = behind
     if operator.intermediate is not None:
@@ -421,7 +422,7 @@ def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float])
         before = of_sum if _is_below(operator.intermediate, of_sum) else 0.0
     inputs: Any
     for name, inputs in operator.inputs.items():
-        limit = of_sum if operator.operator.adds or name == "residual" else before
+        limit = of_sum if Trait.ADDS in operator.operator.traits or name == "residual" else before
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:
             if isinstance(quantizer, Quantizer) and quantizer is not operator.output:
                 yield quantizer, 0.0 if quantizer.shown else limit

@@ -14,6 +14,7 @@ from fxquant.calibration.calibration import owned_quantizers, require_prepared, 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import argument_name, source
 from fxquant.numerics.grids import is_scale
+from fxquant.ops import Trait
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -92,7 +93,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
             continue
         for operator in select(operators, [name]):
             if operator.plain:
-                kind = "float" if operator.operator.dynamic else "boolean or integer"
+                kind = "float" if Trait.DYNAMIC in operator.operator.traits else "boolean or integer"
                 because = f"the result of %{operator.name} is {kind}, which has no scale"
                 raise ConfigurationError(f"the scale of {name!r} cannot be set", because=because, remedy="leave it out")
             if operator.output.follows_sum:

@@ -26,6 +26,7 @@ from fxquant.ops.core.record import (
     Trait,
     calls,
     demand,
+    has_weights,
     map_operands,
     matters,
     on_grid_of,
@@ -43,9 +44,9 @@ from fxquant.ops.core.record import (
 
 __all__ = [
     "BY_NAME", "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "WIDE", "Demand", "Fixed", "Instead", "Operator", "Own", "Parameter",
-    "Plain", "Same", "Trait", "calls", "carried", "copies", "demand", "map_operands", "matters", "on_grid_of", "operand_nodes",
-    "operands_of", "operator_of", "preferred_by", "preferred_dtypes", "read_nodes", "shares", "sharing_operands", "supported_demand",
-    "traits_of",
+    "Plain", "Same", "Trait", "calls", "carried", "copies", "demand", "has_weights", "map_operands", "matters", "on_grid_of",
+    "operand_nodes", "operands_of", "operator_of", "preferred_by", "preferred_dtypes", "read_nodes", "shares", "sharing_operands",
+    "supported_demand", "traits_of",
 ]  # fmt: skip
 
 for _module in walk_packages(__path__, f"{__name__}."):

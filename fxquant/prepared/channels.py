@@ -173,9 +173,9 @@ class _Walk:
         """Return the labels of a layer, which divides its input's factors out of its weight and multiplies its output's factors in."""
         factors, operator = module.factors, module.operator
         assert factors is not None
-        assert operator.channels is not None
+        assert operator.layer.channels is not None
         rank = len(shape_of(node))
-        dim = operator.channels(dict(arguments)) % rank - 1
+        dim = operator.layer.channels(dict(arguments)) % rank - 1
         read = self.along(self.labels[arguments["input"]], dim, len(factors.inputs))
         if "weight" not in arguments:
             self.pin(read)  # a batch norm's statistics are of what it reads

@@ -7,7 +7,7 @@ from torch import fx
 from fxquant.ir.graph import annotation, fact, model_meta, resolve
 from fxquant.ir.integer import QParams, qparams
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops import Operator, operator_of
+from fxquant.ops import Operator, Trait, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, quantization
@@ -75,7 +75,7 @@ def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
 def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node computes floats from floats by integers whose grid is found at run time, at any stage."""
     primitive, operator = primitive_of(node), record_of(model, node)
-    return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and operator.dynamic)
+    return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and Trait.DYNAMIC in operator.traits)
 
 
 def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:

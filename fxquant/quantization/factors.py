@@ -62,7 +62,7 @@ class Rescalable(Protocol):
     """The part of an operator's record that applying factors needs."""
 
     @property
-    def rescaled(self) -> Any: ...
+    def layer(self) -> Any: ...
 
     @property
     def parameter_names(self) -> tuple[str, ...]: ...
@@ -109,7 +109,7 @@ class ChannelFactors(nn.Module):
         if not self.active:
             return arguments
         inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
-        return {**arguments, **operator.rescaled(arguments, inputs, outputs)}
+        return {**arguments, **operator.layer.rescaled(arguments, inputs, outputs)}
 
     def of_call(self, operator: Rescalable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of a call, with the operator's parameters multiplied by the factors."""

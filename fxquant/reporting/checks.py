@@ -18,7 +18,7 @@ from fxquant.analysis.recording import Form
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
 from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
-from fxquant.ops import BY_NAME
+from fxquant.ops import BY_NAME, Trait
 from fxquant.ops.movement.join import cat
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.prepared.nodes import quantized_operator
@@ -156,7 +156,7 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         node = nodes[layer.name]
         found += _of_layer(prepared, node, layer.name)
         read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
-        joins = (operator := BY_NAME.get(layer.operator)) is not None and (operator.adds or operator.function is cat)
+        joins = (operator := BY_NAME.get(layer.operator)) is not None and (Trait.ADDS in operator.traits or operator.function is cat)
         if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it concatenates ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             found.append(

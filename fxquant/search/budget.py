@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxquant.api import prepare
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import part
-from fxquant.ops import operator_of
+from fxquant.ops import Trait, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.prepared.nodes import quantized_operator
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
@@ -186,7 +186,7 @@ def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple
 def _is_summed(prepared: fx.GraphModule, choice: Choice, node: fx.Node) -> bool:
     """Whether a choice is a layer's sum, on a grid of its own, that the model returns, and nothing else reads."""
     alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None
-    return alone and choice.operators[0].operator.sums and _is_returned(prepared, node)
+    return alone and Trait.SUMS in choice.operators[0].operator.traits and _is_returned(prepared, node)
 
 
 def _is_returned(prepared: fx.GraphModule, node: fx.Node) -> bool:

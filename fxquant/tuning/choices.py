@@ -20,7 +20,7 @@ from fxquant.calibration.calibration import enter, having, in_float, require_pre
 from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
-from fxquant.ops import Operator, Own
+from fxquant.ops import Operator, Own, Trait
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.passes.rewriting import decide
 from fxquant.prepared.nodes import quantized_operator
@@ -151,7 +151,7 @@ class Choices(Mapping[str, Choice]):
             if operator is None or not layer.macs:
                 continue
             read = [(self._of.get(id(q)), q.dtype.bits) for q in _operands(operator)][:2]
-            if operator.operator.dynamic:
+            if Trait.DYNAMIC in operator.operator.traits:
                 read = [(None, UINT8.bits)]  # what its operand becomes at run time
             if len(read) < 2:
                 read.append((self._by_name.get(f"{name}.weight"), operator.weight_quantizer.dtype.bits))

@@ -198,16 +198,16 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     if "weight" not in values or arguments["input"].name not in seen:
         return None
     if values.get("batch_norm") is not None:
-        assert operator.folded is not None
-        values["weight"], values["bias"] = operator.folded(**values)
-    rows = operator.weight(**values)
+        assert operator.layer.folded is not None
+        values["weight"], values["bias"] = operator.layer.folded(**values)
+    rows = operator.layer.weight(**values)
     assert rows is not None
     rows = rows.detach().double().cpu().flatten(2) if rows.dim() > 2 else rows.detach().double().cpu().unsqueeze(2)
     outputs, inputs, taps = rows.shape
     groups = max(len(read) // inputs, 1)
     _, power, count = seen[arguments["input"].name]
-    assert operator.channels is not None
-    dim = operator.channels(arguments) % (power.dim() + 1) - 1
+    assert operator.layer.channels is not None
+    dim = operator.layer.channels(arguments) % (power.dim() + 1) - 1
     moved = power.movedim(dim, 0)
     means = (moved.reshape(len(moved), -1).mean(1) / count).expand(len(read))
     squares = rows.square().sum(2)

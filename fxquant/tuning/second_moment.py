@@ -320,7 +320,7 @@ class _Layer(NamedTuple):
             .reshape(size, *shape[1:])
             .repeat(self.groups, *[1] * (len(shape) - 1))
         )
-        given[name] = self.operator.operator.weight(**{**given, name: one})  # what arranges a weight undoes itself
+        given[name] = self.operator.operator.layer.weight(**{**given, name: one})  # what arranges a weight undoes itself
         result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
         axis = result.dim() - 1 - max(len(shape) - 2, 0)
         if axis < 0 or result.shape[axis] != self.groups * size:

@@ -19,7 +19,7 @@ from fxquant.ir.interpreter import arguments_of as own_arguments
 from fxquant.lowering.eager import EagerLowering
 from fxquant.lowering.lowering import Epilogue, Quantized
 from fxquant.numerics.grids import INT32, INT32_MAX, Grid
-from fxquant.ops import map_operands
+from fxquant.ops import Trait, map_operands
 from fxquant.ops.core.weighted import epilogue
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
@@ -251,12 +251,12 @@ class RealLowering(EagerLowering):
 
 def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
     """Return whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
-    return operator.operator.sums and weight_of(operator, arguments) is not None
+    return Trait.SUMS in operator.operator.traits and weight_of(operator, arguments) is not None
 
 
 def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
     """Return its weight as it is rounded: channels are dimension 0; None if there is none."""
-    weight = None if operator.plain else operator.operator.weight(**arguments)
+    weight = None if operator.plain else operator.operator.layer.weight(**arguments)
     return weight if isinstance(weight, Tensor) else None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from tests.shared.written import written
 
@@ -381,7 +382,9 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
     wide = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=first))
     found = dtypes(wide)
     assert (found["conv"], found["skip"], found["head"]) == ("int16",) * 3
-    reads = {operator.inputs["input"].dtype.name for operator in quantized_operators(wide).values() if operator.operator.sums}
+    reads = {
+        operator.inputs["input"].dtype.name for operator in quantized_operators(wide).values() if Trait.SUMS in operator.operator.traits
+    }
     assert reads == {"int8"}
     assert fxq.verify(calibrated(wide), horizon.convert_fx(wide), BATCHES[:1])
     templates = [
@@ -402,7 +405,7 @@ def test_products_read_what_the_template_says() -> None:
     wide = horizon.TemplateQconfigSetter(Q(A("int16")), [horizon.GEMMInt8Template()])
     prepared = horizon.prepare(Net().eval(), BATCHES[0], wide)
     reads = {name: {each.dtype.name for each in operator.inputs.values() if each is not None and not isinstance(each, list)}
-             for name, operator in quantized_operators(prepared).items() if operator.operator.sums}  # fmt: skip
+             for name, operator in quantized_operators(prepared).items() if Trait.SUMS in operator.operator.traits}  # fmt: skip
     assert all("int8" in found for found in reads.values()), reads
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.errors import ExportError
-from fxquant.numerics.grids import float32
+from fxquant.numerics.grids import EVERYTHING, float32
 from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
@@ -135,10 +135,10 @@ def test_explain_says_what_a_scale_covers_and_a_saved_model_keeps_it(tmp_path: P
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 def test_no_scale_covers_where_a_function_saturates(function: Callable[[Tensor], Tensor], dtype: str) -> None:
     record = BY_NAME[function.__name__]
-    assert record.saturates is not None
+    assert record.keeps is not None
     settings = {name: default for name, default in record.parameters.items() if name != "input"}
     bits = int(dtype.removeprefix("int"))
-    low, high = record.saturates(settings, bits)
+    low, high = record.keeps(settings, EVERYTHING, bits)
     points, step = torch.linspace(-60, 60, 4801, dtype=torch.float64), 2.0**-bits
     limited_points = points.clamp(low, high)
     assert float((function(points) - function(limited_points)).abs().max()) <= step / 4

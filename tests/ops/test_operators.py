@@ -48,7 +48,7 @@ def kept_integer(config: fxq.QConfig) -> fxq.QConfigMapping:
     mapping = fxq.QConfigMapping(default=config)
     for record in OPERATORS.values():
         if record.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "write", "to_real", "pad"):
-            for spelling in (record.function, *record.functions, *record.methods, *record.modules):
+            for spelling in (record.function, *record.calls, *record.modules):
                 mapping = mapping.set_object_type(spelling, config)
     return mapping
 

@@ -51,9 +51,10 @@ SAMPLES: dict[str, list[Arguments]] = {
     **{name: [(X, Y)] for name in ("maximum", "minimum", "mul", "true_divide")},
     **{name: [(X, Y), (X, Y, 2)] for name in ("add", "sub")},
     "div": [(X, 2.0)],
+    "to_real": [(X.argmax(1),)],
     **{f"{way}_{what}": [(X, Y)] for way in ("floor", "trunc") for what in ("quotient", "remainder")},
-    "linear": [(X, drawn(5, 6))],
-    **{f"conv{rank}d": [(image, drawn(4, 4, *[3] * rank))] for rank, image in IMAGES.items()},
+    **{name: [(X, drawn(5, 6))] for name in ("linear", "dynamic_linear")},
+    **{f"conv{way}{rank}d": [(image, drawn(4, 4, *[3] * rank))] for way in ("", "_transpose") for rank, image in IMAGES.items()},
     "matmul": [(X, Y)],
     "einsum": [("abcd,abde->abce", [X, Y])],
     **{name: [(X, -1), (X, 1)] for name in ("softmax", "log_softmax")},
@@ -187,11 +188,38 @@ def rearranges(operator: Operator, arguments: Arguments) -> bool:
     return known.issuperset(changed(operator, arguments, lambda x: x).flatten().tolist())
 
 
+def extremum(operator: Operator, arguments: Arguments) -> bool:
+    x, y = arguments
+    value = operator.function(x, y)
+    return bool(((value == x) | (value == y)).all()) and torch.equal(value, operator.function(y, x))
+
+
+def integers(operator: Operator, arguments: Arguments) -> bool:
+    value = changed(operator, arguments, lambda x: x)
+    return torch.equal(value, value.round())
+
+
+def keeps_integers(operator: Operator, arguments: Arguments) -> bool:
+    value = changed(operator, arguments, lambda x: (3 * x).round())
+    return torch.equal(value, value.round())
+
+
+def adds(operator: Operator, arguments: Arguments) -> bool:
+    value = changed(operator, arguments, lambda x: x)
+    return equal(changed(operator, arguments, lambda x: x + 3, 0), value + 3)
+
+
+def sums(operator: Operator, arguments: Arguments) -> bool:
+    input, rest = arguments[0], arguments[1:]
+    added = drawn(*input.shape, seed=4)
+    return equal(operator.function(input + added, *rest), operator.function(input, *rest) + operator.function(added, *rest))
+
+
 def outputs_first(operator: Operator, arguments: Arguments) -> bool:
     input, weight = arguments
     factors = torch.ones(len(weight)).index_fill(0, torch.tensor([1]), 2.0)
-    assert operator.channels is not None
-    found, channel = operator.function(input, weight), operator.channels({})
+    assert operator.layer.channels is not None
+    found, channel = operator.function(input, weight), operator.layer.channels({})
     scaled = operator.function(input, weight * factors.view(-1, *[1] * (weight.dim() - 1)))
     return equal(scaled.movedim(channel, -1), found.movedim(channel, -1) * factors)
 
@@ -211,6 +239,12 @@ CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
     Trait.BOUNDED_BELOW: bounded_below,
     Trait.RESHAPES: reshapes,
     Trait.REARRANGES: rearranges,
+    Trait.EXTREMUM: extremum,
+    Trait.INTEGERS: integers,
+    Trait.KEEPS_INTEGERS: keeps_integers,
+    Trait.ADDS: adds,
+    Trait.SUMS: sums,
+    Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments),
     Trait.OUTPUTS_FIRST: outputs_first,
 }
 
@@ -245,6 +279,12 @@ def test_operators_meet_the_criteria_of_their_traits() -> None:
         ("permute", Trait.RESHAPES),
         ("tanh", Trait.REARRANGES),
         ("sign", Trait.HOMOGENEOUS),
+        ("mul", Trait.ADDS),
+        ("add", Trait.EXTREMUM),
+        ("neg", Trait.INTEGERS),
+        ("div", Trait.KEEPS_INTEGERS),
+        ("maximum", Trait.SUMS),
+        ("tanh", Trait.DYNAMIC),
     ],
 )
 def test_a_wrong_trait_is_found(name: str, trait: Trait) -> None:

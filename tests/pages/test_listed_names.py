@@ -15,11 +15,17 @@ from tests.pages.test_layers import ROOT, library, parsed
 
 pytestmark = pytest.mark.quick
 
-# Rooms that hold records, or names of theirs as data; `frontend` meets PyTorch's functions and methods before there are operators.
-APART = ("fxquant.ops", "fxquant.primitives", "fxquant.backends.bpu", "fxquant.compat", "fxquant.nn", "fxquant.frontend")
+# Modules that hold records, or names of theirs as data; `frontend` meets PyTorch's functions and methods before there are operators.
+APART = (
+    *(f"fxquant.ops.{family}" for family in ["attention", "elementwise", "indexing", "layers", "pooling", "recurrent", "sampling"]),
+    *(f"fxquant.ops.core.{module}" for module in ["casting", "places", "products", "promotion", "unbatched", "weighted"]),
+    *("fxquant.primitives", "fxquant.backends.bpu", "fxquant.compat", "fxquant.nn", "fxquant.frontend"),
+)
 # Words that are names of something else, too, by where they stand and the first of them.
 WORDS = {
     ("fxquant", "AccumulatorOverflow"),  # what `fxq` offers
+    ("fxquant.ops.core.floating", "div"),  # methods of tensors
+    ("fxquant.ops.core.floating", "softmax"),
     ("fxquant.primitives.arithmetic", "requantize_fixed"),  # an arithmetic's own primitives
     ("fxquant.primitives.arithmetic", "requantize_real"),
     ("fxquant.backends.c.elementwise_forms", "eq"),  # the relations of `compare`

@@ -48,8 +48,9 @@ class Called(nn.Module):
 
 def forms_of(record: Operator) -> list[Any]:
     """The call forms of an operator that a user can write: functions, modules, methods."""
-    own = [] if record.function.__module__.startswith("fxquant.") else [record.function]
-    return list(dict.fromkeys([*own, *record.functions, *record.modules, *record.methods]))
+    functions, methods = filter(callable, record.calls), (form for form in record.calls if isinstance(form, str))
+    forms = dict.fromkeys((record.function, *functions, *record.modules, *methods))
+    return [form for form in forms if form is not record.function or not form.__module__.startswith("fxquant.")]
 
 
 def calls() -> Iterator[Call]:

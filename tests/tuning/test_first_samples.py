@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import bias, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
@@ -207,7 +208,7 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     prepared = unchanged(nn.Linear(32, 16).eval(), [inputs])
     samples, judging = cut(prepared, [[inputs]], 8), [[inputs]]
     right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
-    whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if each.operator.sums]
+    whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if Trait.SUMS in each.operator.traits]
     operator.weight_quantizer.correct(None)
 
     monkeypatch.setattr(bias, "_correction", lambda *arguments: 2.2 * whole(*arguments))

@@ -20,6 +20,7 @@ from fxquant.ops.attention.hiding import HIDDEN, MOVES
 from fxquant.ops.attention.softmax import AT_MOST_ONE
 from fxquant.ops.core.operators import WIDE, BatchDim, Builder, Operator, Same, TensorFact, Trait, composite, operator_of, register
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import has_weights
 from fxquant.ops.core.samples import NORMED, sampled, written
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import mul, sub
@@ -81,8 +82,7 @@ def is_scores(mask: fx.Node) -> bool:
     seen, open_ = {mask}, [mask]
     while open_:
         node = open_.pop()
-        record = operator_of(node)
-        if not is_parameter(node) and record is not None and (record.sums or "weight" in record.arguments(node)):
+        if has_weights(node):
             return True
         new = [operand for operand in node.all_input_nodes if operand not in seen and isinstance(fact(operand), TensorFact)]
         seen.update(new)
@@ -152,7 +152,7 @@ register(
         exponential,
         ("input",),
         lambda lowering, input, factor: by_table(lowering, input, "exp", factor),
-        keeps=lambda arguments, after: (SMALLEST / arguments["factor"], math.inf),
+        keeps=lambda arguments, after, bits: (SMALLEST / arguments["factor"], math.inf),
         samples=written("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED),
         onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
     )

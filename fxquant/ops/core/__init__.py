@@ -12,6 +12,6 @@ tied to one grid (the state of a recurrence). `composite.expand` runs after `rul
 before the fusions, which see the parts. If one part cannot be integer on the target, the composite stays whole and in float.
 Its float function is the one reference, and a test compares the parts with it.
 
-A layer that is quantized at run time (`dynamic` in its record) is float to all passes, and nothing fuses with it. It has a weight
+A layer that is quantized at run time (`Trait.DYNAMIC`) is float to all passes, and nothing fuses with it. It has a weight
 quantizer and no other, and lowers to one primitive of the kind "dynamic", which has its integers inside.
 """

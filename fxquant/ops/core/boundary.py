@@ -26,7 +26,9 @@ def dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype | None =
     return input.with_value(lowering.call(quantization.dequantize, *arguments, *([] if dtype is None else [dtype])))
 
 
-@lowered(function=lambda input: input, keeps=lambda arguments, after: after, onnx=lambda c: c.input, traits=frozenset({Trait.HOMOGENEOUS}))
+@lowered(
+    function=lambda input: input, keeps=lambda arguments, after, bits: after, onnx=lambda c: c.input, traits=frozenset({Trait.HOMOGENEOUS})
+)
 def requantize(lowering: Lowering, input: Quantized) -> Quantized:
     """Return the input itself, as the float model sees it; its integers are on another grid than the operand's."""
     return lowering.result(lambda: lowering.rescale(input, lowering.output, ""), input.real)

@@ -18,7 +18,7 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
-from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, operand_nodes, operator_of
+from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.primitives import whole as primitives
@@ -74,7 +74,7 @@ def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
     return lowering.call(primitives.truncated, input.value, *constants)
 
 
-@lowered(function=lambda input: input.to(torch.float32), carries=("input",), reads=("input",))
+@lowered(function=lambda input: input.to(torch.float32), carries=("input",), reads=("input",), traits=frozenset({Trait.INTEGERS}))
 @sampled("x.argmax(1).float() * 0.3", within=NORMED)
 def to_real(lowering: Lowering, input: Any) -> Any:
     """Return booleans or integers as float values, on a grid.
@@ -88,8 +88,6 @@ def to_real(lowering: Lowering, input: Any) -> Any:
 
 # ---- which of them --------------------------------------------------------------------------------------------------
 
-_WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divide", "to_real")
-
 
 def _has_no_fraction(value: Any) -> bool:
     """Return whether a number, or the float values of a node or of each of several, are integers, judged by what they are computed from."""
@@ -100,10 +98,10 @@ def _has_no_fraction(value: Any) -> bool:
     record = operator_of(value)
     if record is None:
         return False
-    if record.name in ("neg", "abs", "clamp", "add", "sub", "mul") or record.moves:
+    if Trait.KEEPS_INTEGERS in record.traits or record.moves:
         read = (*record.operands, "min", "max", "alpha")
         return all(_has_no_fraction(argument) for name, argument in record.arguments(value).items() if name in read)
-    return record.name in _WHOLE
+    return Trait.INTEGERS in record.traits
 
 
 def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
@@ -153,9 +151,8 @@ _FILLS: dict[Any, Callable[..., Any]] = {
 MADE = "made"  # the prefix of constants that the model creates at every run
 _JOINING = ("cat", "stack")
 _FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # write the other operands into this one
-_STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # need no state for the first step where it is created as zeros
 _CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
-_BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
+_BROADCASTING = {Trait.AFFINE, Trait.EXTREMUM, Trait.CHOOSES}
 
 
 def _number(node: fx.Node) -> float | None:
@@ -233,16 +230,16 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
     """Return whether a constant needs the others' batch size as an operand of `reader`: a layer, a composite, a concatenation."""
-    if record is None or (record.name in _STATES and not value.any()):
+    if record is None or ("hx" in record.operands and not value.any()):  # a first state of zeros is left out
         return False
-    calculates = (record.sums or record.expand is not None) and record.name not in _BROADCASTING
+    calculates = (Trait.SUMS in record.traits or record.expand is not None) and record.traits.isdisjoint(_BROADCASTING)
     calculates = calculates and node in operand_nodes(record, arguments)
     return calculates or record.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:
     """Return whether a batch of 1 is enough for the constant `node` as an operand of `reader`: an activation has the result's shape."""
-    if record is None or record.name not in _BROADCASTING:
+    if record is None or record.traits.isdisjoint(_BROADCASTING):
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]
     shapes = [known.shape for other in others if isinstance(known := fact(other), TensorFact)]

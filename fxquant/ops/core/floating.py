@@ -19,8 +19,10 @@ from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
-from fxquant.ops.core.casting import IN_DTYPE
-from fxquant.ops.core.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.casting import IN_DTYPE, truncated
+from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
+from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
@@ -28,11 +30,8 @@ RANKING_FUNCTIONS = frozenset((
     torch.softmax, F.softmax, torch.log_softmax, F.log_softmax, F.softmin, F.gumbel_softmax,
     torch.logsumexp, torch.argmax, torch.topk, torch.sort, torch.argsort,
 ))  # fmt: skip
-RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
-ADDING = ("add", "sub", "maximum", "minimum")  # operators that bring in a mask
 
 _DEPENDS = "the size of its result depends on the data"
 _DRAWS = "it draws random numbers"
@@ -102,7 +101,7 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
         because = next(((after[operand], operand) for operand in node.all_input_nodes if operand in after), None)
         if because is not None and node in leading:
             after.setdefault(node, because[0])
-        if because is not None and operator is not None and operator.name in RANKING_OPERATORS:
+        if because is not None and operator is not None and _is_ranking(operator):
             found[node] = because[0].format(because[1].name)
     return found
 
@@ -152,7 +151,7 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
         computed = [operand for operand in operands if not is_parameter(operand)]
         given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
-        adds = operator.name in ADDING and len(operands) > 1 and bool(given_ones)
+        adds = bool(operator.traits & {Trait.ADDS, Trait.EXTREMUM}) and len(operands) > 1 and bool(given_ones)
         adds = adds and (any(map(is_parameter, given_ones)) or (len(computed) > 1 and not _of_one_input(computed)))
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
@@ -186,7 +185,7 @@ def given(gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         given = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
-        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
+        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not has_weights(node)):
             plain.add(node)
     return plain
 
@@ -215,8 +214,8 @@ def _makes_smaller(node: fx.Node) -> bool:
     """Return whether small operand values of a node may become smaller than a step of its result, on a grid of its own."""
     operator = operator_of(node)
     assert operator is not None
-    keeps_steps = operator.name in KEEPING and len(node.all_input_nodes) == 1
-    return demand(node) == Own() and not keeps_steps and operator.name != "quantize"
+    keeps_steps = bool(operator.traits & {Trait.AFFINE, Trait.KEEPS_INTEGERS}) and len(node.all_input_nodes) == 1
+    return demand(node) == Own() and not keeps_steps and operator is not QUANTIZE
 
 
 def _is_pole(node: fx.Node) -> bool:
@@ -228,21 +227,21 @@ def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
     """Return the nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        known = operator_of(node) is not None and not _sums(node) and node.users
+        known = operator_of(node) is not None and not has_weights(node) and node.users
         if known and all(reader in found or ends(reader, node) for reader in node.users):
             found.add(node)
     return found
 
 
-def _sums(node: fx.Node) -> bool:
-    operator = operator_of(node)
-    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
+def _is_ranking(operator: Operator) -> bool:
+    """Return whether an operator is a softmax, or its logarithm, that has no mask of its own."""
+    return Trait.SOFTMAX in operator.traits and not operator.reads
 
 
 def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
     operator = operator_of(node)
     if operator is not None:
-        return operator.name in RANKING_OPERATORS
+        return _is_ranking(operator)
     if node.op == "call_module":
         return isinstance(resolve(gm, str(node.target)), RANKING)
     return node.target in (RANKING_METHODS if node.op == "call_method" else RANKING_FUNCTIONS)
@@ -273,20 +272,15 @@ def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         known, inputs = fact(node), node.all_input_nodes
         given = node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point
-        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not _sums(node)
+        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not has_weights(node)
         if given or computed or is_parameter(node) or reads_shape_only(node):
             whole.add(node)
     for node in reversed(gm.graph.nodes):
         known = fact(node)
         real = isinstance(known, TensorFact) and known.dtype == torch.float32 and not is_parameter(node)
-        if real and node in whole and node.users and all(reader in found or _cuts(reader) for reader in node.users):
+        if real and node in whole and node.users and all(reader in found or calls(reader, truncated) for reader in node.users):
             found.add(node)
     return found
-
-
-def _cuts(reader: fx.Node) -> bool:
-    operator = operator_of(reader)
-    return operator is not None and operator.name == "truncated"
 
 
 def _of_plain_values(node: fx.Node) -> bool:
@@ -309,7 +303,7 @@ def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
     """Return whether a float operator reads the node only as its divisor."""
     operator = operator_of(reader)
-    if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
+    if operator is not None and (operator.function is not true_divide or refusal(reader) is None):
         return False
     name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
     if reader.op not in ("call_function", "call_method"):

@@ -42,6 +42,7 @@ from fxquant.ops.core.record import (
     Demand,
     Fixed,
     Instead,
+    Layer,
     Operator,
     Own,
     Parameter,
@@ -72,9 +73,9 @@ from fxquant.ops.core.samples import (
 __all__ = [
     "ALIGNED", "COMPUTED", "EXACT", "FLOAT32_EXACT", "FOLDED", "HEADS", "IMAGES", "INNER", "LIMITED", "NORMED", "NO_DIMENSIONS",
     "OPERATORS", "POSITIVE", "ROUNDED", "SAMPLED", "WIDE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed",
-    "Guard", "Instead", "Lowering", "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size", "TensorFact",
-    "Trait", "are_fixed", "bound", "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes", "function_and_method",
-    "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "nodes", "numbers", "on_the_output", "one_of",
-    "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of", "shape_of", "spelled", "taking",
-    "written",
+    "Guard", "Instead", "Layer", "Lowering", "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size",
+    "TensorFact", "Trait", "are_fixed", "bound", "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes",
+    "function_and_method", "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "nodes", "numbers",
+    "on_the_output", "one_of", "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of",
+    "shape_of", "spelled", "taking", "written",
 ]  # fmt: skip

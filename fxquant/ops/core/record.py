@@ -113,9 +113,17 @@ class Trait(Enum):
     MATRIX_PRODUCT = "Sums of products of two operands: f(2x, y) = f(x, 2y) = 2 f(x, y), and not of elements at the same index."
     DIVIDES = "Has a pole where its second operand is 0: f(c, 0) is not finite."
     CHOOSES = "Selects for each element: values that are not selected may be NaN, and its result is still finite."
+    EXTREMUM = "The larger or the smaller of two elements: each element of f(x, y) is that of x or of y, and f(y, x) = f(x, y)."
+    INTEGERS = "Its float values are integers: f(x) = round(f(x))."
+    KEEPS_INTEGERS = "Its values are integers where its operands and its numbers are: f(round(x)) = round(f(round(x)))."
     BOUNDED_BELOW = "Raises values below a bound to it: no element of f(x, c) is less than c."
     RESHAPES = "Reshapes its elements in the same order; it may repeat them, and drops none."
     REARRANGES = "Returns elements of its operands, in entire rows and any order, without arithmetic."
+    ADDS = "Its operands are terms of a sum, brought to one scale, so that one may be too small for the others: f(x + c, y) = f(x, y) + c."
+    SUMS = "Without a bias a sum of products, which may stand as it is, a 32-bit output: f(x + z, y) = f(x, y) + f(z, y)."
+    DYNAMIC = (
+        "Computes float values of float values: no operand has a grid, and x is quantized at run time: f(x + z, y) = f(x, y) + f(z, y)."
+    )
     OUTPUTS_FIRST = "Dimension 0 of its weight is the output channels: twice the weight at one index doubles that channel only."
 
 
@@ -144,6 +152,28 @@ def _never_lowered(*_: Any, **__: Any) -> Quantized:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """State the weight, channels, products and windows of an operator; None: it has no such.
+
+    weight     its arguments by name -> its weight: a tensor whose dimension 0 is the output channels, as `lower` rounds it. What is learned
+               of scales and roundings is of its shape
+    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in
+    channels   its arguments -> the dimension of its operand, and of its result, whose indices are channels
+    rescaled   its arguments by name, the factors of the channels it reads, and of those it returns -> the arguments that change, so that
+               its result is multiplied by the second, channel by channel, for an operand that is multiplied by the first
+    macs       the shapes of its arguments by name, and that of its result -> how many products its sums have together
+    window     its arguments -> how far the windows reach along the last dimensions of which its result holds the largest elements
+    """
+
+    weight: Callable[..., Tensor | None] = lambda **arguments: None
+    folded: Callable[..., tuple[Tensor, Tensor]] | None = None
+    channels: Callable[[dict[str, Any]], int] | None = None
+    rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
+    macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
+    window: Callable[[dict[str, Any]], list[int]] | None = None
+
+
+@dataclass(frozen=True)
 class Operator:
     """One operator.
 
@@ -157,11 +187,9 @@ class Operator:
     reads      the parameters that take booleans or integers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
-    keeps      which of its operand's values its result distinguishes, given which of its result's matter: a value outside the interval
-               gives the same result as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale,
-               those that matter of its result
-    saturates  its arguments, and the bits of its operand -> the interval beyond which its result is at its limit, to within a quarter of
-               a step of 2^-bits. Calibration does not let a scale cover more. None: its result has no limits
+    keeps      its arguments, the interval of its result's values that matter, and the bits of its operand, None where these are not
+               known -> the interval of its operand's values that its result distinguishes, to within a quarter of a step of 2^-bits.
+               No scale has to cover more. None: all values, or, on its operand's scale, those that matter of its result
     observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
                show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
@@ -169,31 +197,14 @@ class Operator:
                the lowering, or, where it is a constant, a tensor (`Lowering.given`)
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
-    functions  its functions in PyTorch, each with how its arguments become canonical ones (None: by name)
-    methods    the same for Tensor methods
+    calls      its functions in PyTorch, and names of Tensor methods, each with how its arguments become canonical ones (None: by name)
     modules    the same for modules, by exact class: module -> arguments
-    read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
-    window     of an operator whose result is the largest element of windows: how far these reach along the last dimensions
     normalize  brings the arguments of a node to their simplest form, or says why they have none
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
-    adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
     idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
-    adds       whether its operands are terms of a sum, brought to one scale: one may be too small for the others
-    sums       whether it forms a sum of products that may stand as it is, a 32-bit output
-    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
-               that absorb one
-    weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
-               channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
-    channels   the dimension of its operand, and of its result, whose indices are channels, given its arguments; of operators that have
-               parameters for each channel. None: it has no such
-    rescaled   its arguments by name, the factors of the channels it reads, and of those it gives -> the arguments that change, so that
-               its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
-               operators with `channels`
-    macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
-    dynamic    whether its operands and its result are float values, and it quantizes an operand on a grid found at run time: it demands
-               no grid, and nothing of it is calibrated
+    layer      its weight, its channels and its products, where it has such
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
     traits     the criteria that it meets, by which passes and backends distinguish operators
@@ -209,29 +220,17 @@ class Operator:
     carries: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
-    keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
-    saturates: Callable[[dict[str, Any], int], Interval] | None = None
+    keeps: Callable[[dict[str, Any], Interval, int | None], Interval | None] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     observes: Callable[[dict[str, Any]], Tensor | None] | None = None
-    functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
-    methods: Mapping[str, Adapt | None] = field(default_factory=dict)
+    calls: Mapping[Callable[..., Any] | str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)
-    read_off: frozenset[str] = frozenset()
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
     idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
-    window: Callable[[dict[str, Any]], list[int]] | None = None
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    adapt: Adapt | None = None
-    adds: bool = False
-    sums: bool = False
-    folded: Callable[..., tuple[Tensor, Tensor]] | None = None
-    weight: Callable[..., Tensor | None] = lambda **arguments: None
-    channels: Callable[[dict[str, Any]], int] | None = None
-    rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
-    macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
-    dynamic: bool = False
+    layer: Layer = Layer()
     onnx: Callable[[Call], str] | None = None
     traits: frozenset[Trait] = frozenset()
     samples: tuple[Sample, ...] = ()
@@ -295,10 +294,8 @@ def register(operator: Operator) -> Operator:
         _SIGNATURES[operator.function] = {p.name: p.default for p in signature if p.kind is not inspect.Parameter.KEYWORD_ONLY}
     _claim(OPERATORS, operator.function, operator)
     BY_NAME[operator.name] = operator
-    for function, adapt in {operator.function: operator.adapt, **operator.functions}.items():
-        _claim(FUNCTIONS, function, (operator, adapt))
-    for method, adapt in operator.methods.items():
-        _claim(METHODS, method, (operator, adapt))
+    for form, adapt in {operator.function: None, **operator.calls}.items():
+        _claim(METHODS if isinstance(form, str) else FUNCTIONS, form, (operator, adapt))
     for module, extract in operator.modules.items():
         _claim(MODULES, module, (operator, extract))
     return operator
@@ -324,6 +321,12 @@ def traits_of(node: fx.Node) -> frozenset[Trait]:
     """Return the traits of a canonical node's operator; none for a node that is not a known operator."""
     operator = operator_of(node)
     return frozenset() if operator is None else operator.traits
+
+
+def has_weights(node: fx.Node) -> bool:
+    """Return whether a canonical node forms sums of products, or has a weight."""
+    operator = operator_of(node)
+    return operator is not None and (Trait.SUMS in operator.traits or "weight" in operator.arguments(node))
 
 
 def demand(node: fx.Node) -> Demand | None:
@@ -389,7 +392,7 @@ def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, 
     for name, dtype in operator.dtypes.items():
         if arguments.get(name) is operand:
             return dtype
-    if reader not in preferred or operator.sums or "weight" in arguments:
+    if reader not in preferred or has_weights(reader):
         return None
     passed_on = on_grid_of(reader) if shares(reader) else operand_nodes(operator, arguments)
     return preferred[reader] if operand in passed_on else None
@@ -402,11 +405,8 @@ def matters(node: fx.Node, after: Interval, shares: bool, bits: int | None = Non
     matter either.
     """
     operator = operator_of(node)
-    if operator is not None and operator.keeps is not None:
-        return operator.keeps(operator.arguments(node), after)
-    if operator is not None and operator.saturates is not None and bits is not None:
-        return operator.saturates(operator.arguments(node), bits)
-    return after if shares else EVERYTHING
+    kept = None if operator is None or operator.keeps is None else operator.keeps(operator.arguments(node), after, bits)
+    return kept or (after if shares else EVERYTHING)
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:

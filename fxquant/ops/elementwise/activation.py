@@ -86,9 +86,9 @@ _ADAPTED: dict[str, Any] = {
         nn.Hardtanh: lambda m: {"min": float(m.min_val), "max": float(m.max_val)},
     },
     demand=lambda node, arguments: Own() if _moves(node, arguments) else Same(),
-    keeps=lambda arguments, after: interval(*both((arguments["min"], arguments["max"]), after)),
+    keeps=lambda arguments, after, bits: interval(*both((arguments["min"], arguments["max"]), after)),
     idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
-    traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW}),
+    traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW, Trait.KEEPS_INTEGERS}),
     refuses=_refuses_clamp,
     onnx=_onnx_clamp,
 )

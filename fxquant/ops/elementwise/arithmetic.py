@@ -115,8 +115,7 @@ def _onnx_sub(c: Call) -> str:
 
 SUMS: dict[str, Any] = {
     "absorbs": frozenset({"clamp"}),
-    "adds": True,
-    "traits": frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
+    "traits": frozenset({Trait.ADDS, Trait.AFFINE, Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
     "refuses": needs_activation,
     "samples": (sample(within=ALIGNED, input=(3, 6), other=(3, 6)),),
 }
@@ -215,7 +214,7 @@ mul = lowered(
     idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
     absorbs=frozenset({"clamp"}),
     refuses=(lambda node, arguments: "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else None, needs_activation),
-    traits=frozenset({Trait.AFFINE}),
+    traits=frozenset({Trait.AFFINE, Trait.KEEPS_INTEGERS}),
     samples=(sample(input=(3, 6), other=(3, 6)), sample(input=(3, 6), other=-0.3)),
     onnx=lambda c: c.epilogue(c.do("Mul", c.operand("input"), c.operand("other"))),
 )(_lower_mul)
@@ -224,7 +223,7 @@ mul = lowered(
 @lowered(
     *("negative", operator.neg, "__neg__"),
     function=torch.neg,
-    traits=frozenset({Trait.HOMOGENEOUS}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
     onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     samples=(sample(input=(3, 6)),),
 )

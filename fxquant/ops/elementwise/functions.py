@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Instead, Lowering, Quantized, is_tensor, spelled
+from fxquant.ops.core.operators import Instead, Lowering, Quantized, Trait, is_tensor, spelled
 from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
 from fxquant.ops.elementwise.table import by_table, tabled, unary
 
@@ -58,17 +58,18 @@ unary("rad2deg", torch.rad2deg, math.degrees)
     lambda x, decimals=0: float(round(x * 10**decimals) / 10**decimals),  # half to even, as PyTorch's
     name="round",
     onnx=lambda c: c.do("Round", c.input) if c["decimals"] == 0 else c.exported(),
+    traits=frozenset({Trait.INTEGERS}),
 )
 def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
     """PyTorch's round, whose setting is a keyword."""
     return torch.round(input, decimals=decimals)
 
 
-unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil")
-unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor")
-unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix")
+unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil", traits=frozenset({Trait.INTEGERS}))
+unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor", traits=frozenset({Trait.INTEGERS}))
+unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix", traits=frozenset({Trait.INTEGERS}))
 unary("frac", torch.frac, lambda x: x - math.trunc(x))
-unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign")
+unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign", traits=frozenset({Trait.INTEGERS}))
 
 # ---- exponentials and logarithms -------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ _OF_A_REMAINDER = (sample(within=JUMPS, input=(3, 6, 6), other=0.4),)
     lambda x, other=1.0: float(x // other),
     name="floor_divide",
     samples=(sample(input=(3, 6, 6), other=0.4),),
+    traits=frozenset({Trait.INTEGERS}),
     adapted={
         **dict.fromkeys(_FLOOR, _by(floor_quotient)),
         **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
@@ -223,7 +225,7 @@ def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
     return torch.div(input, other, rounding_mode="floor")
 
 
-@tabled(lambda x, other=1.0: float(math.trunc(x / other)), name="trunc_divide")
+@tabled(lambda x, other=1.0: float(math.trunc(x / other)), name="trunc_divide", traits=frozenset({Trait.INTEGERS}))
 @sampled("torch.div(x, 0.4, rounding_mode='trunc')", within=LIMITED)
 def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
     """Compute input / other, rounded towards 0."""

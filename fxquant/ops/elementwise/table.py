@@ -177,7 +177,10 @@ def unary(
         computed = [setting for setting in settings if isinstance(arguments[setting], fx.Node)]
         return f"its {computed[0]} is computed, not a number" if computed else None
 
-    every = {**dict.fromkeys(found, arguments), **others}
+    def keeps(arguments: dict[str, Any], after: Interval, bits: int | None) -> Interval | None:
+        return None if bits is None else _changing(name, tuple((key, arguments[key]) for key in settings), bits)
+
+    every = {**dict.fromkeys((function, *found), arguments), **others}
     return register(
         Operator(
             name,
@@ -185,16 +188,11 @@ def unary(
             ("input",),
             lower,
             demand,
-            functions={form: how for form, how in every.items() if callable(form)},
-            methods={form: how for form, how in every.items() if isinstance(form, str) and hasattr(Tensor, form)},
+            calls={form: how for form, how in every.items() if callable(form) or hasattr(Tensor, form)},
             modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
-            keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
-            saturates=(lambda arguments, bits: _changing(name, tuple((key, arguments[key]) for key in settings), bits))
-            if saturates
-            else None,
+            keeps=keeps if saturates else None if varies == EVERYTHING else lambda arguments, after, bits: varies,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
-            adapt=others.get(function, arguments),
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
             traits=traits | {Trait.ELEMENTWISE},
             samples=(

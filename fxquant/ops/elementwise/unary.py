@@ -159,7 +159,7 @@ unary(
     adapted=dict.fromkeys(spelled("reciprocal"), lambda input: of_inverse(input)),
 )
 unary("erf", torch.erf, math.erf, saturates=True, onnx="Erf")
-unary("abs", torch.abs, abs, operator.abs, "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS}))
+unary("abs", torch.abs, abs, operator.abs, "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}))
 unary("square", torch.square, lambda x: x * x, onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, onnx="Sin")
 unary("cos", torch.cos, math.cos, onnx="Cos")

@@ -167,8 +167,12 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
         *(f"x.argmax(3).__{i}{name}__(1)" for i in ("", "i")),
         reads=("input",),
         refuses=_refuses_shift,
-        functions=dict.fromkeys((getattr(operator, name), getattr(operator, f"i{name}"), function)),
-        methods=dict.fromkeys((f"__{name}__", f"__i{name}__", function.__name__, f"{function.__name__}_")),
+        calls=dict.fromkeys(
+            (
+                *(getattr(operator, name), getattr(operator, f"i{name}"), function),
+                *(f"__{name}__", f"__i{name}__", function.__name__, f"{function.__name__}_"),
+            )
+        ),
     )
 
 

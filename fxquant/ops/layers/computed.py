@@ -19,7 +19,7 @@ from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core import matrix
 from fxquant.ops.core.matrix import is_computed
 from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes, sampled, written
-from fxquant.ops.core.record import Instead, Shape, operator_named
+from fxquant.ops.core.record import Instead, Layer, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add
 from fxquant.ops.layers.linear import matmul
@@ -126,7 +126,7 @@ def _computed(rank: int) -> Callable[..., Tensor]:
         function=lambda *arguments: convolution(*arguments),
         operands=("input", "weight", "bias"),
         refuses=_refuses(rank),
-        macs=_products,
+        layer=Layer(macs=_products),
         samples=written(OWN_KERNELS[rank], within=ROUNDED),
     )
     def computed(
@@ -155,7 +155,7 @@ def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if len(shape_of(arguments["weight"])) == 2 else "its weight is computed and is not a matrix"
 
 
-@composite(function=matrix.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, macs=_products)
+@composite(function=matrix.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, layer=Layer(macs=_products))
 @sampled("F.linear(x, y[0, 0, :5])", within=ROUNDED)
 def computed_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None) -> Any:
     """Compute x · wᵀ + b with a weight that the model computes."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
-from fxquant.ops.core.operators import FOLDED, IMAGES, Call, Clamp, Lowering, Quantized, TensorFact, Trait, written
+from fxquant.ops.core.operators import FOLDED, IMAGES, Call, Clamp, Layer, Lowering, Quantized, TensorFact, Trait, written
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
@@ -234,18 +234,18 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         settings=kind.attributes,
         adapt=convolved(rank) if kind is PLAIN and rank in COMPUTED else None,
         modules=dict.fromkeys(module_of(name), extract),
-        read_off=frozenset({"output_size"} if kind is REVERSED else ()),
-        traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
+        traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST} if kind is PLAIN else {Trait.SUMS}),
         absorbs=ABSORBED,
         refuses=(_refuses_batch(rank), refuses_weighted),
-        sums=True,
         normalize=normalize,
-        folded=folded,
-        weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
-        channels=lambda arguments: 1,
-        rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
-        # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
-        macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+        layer=Layer(
+            weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+            folded=folded,
+            channels=lambda arguments: 1,
+            rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
+            # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
+            macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+        ),
         onnx=onnx,
         samples=(
             *written(*(text.format(name=f"F.{name}", layer=layer) for text in SAMPLES[name]), x=IMAGES[rank]),

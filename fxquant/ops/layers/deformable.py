@@ -106,7 +106,7 @@ _REFUSES_TAPS: tuple[Guard, Guard] = (
 @lowered(
     function=_deformed_taps,
     dtypes={"offset": "int16"},
-    keeps=lambda arguments, after: EVERYTHING,
+    keeps=lambda arguments, after, bits: EVERYTHING,
     refuses=_REFUSES_TAPS,
     onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_taps(c),
     demand=Same(("input",)),

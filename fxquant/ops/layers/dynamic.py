@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
-from fxquant.ops.core.operators import Lowering, TensorFact, fact, is_parameter, lowered, operator_named, operator_of
+from fxquant.ops.attention.attention import multi_head_attention
+from fxquant.ops.core.operators import Layer, Lowering, TensorFact, Trait, fact, is_parameter, lowered, operator_named, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.primitives import runtime_scales
@@ -23,15 +24,12 @@ from fxquant.primitives import runtime_scales
 MOST_INPUTS = INT32_MAX // (runtime_scales.MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
 
 NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
-# Those whose parts are linear layers, and others that stay in float.
-COMPOSITES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "multi_head_attention")
 
 
 @lowered(
     function=lambda input, weight, bias=None: F.linear(input, weight, bias),
-    dynamic=True,
-    weight=lambda weight, **_: weight,
-    macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    layer=Layer(weight=lambda weight, **_: weight, macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1]),
+    traits=frozenset({Trait.DYNAMIC}),
 )
 def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time.
@@ -59,7 +57,7 @@ DYNAMIC_LINEAR = operator_named("dynamic_linear")
 def may_be_dynamic(node: fx.Node) -> bool:
     """Return whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
     operator = operator_of(node)
-    return operator is not None and (operator.function in (linear, matmul) or operator.name in COMPOSITES)
+    return operator is not None and (operator.function in (linear, matmul, multi_head_attention) or "hx" in operator.operands)
 
 
 def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:

@@ -15,6 +15,7 @@ from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.matrix import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.operators import BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, operator_named
 from fxquant.ops.core.products import Product
+from fxquant.ops.core.record import Layer
 from fxquant.ops.core.samples import FOLDED, sampled
 from fxquant.ops.core.weighted import ABSORBED, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
@@ -61,15 +62,16 @@ def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
 @lowered(
     function=absorbing(F.linear, _folded),
     adapt=_called,
-    traits=frozenset({Trait.OUTPUTS_FIRST}),
+    traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST}),
     absorbs=ABSORBED,
     refuses=refuses_weighted,
-    sums=True,
-    folded=_folded,
-    weight=lambda weight, **_: weight,
-    channels=lambda arguments: -1,
-    rescaled=rescaled,
-    macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    layer=Layer(
+        weight=lambda weight, **_: weight,
+        folded=_folded,
+        channels=lambda arguments: -1,
+        rescaled=rescaled,
+        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+    ),
     onnx=_onnx_linear,
 )
 @sampled("linear(x, {P(5, 8)}, {P(5)})", "nn.Linear(8, 3)", x=(8,))
@@ -135,12 +137,13 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
         **function_and_method(lambda input, mat2: {"input": input, "other": mat2}, "bmm", "mm"),
         **function_and_method(_addmm, "addmm"),
     },
-    traits=frozenset({Trait.MATRIX_PRODUCT}),
+    traits=frozenset({Trait.SUMS, Trait.MATRIX_PRODUCT}),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses_matmul,
-    sums=True,
-    weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
-    macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
+    layer=Layer(
+        weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
+        macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
+    ),
     onnx=_onnx_linear,
 )
 @sampled("matmul(x, y)", "x @ y.mT", "torch.linalg.matmul(x, y)", "x.__matmul__(y)", "bmm(x, y).relu()", x=(6, 6))

@@ -81,9 +81,9 @@ def _never_wins(reader: fx.Node, margins: list[tuple[int, int]]) -> bool:
     Where a negative number is the largest of such a window, the window holds an element further below 0, which the scale covers.
     """
     operator = operator_of(reader)
-    if operator is None or operator.window is None:
+    if operator is None or operator.layer.window is None:
         return False
-    extents = operator.window(operator.arguments(reader))
+    extents = operator.layer.window(operator.arguments(reader))
     extents = [1] * (len(margins) - len(extents)) + extents  # no window reaches along a dimension before these
     return all(max(pair) < extent for pair, extent in zip(margins, extents, strict=True))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Call, Clamp, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
 from fxquant.ops.core.products import Product
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
@@ -69,9 +69,11 @@ def _onnx_batch_norm(c: Call) -> str:
     ),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses,
-    channels=lambda arguments: 1,
-    # What it reads is never multiplied: its statistics are of that.
-    rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
+    layer=Layer(
+        channels=lambda arguments: 1,
+        # What it reads is never multiplied: its statistics are of that.
+        rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
+    ),
     onnx=_onnx_batch_norm,
 )
 @sampled("F.batch_norm(x, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, {P(3)}, {P(3)})", "{nn.BatchNorm2d(3)}(x.relu())")
@@ -120,9 +122,11 @@ def _onnx_scale_channels(c: Call) -> str:
     function=_scale_channels,
     absorbs=frozenset({"clamp"}),
     refuses=refuses_weighted,
-    weight=lambda weight, **_: weight.unsqueeze(1),
-    channels=lambda arguments: -1 - arguments.get("trailing", 0),
-    rescaled=_rescaled_channels,
+    layer=Layer(
+        weight=lambda weight, **_: weight.unsqueeze(1),
+        channels=lambda arguments: -1 - arguments.get("trailing", 0),
+        rescaled=_rescaled_channels,
+    ),
     onnx=_onnx_scale_channels,
 )
 @sampled("F.layer_norm(x, (8,), {P(8)}, {P(8)})", within=NORMED, x=(8,))

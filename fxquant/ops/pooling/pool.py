@@ -34,7 +34,7 @@ from fxquant.ops.core.operators import (
     sample,
 )
 from fxquant.ops.core.products import Product
-from fxquant.ops.core.record import Instead, operator_named
+from fxquant.ops.core.record import Instead, Layer, operator_named
 from fxquant.ops.core.weighted import lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
@@ -216,7 +216,7 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
         **with_places_too(f"max_pool{rank}d"),
         demand=Same(),
         idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
-        window=_window(rank),
+        layer=Layer(window=_window(rank)),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         refuses=refuses_max_pool(rank),
         onnx=_onnx_max_pool,

@@ -147,7 +147,7 @@ def _one_or_two(over_all: Callable[..., Any], along: Callable[..., Any]) -> Adap
     operands=("input", "other"),
     calls=dict.fromkeys((torch.max, "max"), _one_or_two(amax, largest_along)),
     refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.BOUNDED_BELOW}),
     onnx=lambda c: c.do("Max", c.operand("input"), c.operand("other")),
     samples=(sample(input=(3, 6), other=(3, 6)),),
 )
@@ -161,7 +161,7 @@ def maximum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
     operands=("input", "other"),
     calls=dict.fromkeys((torch.min, "min"), _one_or_two(amin, smallest_along)),
     refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM}),
     onnx=lambda c: c.do("Min", c.operand("input"), c.operand("other")),
     samples=(sample(input=(3, 6), other=(3, 6)),),
 )

@@ -134,7 +134,7 @@ def _onnx_grid_sample(c: Call) -> str:
     ),
     calls={F.grid_sample: _sampled, **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _by_number)},
     dtypes={"grid": "int16"},
-    keeps=lambda arguments, after: EVERYTHING,  # what limits the image does not limit the positions
+    keeps=lambda arguments, after, bits: EVERYTHING,  # what limits the image does not limit the positions
     refuses=_refuses_image,
     onnx=_onnx_grid_sample,
     demand=Same(("input",)),
@@ -196,7 +196,7 @@ def _onnx_warp(c: Call) -> str:
     operands=("input", "flow"),
     function=_warp,
     dtypes={"flow": "int16"},
-    keeps=lambda arguments, after: EVERYTHING,
+    keeps=lambda arguments, after, bits: EVERYTHING,
     refuses=(fixed_sizes("the size of its flow is not known", "flow", 1), _refuses_image),
     onnx=_onnx_warp,
     demand=Same(("input",)),

@@ -236,7 +236,7 @@ def _factor(old: Any, new: Any) -> float:
 @lowered(
     adapt=_interpolate_arguments,
     modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
-    keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
+    keeps=lambda arguments, after, bits: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
     traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
     normalize=_plain_sizes,
     refuses=(
