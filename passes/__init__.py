@@ -10,6 +10,7 @@ from fxquant.passes import (
     boundary,
     canonical,
     composite,
+    dynamic,
     gradients,
     integer,
     islands,
@@ -42,7 +43,7 @@ PIPELINE = (
     Pass(pointwise.join, Stage.CANONICAL),  # after masks, which are not functions of scores; before passes about single operators
     Pass(precision.widen, Stage.CANONICAL),  # after masks, which are not scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
-    Pass(composite.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
+    Pass(dynamic.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(layerscale.fold, Stage.CANONICAL),  # after batch norms, which a layer absorbs alone; before residuals, which are added later
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu after the addition belongs to the fused layer
