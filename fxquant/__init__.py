@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from fxquant.backends.horizon.export import export_horizon
     from fxquant.backends.onnx.metadata import onnx_metadata
     from fxquant.backends.onnx.segments import export_segments, run_segments
-    from fxquant.calibration.calibration import set_state
+    from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
     from fxquant.calibration.observations import Observations, observations
-    from fxquant.calibration.scales import freeze, qparams, set_qparams
     from fxquant.conformance.kit import conformance_kit
     from fxquant.conformance.results import Conformance, ProbeResult, check_conformance
     from fxquant.conformance.simulation import simulate_conformance
@@ -238,8 +237,7 @@ _FROM = {
     "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
     "fxquant.ops.core.custom": "operator unary",
-    "fxquant.calibration.calibration": "set_state",
-    "fxquant.calibration.scales": "freeze qparams set_qparams",
+    "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",
     "fxquant.quantization.mapping": "QConfigMapping",
     "fxquant.calibration.observations": "Observations observations",
     "fxquant.quantization.observers": "ClipObserver ClipStdObserver FixedScaleObserver HistogramObserver KLObserver LpObserver "

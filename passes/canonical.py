@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.facts import BatchDim, TensorFact
 from fxquant.ir.graph import (
+    BatchDim,
+    TensorFact,
     absorb,
     attach,
     fact,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import inherit, mark_parameter, refusal, refuse, set_fact
+from fxquant.ir.graph import TensorFact, inherit, mark_parameter, refusal, refuse, set_fact
 from fxquant.ops import operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.dynamic import dynamic_linear, may_be_dynamic, why_not_dynamic

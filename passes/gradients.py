@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import (
+    TensorFact,
     change_gradient,
     detach,
     fact,
@@ -39,7 +39,7 @@ from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.movement.shape import identity
 from fxquant.passes.rewriting import substitute
 from fxquant.pipeline import Context
-from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.stage import quantized_operator
 
 STOP = ""  # in place of the path of a rule: the gradient is stopped
 OPERANDS = "only a custom backward reads it, while training"

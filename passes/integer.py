@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import StageViolation
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import (
+    TensorFact,
     attach,
     fact,
     inherit,

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
+from fxquant.ir.graph import TensorFact, absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import Operator, Trait, calls, operator_of
 from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
 from fxquant.ops.attention.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of

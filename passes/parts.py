@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.ir.facts import Size, TensorFact
-from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
+from fxquant.ir.graph import Size, TensorFact, fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.ops import calls, operator_of
 from fxquant.ops.indexing.assignment import setitem
 from fxquant.ops.indexing.index import WHOLE, getitem

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import absorb, fact, is_parameter, refusal, resolve
+from fxquant.ir.graph import TensorFact, absorb, fact, is_parameter, refusal, resolve
 from fxquant.ops import Trait, operator_of
 from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, written
 from fxquant.ops.elementwise.table import steep

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import absorb, fact, is_parameter, noise, set_noise, stated_demand, ties
+from fxquant.ir.graph import TensorFact, absorb, fact, is_parameter, noise, set_noise, stated_demand, ties
 from fxquant.ops import calls, operator_of
 from fxquant.ops.core.floating import in_front_of_softmax, masks
 from fxquant.ops.elementwise.arithmetic import add

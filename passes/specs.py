@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import (
     Annotation,
+    TensorFact,
     annotation,
     computes_tensor,
     fact,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fxquant.backends.bpu.limits import limited
 from fxquant.backends.bpu.rooflines import FLOAT16, with_rooflines
-from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
+from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.target import Target
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.segments import returned
+from fxquant.analysis.recording import returned
 from fxquant.errors import ExportError
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import annotation, argument_name, fact, resolve, source
+from fxquant.ir.graph import BatchDim, TensorFact, annotation, argument_name, fact, resolve, source
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 from fxquant.support.offers import declaring

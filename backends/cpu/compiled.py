@@ -20,7 +20,7 @@ from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApp
 from fxquant.kernels.layer import Layer, enumerated
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.primitives import Role, requantize, role_of
-from fxquant.support.forks import address, point
+from fxquant.support.files import address, point
 
 LANES = 16  # output channels that are summed side by side
 

@@ -13,7 +13,7 @@ from fxquant.backends.cpu.native import FIXED, REAL
 from fxquant.backends.cpu.training import constants, numbers
 from fxquant.training import fused_elementwise, saturation_masks
 from fxquant.training.fused_elementwise import Join
-from fxquant.training.reference_kernels import Rounded
+from fxquant.training.fused_layers import Rounded
 
 PRODUCT, DOWN, NEAREST = 0, 1, 2
 

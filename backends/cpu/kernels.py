@@ -17,7 +17,7 @@ from fxquant.kernels import patterns
 from fxquant.kernels.kernel import ALIGNMENT, Bound, Built, Kernel, NotApplicable, Site, Stateless
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
-from fxquant.support.forks import address, point
+from fxquant.support.files import address, point
 
 
 class NativeDynamic:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.support.forks import point
+from fxquant.support.files import point
 
 logger = logging.getLogger("fxquant")
 

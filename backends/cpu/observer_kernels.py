@@ -12,7 +12,7 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import Count
 from fxquant.quantization.observers import counting
-from fxquant.support.forks import address, readable
+from fxquant.support.files import address, readable
 from fxquant.support.offers import disagreed
 
 

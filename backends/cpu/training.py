@@ -11,7 +11,7 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Pass
 from fxquant.training import fused_layers
-from fxquant.training.reference_kernels import Accumulator, Form, Gradients, Passes, Rounded
+from fxquant.training.fused_layers import Accumulator, Form, Gradients, Passes, Rounded
 
 
 class NativePasses(Passes):

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.segments import returned
+from fxquant.analysis.recording import returned
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments, save_models
 from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, source
+from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import Operation, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, Form, GraphForm, Values, Wanted
-from fxquant.analysis.segments import returned
+from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, Form, GraphForm, Values, Wanted, returned
 from fxquant.backends.horizon.compiled_program import Binary, Feature, inner_values
 from fxquant.backends.onnx.horizon import Connections, Place, horizon_values
 from fxquant.errors import CompilationError, ExportError
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import BatchDim, TensorFact, fact
 from fxquant.ir.integer import qparams
 from fxquant.support import logger
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import BatchDim, Size, TensorFact
-from fxquant.ir.graph import fact, is_parameter, resolve
+from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, resolve
 from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import BatchDim, TensorFact, fact
 from fxquant.ops.attention.attention import scaled_dot_product_attention
 from fxquant.ops.elementwise import activation
 from fxquant.ops.pooling import totals

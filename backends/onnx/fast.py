@@ -14,17 +14,15 @@ from onnx import helper
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
 from fxquant.backends.onnx.fast_kernels import FastWriter
 from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import random_value
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter
-from fxquant.backends.onnx.writer import Writer
+from fxquant.backends.onnx.writer import DOMAIN, TYPES, Writer, value_info
 from fxquant.errors import ExportError
-from fxquant.ir.facts import BATCH_SIZES
-from fxquant.ir.graph import by_name, fact, resolve
+from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
 from fxquant.ir.integer import qparams
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
 from fxquant.kernels.kernel import Match

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backends.onnx import fast_parts, gates
-from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
-from fxquant.backends.onnx.writer import Writer
+from fxquant.backends.onnx.writer import Emitter, Writer, value_info
 from fxquant.ir.graph import fact
 from fxquant.numerics.grids import BOUNDARY_LIMIT
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape

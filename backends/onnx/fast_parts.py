@@ -11,11 +11,10 @@ from torch import Tensor, fx
 
 from fxquant.analysis.fused import PRODUCTS
 from fxquant.backends.onnx import gates
-from fxquant.backends.onnx.emitter import Emitter
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, resolve
+from fxquant.backends.onnx.writer import Emitter
+from fxquant.ir.graph import TensorFact, fact, resolve
 from fxquant.ir.integer import Operation, QParams, operation, qparams, zero_point
-from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
+from fxquant.numerics.grids import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.table import exact

@@ -26,13 +26,12 @@ from fxquant.backends.onnx.direct import Direct, Plan, is_size
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
-from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.ir.graph import attach, fact, is_python, nodes_in, resolve
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, is_python, nodes_in, resolve
 from fxquant.ir.integer import qparams
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.primitives import PRIMITIVES
 from fxquant.support import log_levels
-from fxquant.support.forks import free_in_child
+from fxquant.support.files import free_in_child
 
 OLDEST_OPSET = 18  # that every version of PyTorch's exporter writes
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fxquant.backends.onnx.emitter import Emitter
+from fxquant.backends.onnx.writer import Emitter
 
 BYTES = 256
 FARTHEST = 4  # steps of float32 from 1 / m, either way

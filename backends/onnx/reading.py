@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ExportError
-from fxquant.ir.facts import DTYPE_NAMES
+from fxquant.ir.graph import DTYPE_NAMES
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.measures import MEASURES, Site
 from fxquant.ir.graph import annotation, is_on_host
 from fxquant.ops import operator_of
-from fxquant.prepared.nodes import record_of
+from fxquant.prepared.stage import record_of
 from fxquant.target import Limit, Target
 
 # ---- the limits that an operator breaks at its place in a graph ------------------------------------------------------

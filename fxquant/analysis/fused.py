@@ -11,13 +11,12 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import Layer, layers
 from fxquant.analysis.recording import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import kernel, origin
 from fxquant.ir.model import RUNNER
 from fxquant.kernels.program import Choice
 from fxquant.kernels.runner import Runner, runs_here
-from fxquant.prepared.nodes import primitive_of
+from fxquant.prepared.stage import primitive_of
 from fxquant.primitives import PRIMITIVES, Role, role_of
 
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates

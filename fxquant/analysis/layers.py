@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.analysis.cost import cost_of
+from fxquant.analysis.measures import cost_of
 from fxquant.errors import ConfigurationError
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.graph import (
+    TensorFact,
     annotation,
     computes_tensor,
     fact,
@@ -27,7 +27,7 @@ from fxquant.ir.graph import (
 )
 from fxquant.ir.integer import QParams, Reference, is_inner, noted, notes, operation, origin
 from fxquant.ops import BY_NAME, carried
-from fxquant.prepared.nodes import (
+from fxquant.prepared.stage import (
     called,
     dtype_of,
     grid_of,

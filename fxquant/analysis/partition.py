@@ -16,10 +16,9 @@ from torch import fx
 
 from fxquant.analysis.layers import HOST
 from fxquant.errors import ConfigurationError
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact, fused, is_parameter, module_path, stage_of
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, fused, is_parameter, module_path, stage_of
 from fxquant.ir.integer import is_inner, origin
-from fxquant.prepared.nodes import in_float16, is_dequantize, primitive_of, quantized_operator
+from fxquant.prepared.stage import in_float16, is_dequantize, primitive_of, quantized_operator
 from fxquant.support.arguments import checked
 
 

@@ -18,14 +18,15 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import computes_tensor, is_deployed, stage_of
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
 from fxquant.ir.integer import QParams, channel_exponents, zero_point
 from fxquant.ir.interpreter import Interpreter
+from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
-from fxquant.prepared.nodes import grid_of, is_dequantize, is_quantize, primitive_of, quantized_operator
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.stage import grid_of, is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
 from fxquant.quantization.spec import State
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
@@ -263,3 +264,47 @@ def outputs(result: Any) -> Values:
     found: list[Tensor] = []
     fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return {f"output {index}": value for index, value in enumerate(found)}
+
+
+# ---- The boundaries between float operators on the host and the integer segments of a model --------------------------
+
+
+def crossings(model: fx.GraphModule) -> list[str]:
+    """Return the names of the tensors that float operators pass to an integer segment: quantized tensors, booleans and integers.
+
+    A dynamic layer gets the float values, which it quantizes itself.
+    """
+    return [node.name for node in model.graph.nodes if _is_handed(model, node)]
+
+
+def _is_handed(model: fx.GraphModule, node: fx.Node) -> bool:
+    if any(is_dynamic(model, user) for user in node.users):
+        return computes_tensor(node) and not _is_integer(model, node)
+    if is_quantize(model, node):
+        return bool(node.args[0].op != "placeholder")  # type: ignore[union-attr]
+    known = fact(node)
+    plain = isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
+    return plain and computes_tensor(node) and not _is_integer(model, node) and any(_is_integer(model, user) for user in node.users)
+
+
+def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
+    return primitive_of(node) is not None or quantized_operator(model, node) is not None
+
+
+def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
+    """Return the nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
+    (output,) = model.graph.find_nodes(op="output")
+    return [
+        node
+        for node in nodes_in(output.args)
+        if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
+    ]
+
+
+def float_outputs(model: fx.GraphModule) -> set[str]:
+    """Return the outputs, "output 0", …, that are not the end of an integer segment, a dynamic layer's result, an input or a constant."""
+    return {
+        f"output {index}"
+        for index, node in enumerate(returned(model))
+        if node.op not in ("placeholder", "get_attr") and not is_dequantize(model, node) and not is_dynamic(model, node)
+    }

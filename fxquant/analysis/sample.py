@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import TensorFact, fact
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.prepared.nodes import grid_of
+from fxquant.prepared.stage import grid_of
 
 TORCH = (".pt", ".pth")
 FORMATS = (".npy", ".npz", ".safetensors", *TORCH)

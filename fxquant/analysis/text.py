@@ -14,12 +14,11 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
+from fxquant.ir.graph import TensorFact, annotation, fact, fused, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
-from fxquant.prepared.nodes import called, grid_of, is_dynamic, primitive_of, record_of
+from fxquant.prepared.stage import called, grid_of, is_dynamic, primitive_of, record_of
 from fxquant.primitives import Primitive
 from fxquant.support.arguments import checked
 

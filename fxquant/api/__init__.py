@@ -7,10 +7,8 @@ files         `export_onnx`, `save`, `load` and `dump`
 quantizing    `quantize`: all of these in one call
 """
 
-from fxquant.api.calibrating import calibrate
-from fxquant.api.converting import convert
 from fxquant.api.files import dump, export_onnx, load, save
-from fxquant.api.preparing import check, prepare
+from fxquant.api.preparing import calibrate, check, convert, prepare
 from fxquant.api.quantizing import Result, quantize
 
 __all__ = ["Result", "calibrate", "check", "convert", "dump", "export_onnx", "load", "prepare", "quantize", "save"]

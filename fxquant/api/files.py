@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxquant import backends
 from fxquant.analysis.explain import explain
 from fxquant.analysis.text import text
-from fxquant.api.converting import convert, run_with_kernels
+from fxquant.api.preparing import convert, run_with_kernels
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.calibration.calibration import follow_unseen
 from fxquant.calibration.observations import Observations
@@ -152,3 +152,10 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
+
+
+def check_horizon(target: str) -> None:
+    """Raise ConfigurationError if there is no target of this name, or `export_horizon` cannot write its integer models."""
+    from fxquant.backends.horizon.export import check_march
+
+    check_march(backends.get(target).name)

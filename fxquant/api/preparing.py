@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,25 +15,32 @@ from fxquant.analysis.check import Findings, broken_limits, findings
 from fxquant.analysis.explain import summary
 from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
+from fxquant.calibration.calibration import having, warn_of_lost_inputs
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, module_path, noise, source, stage_of
+from fxquant.ir.carried import SETTINGS, refuse_changes
+from fxquant.ir.graph import TensorFact, fact, module_path, noise, source, stage_of
+from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.interpreter import copy_parameters
-from fxquant.ir.model import Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, copy_graph, dress_carried
+from fxquant.kernels.runner import Runner
 from fxquant.ops.elementwise.dropout import dropout
-from fxquant.passes import PREPARE
+from fxquant.passes import CONVERT, PREPARE
 from fxquant.passes.rewriting import attributes
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
+from fxquant.prepared.batches import as_batches
+from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
-from fxquant.prepared.nodes import quantized_operator
-from fxquant.prepared.stage import Stage
+from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.stage import Stage, quantized_operator
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.spec import QConfig, State
+from fxquant.reporting.forms import Batches
 from fxquant.support import logger
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
+from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
@@ -263,3 +270,142 @@ def check(
         # Fusion comes first: a target's limits are about the operators it runs.
         annotated = _prepare(traced, Context(chosen, mapping, adapt=adapt), PREPARE, "boundary.insert", Dial(0, None))
     return findings(annotated, chosen)
+
+
+# ---- Calibrate a prepared model --------------------------------------------------------------------------------------
+
+
+@checked()
+def calibrate(
+    prepared: fx.GraphModule,
+    batches: Batches,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    distributed: bool = True,
+    only_missing: bool = False,
+    equalize: bool = True,
+    round_weights: bool | None = None,
+    correct_bias: bool | None = None,
+    balance_samples: bool | None = None,
+    show_progress: bool | None = None,
+) -> fx.GraphModule:
+    """Observe the batches, set every scale, and leave the model in state VALIDATE; return it.
+
+    `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,
+    nested or not, or those that are named like forward's parameters, fill the model's inputs; the rest (labels) is
+    dropped, with one log line. `batch_fn` maps a batch to the inputs. `num_batches` is the number of batches to take, and no more are read.
+    Memory does not grow with their number.
+
+    If torch.distributed is in use, every rank calls this with its own shard, with any number of batches, and all
+    get equal scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
+
+    Calibrating again adds to what was observed, with bits equal to one call with all batches: the first samples are kept with
+    the model, but in no file, and weights and biases are rounded and corrected again. If samples of observed batches are missing,
+    a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
+    known scales while others are in CALIBRATE; a line of the log names them. A tensor of an operator in FLOAT is still
+    observed for readers that take it as integers. `only_missing` observes only tensors without a scale, and leaves the others
+    unchanged; if there are none, no batch is taken.
+
+    Before observation, channels whose ranges in the first batch differ much are equalized by powers of two, if that
+    clearly reduces the error of weights and activations (`fxq.equalize`); `equalize=False` disables this. After observation, weights of
+    less than 8 bits are rounded so that their errors cancel on the first 64 samples and in the model's outputs
+    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, each kept if the outputs gain 0.2 dB, with
+    False none. With 64 samples or more, biases then
+    compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`): with `correct_bias=True` with fewer as well, with False
+    never. With as many samples, ranges minimize the noise of each sample in decibels, instead of the squared error of all, if that
+    lowers the noise of the outputs: with `balance_samples=True` always, with False never. Unless it is False, the range of an input many of
+    whose values round to 0 is divided by a power of two, if the outputs are nearer to float with it.
+
+    Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite
+    values, and ConfigurationError for unusable arguments; what was observed before stays observed.
+    """
+    calibration.require_prepared(prepared)
+    batches = as_batches(batches)
+    out = calibration.out_of_calibration(prepared)
+    if out:
+        names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
+        logger.info("left out of calibration, by the state they are in: %s", names)
+    with having(out, left_out=True):
+        samples = FirstSamples(prepared, round_weights, correct_bias, balance_samples)
+        first_inputs: list[Any] = []
+
+        def take(inputs: Sequence[Any]) -> None:
+            samples.take(inputs)
+            if not first_inputs:  # a loader may reuse its memory
+                first_inputs.extend(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs)
+
+        if samples.lost and not only_missing and (samples.rounds or samples.corrects):
+            logger.warning(
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
+                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+            )
+        with samples.remembered():
+            observed = calibration.calibrate(
+                prepared,
+                batches,
+                calibration.CalibrationOptions(num_batches, batch_fn, distributed, only_missing, show_progress),
+                first=by_first_batch(prepared, distributed) if equalize else None,
+                each=take,
+            )
+            if observed:
+                samples.use(distributed, show_progress)
+                warn_of_lost_inputs(prepared, first_inputs)
+    return prepared
+
+
+# ---- Convert a prepared model to its integer model -------------------------------------------------------------------
+
+
+@checked()
+def convert(
+    prepared: fx.GraphModule,
+    *,
+    kernels: str = "auto",
+    until: str | Stage | None = None,
+    debug: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> fx.GraphModule:
+    """Return the integer model: a graph of integer primitives with the current weights and scales.
+
+    It takes and returns what the float model does. The prepared model is not changed.
+
+    Unless kernels="reference", it uses fast kernels on a processor from the second call with inputs of the same sizes on. They store 8-bit
+    tensors as bytes and sum products of bytes. Each is proved equal to the primitives of the graph on this machine; `explain` lists which
+    run, and why others do not. The results are equal.
+
+    Raises NotCalibrated if a scale is unknown, and AccumulatorOverflow if a sum cannot be proved to fit.
+    """
+    calibration.require_prepared(prepared)
+    target: Target = prepared.meta["target"]
+    for operator in quantized_operators(prepared).values():
+        if not operator.plain:
+            operator.output.require()
+    refuse_changes(prepared, prepared.meta.get(SETTINGS, {}))
+    check_until(until, CONVERT)
+    dial = Dial.of(debug, dump)
+    dial.count = len(PREPARE) + 1
+    with collection_paused(), autocast_off(), torch.inference_mode(False):
+        # The only pass reads this graph and writes another, so no copy is needed; its owner remains the prepared model.
+        integer = Model.of(prepared, prepared.graph)
+        prepared.graph.owning_module = prepared
+        fuses = kernels == "auto" or any(step.reaches is Stage.FUSED and until in (step.name, Stage.FUSED) for step in CONVERT)
+        passes = tuple(step for step in CONVERT if fuses or step.reaches is not Stage.FUSED)
+        run(integer, passes, Context(target, QConfigMapping(), kernels=backends.kernels()), dial, until)
+    exponents = tensor_exponents(prepared)
+    for node in integer.graph.nodes:
+        if node.name in exponents:
+            set_channel_exponents(node, exponents[node.name].tolist())
+    run_with_kernels(integer)
+    integer.training = False
+    for only_prepared in (CALLS, SETTINGS):
+        integer.meta.pop(only_prepared, None)
+    attach_call_hooks(integer)
+    dress_carried(integer)
+    return integer
+
+
+def run_with_kernels(integer: fx.GraphModule) -> None:
+    """Let a fused model run with the kernels that are admitted on this machine."""
+    if integer.meta["stage"] == Stage.FUSED.name:
+        integer.__dict__[RUNNER] = Runner(backends.kernels)

@@ -14,10 +14,8 @@ from torch import fx, nn
 
 from fxquant import backends
 from fxquant.analysis.report import Report
-from fxquant.api.calibrating import calibrate
-from fxquant.api.converting import convert
 from fxquant.api.files import export_onnx
-from fxquant.api.preparing import OBSERVATIONS, prepare
+from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, prepare
 from fxquant.calibration.observations import Observations
 from fxquant.frontend import float_model
 from fxquant.prepared.batches import as_batches, no_batches

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.calibration.calibration import require_prepared
-from fxquant.calibration.scales import INTERMEDIATE
+from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import fact, fused
 from fxquant.numerics.grids import EVERYTHING, Interval

@@ -18,9 +18,8 @@ from rich.table import Table
 from torch import Tensor
 
 import fxquant as fxq
-from fxquant import backends
 from fxquant.analysis.sample import samples_from
-from fxquant.backends.horizon.export import check_march
+from fxquant.api.files import check_horizon
 from fxquant.cli.factories import model_named
 from fxquant.errors import ConfigurationError
 from fxquant.reporting.statistics import in_decibels
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantize the model that the options name; print what was found and return the exit status."""
     out = _folder(options)
     if options.horizon:
-        check_march(backends.get(options.target).name)
+        check_horizon(options.target)
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     samples = samples_from(options.data, model)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.recording import QUANTIZED, Wanted
-from fxquant.analysis.segments import returned
+from fxquant.analysis.recording import QUANTIZED, Wanted, returned
 from fxquant.api import convert
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest

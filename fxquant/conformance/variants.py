@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fxquant import backends
-from fxquant.numerics.rescaling import FixedWidths, MeasuredWidths
+from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
 from fxquant.target import Target
 

@@ -35,11 +35,9 @@ from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.branches import Branch, lost_parameters
 from fxquant.frontend.checks import compare_recordings, compare_with_model
-from fxquant.frontend.entry import float_model, is_traced
-from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
+from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients
 from fxquant.frontend.handler import Handler
-from fxquant.frontend.input_check import InputCheck
-from fxquant.frontend.inputs import ExampleInputs, bind_inputs
+from fxquant.frontend.inputs import ExampleInputs, InputCheck, bind_inputs
 from fxquant.frontend.leaves import Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import assumptions, attach_call_hooks, build, moved_by_forward, note_state, random_by_forward, untrained_here

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.errors import TraceError
 from fxquant.ir import graph
-from fxquant.ir.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.ir.integer import noted, notes
 
 SMALLEST, LARGEST = "smallest_batch", "largest_batch"  # in the notes of the inputs

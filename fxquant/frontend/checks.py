@@ -11,15 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import TraceError
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.environment import source_of_error, undisturbed
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import source_of_error
 from fxquant.frontend.tracer import RETRACE_SIZES
-from fxquant.ir import facts, graph
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir import graph
+from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.numerics.gradient import GradientRule
 from fxquant.support import logger
 
@@ -76,7 +75,7 @@ def _compare_facts(node: fx.Node, other: fx.Node) -> None:
     sizes = zip(mine.shape, theirs.shape, strict=True) if isinstance(mine, TensorFact) else ((mine, theirs),)
     for size, other_size in sizes:
         # Facts are written for the first pair of batch sizes, also those of the second trace.
-        if _at(size, RETRACE_SIZES) != _at(other_size, facts.BATCH_SIZES):
+        if _at(size, RETRACE_SIZES) != _at(other_size, graph.BATCH_SIZES):
             if isinstance(mine, BatchDim):
                 graph.set_fact(node, None)
                 return

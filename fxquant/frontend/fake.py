@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments
-from fxquant.frontend.source import calls_from
+from fxquant.frontend.environment import calls_from
 from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
 from fxquant.ir.interpreter import own
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is_tracing, refuse
 from fxquant.ir import graph
-from fxquant.ir.facts import TensorFact
 from fxquant.ir.functional import stopped
+from fxquant.ir.graph import TensorFact
 from fxquant.numerics.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))

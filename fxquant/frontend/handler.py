@@ -11,15 +11,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.frontend.arguments import Arguments, is_tracked
+from fxquant.frontend.arguments import Arguments, Memory, is_tracked, share_memory, view_step
+from fxquant.frontend.environment import user_source
 from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
-from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import user_source
-from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
 from fxquant.frontend.values import UNKNOWN, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Unknown, Value, numeric_fact, refuse
-from fxquant.frontend.written_out import by_own_names, written_out
+from fxquant.frontend.written_out import (
+    Spelling,
+    by_own_names,
+    is_random,
+    property_name,
+    property_spelling,
+    python_operator,
+    spelling_of,
+    written_out,
+)
 from fxquant.ir import carried, functional, graph
 from fxquant.support import logger
 

@@ -4,19 +4,150 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.export import Dim
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend.batch_dimensions import batch_dimensions
+from fxquant.frontend.batch_limits import BatchLimits, noted_limits
 from fxquant.frontend.handler import new_graph
 from fxquant.frontend.signature import signature_of
+from fxquant.ir import graph
+from fxquant.ir.graph import BatchDim, TensorFact, unusual_kind
+from fxquant.support import logger
+
+# ---- Which dimension of each example input is the batch: what `dynamic_shapes` says, in the forms that `torch.export` takes ----
+
+
+_HINT = type(Dim.AUTO)
+_FORMS = "a tuple with an entry for each argument, or a dict by their names: dynamic_shapes=({1: torch.export.Dim('batch')},)"
+
+
+@dataclass(frozen=True)
+class _Varying:
+    """A dimension that is said to vary.
+
+    name   of the `Dim`; None for Dim.AUTO and Dim.DYNAMIC, which have no name
+    """
+
+    path: str
+    dim: int
+    name: str | None
+    size: int
+
+
+def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> tuple[int | None, ...]:
+    """For each leaf of the arguments, flat, the dimension that is the batch; None for an input whose sizes are all fixed.
+
+    With dynamic_shapes=None it is dimension 0 of every tensor whose size there is that of the first tensor. Otherwise it is
+    the one dimension that `dynamic_shapes` marks: by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; what is not mentioned is fixed.
+
+    Raises ConfigurationError for what has none of these forms, and where more than one size would vary.
+    """
+    leaves = pytree.tree_leaves((list(args), dict(kwargs)))
+    if dynamic_shapes is None or dynamic_shapes is True:
+        first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+        return tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first else None for leaf in leaves)
+    if dynamic_shapes is False or dynamic_shapes == {}:
+        return (None,) * len(leaves)
+    if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
+    named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    if isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(named):
+        dynamic_shapes = dict(zip(named, dynamic_shapes, strict=True))
+    if not isinstance(dynamic_shapes, Mapping):
+        entries = f" of {len(dynamic_shapes)} entries" if isinstance(dynamic_shapes, tuple | list) else ""
+        _refuse(f"it is a {type(dynamic_shapes).__name__}{entries}, and forward is called with {', '.join(named)}")
+    unknown = [str(name) for name in dynamic_shapes if name not in named]
+    if unknown:
+        _refuse(f"it has an entry for {', '.join(unknown)}, and forward is called with {', '.join(named)}")
+    found = [mark for name, value in named.items() for mark in _marks(name, value, dynamic_shapes.get(name))]
+    _require_one([mark for mark in found if mark is not None])
+    return tuple(None if mark is None else mark.dim for mark in found)
+
+
+def _marks(path: str, value: Any, said: Any) -> list[_Varying | None]:
+    """Return the mark of each leaf of an argument: its batch dimension, or None."""
+    if isinstance(value, Tensor):
+        return [_of_tensor(path, value, said)]
+    if said is None or (isinstance(said, Mapping | tuple | list) and not said):
+        return [None] * len(pytree.tree_leaves(value))
+    children, _ = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    if len(children) == 1 and children[0] is value:
+        _refuse(f"it has an entry for {path}, which is a {type(value).__name__} and has no dimensions")
+    keys: list[Any] = list(value) if isinstance(value, Mapping) else list(range(len(children)))
+    if isinstance(said, tuple | list) and len(said) == len(keys):
+        said = dict(zip(keys, said, strict=True))
+    if not isinstance(said, Mapping) or not set(said) <= set(keys):
+        _refuse(f"its entry for {path} does not have the structure of that argument, a {type(value).__name__} of {len(keys)}")
+    return [mark for key, child in zip(keys, children, strict=True) for mark in _marks(f"{path}[{key!r}]", child, said.get(key))]
+
+
+def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
+    if isinstance(said, tuple | list) and len(said) == tensor.dim():
+        said = dict(enumerate(said))
+    if said is not None and not isinstance(said, Mapping):
+        _refuse(f"its entry for {path}, a tensor of {tensor.dim()} dimensions, is {said!r}")
+    found: list[_Varying] = []
+    for dim, entry in (said or {}).items():
+        if type(dim) is not int or not 0 <= dim < tensor.dim():
+            _refuse(f"{path} has no dimension {dim!r}, but {tensor.dim()} dimensions, counted from 0")
+        size = int(tensor.shape[dim])
+        varies, name = _varies(path, dim, size, entry)
+        if varies:
+            found.append(_Varying(path, dim, name, size))
+    if len(found) > 1:
+        _refuse_several([f"dimension {each.dim} of {path}" for each in found])
+    return found[0] if found else None
+
+
+def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
+    """Return whether a dimension varies that is marked so, and the name that it is given."""
+    if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC"):
+        return False, None
+    if type(entry) is int and entry == size:
+        return False, None
+    if isinstance(entry, str):
+        return True, entry
+    if type(entry) is Dim or isinstance(entry, _HINT):
+        if (entry.min or 0) > 2 or isinstance(entry.max, int):  # torch.export gives its own names 0 and infinity
+            logger.info("dynamic_shapes: the bounds of %s are ignored; the model takes every batch size that its operators allow", entry)
+        return True, entry.__name__ if isinstance(entry, Dim) else None
+    if isinstance(entry, Dim):
+        _refuse(f"dimension {dim} of {path} is {entry.__name__}, computed from another, and the batch has one size in all inputs")
+    _refuse(f"dimension {dim} of {path}, whose size is {size}, is said to be {entry!r}")
+
+
+def _require_one(marks: list[_Varying]) -> None:
+    names = {mark.name for mark in marks if mark.name is not None}
+    if len(names) > 1:
+        _refuse_several(sorted(names))
+    if len({mark.size for mark in marks}) > 1:
+        sizes = ", ".join(f"{mark.size} in dimension {mark.dim} of {mark.path}" for mark in marks)
+        _refuse(f"the dimensions that it marks differ in size in the example: {sizes}")
+
+
+def _refuse_several(which: list[str]) -> NoReturn:
+    raise ConfigurationError(
+        f"dynamic_shapes lets more than one size vary: {', '.join(which)}",
+        because="one size can vary, that of the batch, which all inputs that have it share",
+        remedy="mark only the batch, with the same Dim in each input; a prepared model for each of the other sizes",
+    )
+
+
+def _refuse(because: str) -> NoReturn:
+    raise ConfigurationError(
+        "dynamic_shapes does not fit the example inputs",
+        because=because,
+        remedy=f"pass None where dimension 0 is the batch, {{}} to fix every size, or {_FORMS}",
+    )
 
 
 @dataclass(frozen=True)
@@ -198,3 +329,128 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
                 because="it is on the device meta, and values become integers",
                 remedy='give the model memory with model.to_empty(device="cpu"), and load its parameters',
             )
+
+
+# ---- The check of a graph's inputs: what the graph was made for is computed, anything else is refused ----------------
+#
+# The shapes and dtypes of a graph, its constants, and the proof that its accumulators fit hold for the inputs it was traced with and for
+# every batch size. So every form of a model (traced, prepared, integer, loaded, copied) checks its inputs before it computes. It checks
+# shapes, dtypes and the like, never values, so that a check takes a few microseconds.
+
+
+@dataclass(frozen=True)
+class Input:
+    """The requirements on one input.
+
+    sizes      of its dimensions; None for the batch
+    form       the whole of it as text; None where nothing is known of it
+    optional   whether it may be left out
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[int | None, ...]
+    form: str | None
+    optional: bool
+
+
+@dataclass(frozen=True)
+class InputCheck:
+    """A forward pre-hook: ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
+
+    made      what was done with the model to get the graph: "traced" or "prepared"
+    batches   between which batch sizes the graph's shapes hold
+    """
+
+    inputs: tuple[Input, ...]
+    made: str
+    batches: BatchLimits
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_number(args, kwargs)
+        first, batch = "", None
+        for index, expected in enumerate(self.inputs):
+            if expected.form is None or (index >= len(args) and expected.name not in kwargs):
+                continue
+            given = args[index] if index < len(args) else kwargs[expected.name]
+            self._check_kind(module, expected, given)
+            for dim, (size, wanted) in enumerate(zip(given.shape, expected.sizes, strict=True)):
+                if wanted is not None:
+                    if size != wanted:
+                        fixed = "only B can vary" if None in expected.sizes else "every size of this input is fixed"
+                        self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
+                elif batch is None:
+                    first, batch = expected.name, size
+                    self._check_batch(expected, size)
+                elif batch != size:
+                    self._refuse(expected, f"its batch is {size}", f"input {first} has a batch of {batch}, and all inputs share one")
+
+    def _check_batch(self, expected: Input, size: int) -> None:
+        if 0 < size < self.batches.smallest:
+            where = f"from a batch of {self.batches.smallest} on"
+        elif self.batches.largest is not None and size > self.batches.largest:
+            where = f"up to a batch of {self.batches.largest}"
+        else:
+            return
+        self._refuse(expected, f"its batch is {size}", f"the model slices its batch at a fixed index, and its shapes are valid {where}")
+
+    def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [expected.name for expected in self.inputs]
+        taken = f"its graph takes {len(names)} input{'' if len(names) == 1 else 's'}, {', '.join(names)}"
+        remedy = f"call the model with {', '.join(names)}"
+        if len(args) > len(names):
+            raise ConfigurationError(f"the model is given {len(args)} inputs", because=taken, remedy=remedy)
+        for name in kwargs:
+            if name not in names:
+                raise ConfigurationError(f"the model has no input {name}", because=taken, remedy=remedy)
+            if name in names[: len(args)]:
+                because = "it is passed by position and by name"
+                raise ConfigurationError(f"input {name} is given twice", because=because, remedy="pass it once")
+        for expected in self.inputs[len(args) :]:
+            if not expected.optional and expected.name not in kwargs:
+                raise ConfigurationError(f"the model is not given its input {expected.name}", because=taken, remedy=remedy)
+
+    def _check_kind(self, module: torch.nn.Module, expected: Input, given: Any) -> None:
+        if not isinstance(given, torch.Tensor):
+            array = type(given).__module__.partition(".")[0] == "numpy"
+            kind = f"numpy.{type(given).__name__}" if array else type(given).__name__
+            because = f"the model was {self.made} with a tensor, {expected.form}"
+            self._refuse(expected, f"it is a {kind}", because, "convert it with torch.from_numpy(array)" if array else None)
+        unusual = unusual_kind(given)
+        if unusual is not None:
+            self._refuse(expected, f"it is a {unusual[0]} tensor", f"{self._made_with(expected)}, a dense tensor with values", unusual[1])
+        if given.dim() != len(expected.sizes):
+            self._refuse(expected, f"it has {given.dim()} dimensions", self._made_with(expected))
+        if given.dtype != expected.dtype:
+            self._refuse(expected, f"its type is {given.dtype}", self._made_with(expected), f"convert it with .to({expected.dtype})")
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        home = next(tensors, given).device
+        if given.device != home and all(tensor.device != given.device for tensor in tensors):
+            remedy = f"move one to the other: x.to({str(home)!r}), or model.to({str(given.device)!r})"
+            self._refuse(expected, f"it is on {given.device}", f"the parameters and constants of the model are on {home}", remedy)
+
+    def _made_with(self, expected: Input) -> str:
+        return f"the model was {self.made} with {expected.form}"
+
+    def _refuse(self, expected: Input, what: str, because: str, remedy: str | None = None) -> NoReturn:
+        again = "prepare" if self.made == "prepared" else "trace"
+        raise ConfigurationError(
+            f"input {expected.name} does not fit the graph: {what}",
+            because=because,
+            remedy=remedy or f"pass an input of that form, or {again} the model again with an example of the new one",
+        )
+
+
+def input_check(module: fx.GraphModule) -> InputCheck:
+    """Return the check of the inputs that the placeholders of a graph describe."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    made = "prepared" if "target" in module.meta else "traced"
+    return InputCheck(tuple(map(_described, inputs)), made, noted_limits(module.graph))
+
+
+def _described(node: fx.Node) -> Input:
+    fact, optional = graph.fact(node), bool(node.args)
+    if not isinstance(fact, TensorFact):
+        return Input(str(node.target), None, (), None, optional)
+    sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
+    return Input(str(node.target), fact.dtype, sizes, str(fact), optional)

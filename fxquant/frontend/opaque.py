@@ -22,8 +22,8 @@ from torch import nn
 
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
+from fxquant.frontend.environment import frames
 from fxquant.frontend.fake import Evaluator, Sequenced
-from fxquant.frontend.source import frames
 from fxquant.frontend.values import UNKNOWN, Number, Value, active, is_tracing, refuse
 from fxquant.ir import graph
 from fxquant.support.arguments import CALLABLE, checked, such

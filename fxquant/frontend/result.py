@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.frontend.branches import Branch, ReturnInTraining, TrainingBranch, reads
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.handler import Handler
-from fxquant.frontend.input_check import InputCheck, input_check
+from fxquant.frontend.inputs import InputCheck, input_check
 from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import ReturnForm, return_form, set_form
 from fxquant.frontend.signature import CallSignature, call_signature, set_signature
@@ -23,8 +23,7 @@ from fxquant.frontend.state import MovedState, Place, overrides_train, own_param
 from fxquant.ir import graph
 from fxquant.ir.carried import SETTINGS, Carried
 from fxquant.ir.codegen import own_names
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import attach, model_meta
+from fxquant.ir.graph import TensorFact, attach, model_meta
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 

@@ -23,11 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxquant.frontend.arguments import ATOMS
-from fxquant.frontend.environment import OwnRandomNumbers, undisturbed
+from fxquant.frontend.environment import OwnRandomNumbers, frames, undisturbed, user_source
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import frames, user_source
-from fxquant.support.forks import memory_start
+from fxquant.support.files import memory_start
 
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
 _BATCH_NORMS: dict[Any, inspect.Signature] = {

@@ -11,18 +11,17 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fxquant.errors import FxQuantError, TraceError
-from fxquant.frontend.environment import prepared_environment
+from fxquant.frontend.environment import prepared_environment, raised_in, source_of_error
 from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
 from fxquant.frontend.values import TracedTensor, tracing
 from fxquant.ir import graph
-from fxquant.ir.facts import BATCH_SIZES
+from fxquant.ir.graph import BATCH_SIZES
 
 RETRACE_SIZES = (10, 14)
 

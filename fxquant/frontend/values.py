@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxquant.errors import TraceError
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import BatchDim, TensorFact
 
 
 class Value:

@@ -30,7 +30,7 @@ from fxquant.ir.codegen import Code, own_names
 from fxquant.ir.graph import is_deployed
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
-from fxquant.support.forks import free_in_child, in_child
+from fxquant.support.files import free_in_child, in_child
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact, is_parameter
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter
 
 _HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon")
 

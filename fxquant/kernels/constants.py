@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
-from fxquant.support.forks import memory_start, start
+from fxquant.support.files import memory_start, start
 from fxquant.support.offers import Offers
 
 EACH_CALL = 2**16  # bytes

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import QParams, qparams
-from fxquant.support.forks import readable
+from fxquant.support.files import readable
 
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Match, Matched
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, requantize, role_of, runtime_scales, shape

@@ -24,7 +24,7 @@ from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
-from fxquant.support.forks import free_in_child
+from fxquant.support.files import free_in_child
 from fxquant.support.offers import disagreed
 from fxquant.support.progress import progress
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering.lowering import Clamp, Epilogue, Lowering, Quantized, ResidualFactor, limited
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32, Grid, ends_of
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, Grid, Ratio, ends_of
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
@@ -20,7 +19,7 @@ from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
-from fxquant.training.reference_kernels import Rounded, form_of
+from fxquant.training.fused_layers import Rounded, form_of
 
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxquant.errors import AccumulatorOverflow, NotFinite
-from fxquant.ir.facts import Size
+from fxquant.ir.graph import Size
 from fxquant.numerics.grids import (
     EVERYTHING,
     FLOAT32_EXACT,
@@ -28,11 +28,12 @@ from fxquant.numerics.grids import (
     Grid,
     Interval,
     IntType,
+    Ratio,
     bits_of,
     clamp_bound,
     power_of_two,
+    real_multiplier,
 )
-from fxquant.numerics.rescaling import Ratio, real_multiplier
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
@@ -40,9 +41,8 @@ from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.product import scale_channels, scale_channels_wide
 from fxquant.primitives.quantization import quantize
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
-from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import WeightQuantizer
+from fxquant.quantization.weights import BatchNorm, WeightQuantizer
 from fxquant.training import fused_layers
 
 # ---- how an accumulator becomes a quantized tensor -------------------------------------------------------------------

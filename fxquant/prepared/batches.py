@@ -12,8 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.ir.facts import BatchDim, TensorFact, unusual_kind
-from fxquant.ir.graph import annotation, argument_name, fact
+from fxquant.ir.graph import BatchDim, TensorFact, annotation, argument_name, fact, unusual_kind
 from fxquant.ir.integer import qparams
 from fxquant.support import logger
 

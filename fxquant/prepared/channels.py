@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, shape_of
+from fxquant.ir.graph import TensorFact, fact, is_parameter, shape_of
 from fxquant.ops import Operator, Trait, operand_nodes
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
@@ -24,8 +23,8 @@ from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import elements, margins_of, pad
 from fxquant.ops.movement.pixels import channel_shuffle
 from fxquant.ops.movement.shape import numbers, permute, reshape
-from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.factors import ChannelFactors
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import fact, refusal
+from fxquant.ir.graph import BatchDim, TensorFact, fact, refusal
 from fxquant.lowering.lowering import Lowering, Quantized, plainly
 from fxquant.numerics.grids import WEIGHT_INT8
 from fxquant.ops import copies, map_operands, operator_of

@@ -17,7 +17,7 @@ Quantized tensors are stored in the dtype of their range: int8, int16, or uint8 
 point; primitives that round into such a tensor add it. Accumulators are stored in int32, or in int64 beyond its range.
 Given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. Parameters per
 channel (a multiplier, a shift) are tensors shaped to broadcast. The parameters of a requantization come from scales
-by `fxquant.numerics.rescaling.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
+by `fxquant.numerics.grids.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
 keep: in a graph they are proved when it is lowered.
 
 The body is the target of the call in an integer graph, so that graph runs as it is. A primitive's record adds the ONNX form; a smooth

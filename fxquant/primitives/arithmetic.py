@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics.grids import Grid, IntType, bias_integers, power_of_two, round_away
-from fxquant.numerics.rescaling import FixedWidths, Ratio, real_multiplier
+from fxquant.numerics.grids import FixedWidths, Grid, IntType, Ratio, bias_integers, power_of_two, real_multiplier, round_away
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import TIES, requantize_fixed, requantize_real
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
 
 FLOAT64_EXACT = 2**53

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
-from fxquant.ir.graph import fact, resolve
+from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact, on_meta, resolve
 from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of

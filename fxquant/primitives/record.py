@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range
-from fxquant.support.forks import free_in_child
+from fxquant.support.files import free_in_child
 
 
 class Emitter(Protocol):

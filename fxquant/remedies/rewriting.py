@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.check import Breach
-from fxquant.ir.facts import Size, TensorFact
 from fxquant.ir.graph import (
     Annotation,
     Part,
+    Size,
+    TensorFact,
     annotate,
     annotation,
     fact,

@@ -21,7 +21,7 @@ from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path,
 from fxquant.ops import BY_NAME, Trait
 from fxquant.ops.movement.join import cat
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
-from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.contents import weight_of

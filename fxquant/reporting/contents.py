@@ -14,9 +14,9 @@ from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of
 from fxquant.ir.integer import operation
 from fxquant.ops import Trait
-from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.quantization.batch_norm import running_gain
+from fxquant.prepared.stage import quantized_operator
+from fxquant.quantization.weights import running_gain
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.comparing import Comparison

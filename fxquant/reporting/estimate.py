@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fxquant import backends
-from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
+from fxquant.analysis.measures import bytes_of
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed

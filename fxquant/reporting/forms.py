@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.analysis.fused import kernel_forms
-from fxquant.analysis.recording import Form, GraphForm, Wanted
+from fxquant.analysis.recording import Form, GraphForm, Wanted, crossings, float_outputs
 from fxquant.analysis.report import DeviationReport, Report
-from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import as_batches, length

@@ -21,11 +21,10 @@ from fxquant.analysis.text import aligned, text
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.ir.facts import DTYPE_NAMES, TensorFact
-from fxquant.ir.graph import fact, is_deployed, model_meta, nodes_in, stage_of
+from fxquant.ir.graph import DTYPE_NAMES, TensorFact, fact, is_deployed, model_meta, nodes_in, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.prepared.nodes import called
+from fxquant.prepared.stage import called
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.serialization import load_file

@@ -26,8 +26,7 @@ from fxquant.analysis.recording import (
 )
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import trace
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import argument_name, fact, is_deployed, stage_of
+from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.prepared.batches import bad_batch, example_inputs
 from fxquant.quantization.spec import State

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fxquant.analysis.recording import Facts
-from fxquant.calibration.scales import LOST
+from fxquant.calibration.calibration import LOST
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.statistics import TensorStatistics

@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.layers import layers
-from fxquant.analysis.recording import ACCUMULATORS, DYNAMIC, OUTPUTS, QUANTIZED, Form, GraphForm, Values, Wanted
+from fxquant.analysis.recording import (
+    ACCUMULATORS,
+    DYNAMIC,
+    OUTPUTS,
+    QUANTIZED,
+    Form,
+    GraphForm,
+    Values,
+    Wanted,
+    crossings,
+    float_outputs,
+    returned,
+)
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
-from fxquant.analysis.segments import crossings, float_outputs, returned
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import is_deployed, source, stage_of
-from fxquant.prepared.nodes import called
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.stage import called
 from fxquant.quantization.spec import State
 from fxquant.reporting.model_forms import OnnxForm
 

@@ -14,7 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import part
 from fxquant.ops import Trait, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
-from fxquant.prepared.nodes import quantized_operator
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance

@@ -19,8 +19,7 @@ from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, is_signature
 from fxquant.ir.carried import Carried
-from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
-from fxquant.ir.graph import Annotation, Part, fact, resolve, spelling, stage_of
+from fxquant.ir.graph import BATCH_SIZES, Annotation, Part, TensorFact, fact, on_meta, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same

@@ -13,13 +13,12 @@ import torch
 from torch import fx
 
 from fxquant.errors import ExportError, Located
-from fxquant.ir.facts import BatchDim, TensorFact
-from fxquant.ir.graph import Annotation, Part
+from fxquant.ir.graph import Annotation, BatchDim, Part, TensorFact
 from fxquant.ir.integer import Constant, Operation, QParams, Reference
 from fxquant.numerics.rounding import Rounding
 from fxquant.ops import Fixed, Own, Same
-from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+from fxquant.quantization.weights import BatchNormTensors
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS
 
 DEPTH = 32  # how deeply lists, tuples and dicts may be nested

@@ -19,7 +19,7 @@ from torch import Tensor
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.support.offers import Offers
 from fxquant.training import fused_layers, saturation_masks
-from fxquant.training.reference_kernels import Gradients, Rounded
+from fxquant.training.fused_layers import Gradients, Rounded
 
 
 @dataclass(frozen=True)

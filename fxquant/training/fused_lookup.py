@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import Grid, ends_of
 from fxquant.training.fused_elementwise import SMALLEST, offered, passes_for
-from fxquant.training.reference_kernels import Gradients
+from fxquant.training.fused_layers import Gradients
 
 FEW = 2**8  # integers of a grid: all of them are in its tables
 

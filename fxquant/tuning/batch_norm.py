@@ -20,7 +20,7 @@ from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.result import as_text
-from fxquant.tuning.units import constant_arguments, operator_at
+from fxquant.tuning.walk import constant_arguments, operator_at
 
 
 @dataclass(frozen=True)

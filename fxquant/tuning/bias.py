@@ -37,8 +37,20 @@ from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_dige
 from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, by_channel, real_result, taken, weight_of
+from fxquant.tuning.walk import (
+    Lesson,
+    Samples,
+    Unit,
+    Values,
+    Walk,
+    arguments_of,
+    bound_arguments,
+    by_channel,
+    layer_units,
+    real_result,
+    taken,
+    weight_of,
+)
 
 logger = logging.getLogger("fxquant")
 

@@ -23,14 +23,13 @@ from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Operator, Own, Trait
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.passes.rewriting import decide
-from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, prefixes
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig, QConfig, State
 from fxquant.quantization.weights import Parts, WeightQuantizer
-from fxquant.tuning.units import constant_arguments
-from fxquant.tuning.walk import weight_of
+from fxquant.tuning.walk import constant_arguments, weight_of
 
 ACTIVATION, WEIGHT = "activation", "weight"
 

@@ -16,8 +16,7 @@ from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, is_lower, judged
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import Lesson, Unit, layer_units, shared_weights, weighted_nodes
-from fxquant.tuning.walk import Samples, Walk, taken
+from fxquant.tuning.walk import Lesson, Samples, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
 
 
 def learn(

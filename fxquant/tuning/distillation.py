@@ -35,8 +35,7 @@ from fxquant.tuning.choices import tuning
 from fxquant.tuning.course import left_out
 from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import constant_weight, weighted_nodes
-from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, run, single, taken
+from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, constant_weight, run, single, taken, weighted_nodes
 
 FEATURES = 0.1
 MIXED = 0.5  # the largest λ

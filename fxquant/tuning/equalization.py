@@ -34,8 +34,8 @@ from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import SMALLEST_NORMAL
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.channels import Channels, channels, multiply
-from fxquant.prepared.nodes import quantized_operator
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
-from fxquant.calibration.calibration import owned_quantizers
-from fxquant.calibration.scales import lost
+from fxquant.calibration.calibration import lost, owned_quantizers
 from fxquant.ir.model import SAMPLES, repeatable
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
@@ -36,8 +35,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, best_of, decibels
-from fxquant.tuning.units import weighted_nodes
-from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
+from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
 
 logger = logging.getLogger("fxquant")
 

@@ -32,8 +32,19 @@ from fxquant.quantization.learning import LSQ
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import Coverage, WeightQuantizer
 from fxquant.tuning.effects import is_real
-from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_weight, operator_at
-from fxquant.tuning.walk import Values, by_channel, is_weighted, real_result, run, weight_of
+from fxquant.tuning.walk import (
+    Lesson,
+    Unit,
+    Values,
+    bound_arguments,
+    by_channel,
+    constant_weight,
+    is_weighted,
+    operator_at,
+    real_result,
+    run,
+    weight_of,
+)
 
 PENALTY = 1.0
 REACH = 10.0  # how far v can move in all steps together; where h(v) is one half, 2.4 decide

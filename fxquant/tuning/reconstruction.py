@@ -16,8 +16,7 @@ from fxquant.tuning.choices import tuning
 from fxquant.tuning.course import learn
 from fxquant.tuning.learning import Settings
 from fxquant.tuning.result import TuningResult
-from fxquant.tuning.units import Unit, layer_units
-from fxquant.tuning.walk import taken
+from fxquant.tuning.walk import Unit, layer_units, taken
 
 ROUNDED = 0.5
 

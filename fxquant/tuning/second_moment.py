@@ -41,8 +41,8 @@ from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.learning import LSQ
+from fxquant.quantization.weights import running_gain
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
@@ -51,8 +51,21 @@ from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.learning import Learned, Settled, put, settled
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, by_channel, real_result, run, taken, weight_of
+from fxquant.tuning.walk import (
+    Samples,
+    Values,
+    Walk,
+    arguments_of,
+    bound_arguments,
+    by_channel,
+    operator_at,
+    real_result,
+    run,
+    shared_weights,
+    taken,
+    weight_of,
+    weighted_nodes,
+)
 
 logger = logging.getLogger("fxquant")
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.observers import Observer, gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.quantization.weights import WeightQuantizer
+from fxquant.quantization.weights import WeightQuantizer, running_gain
 from fxquant.tuning.choices import WEIGHT, Choice
 from fxquant.tuning.effects import is_real
 from fxquant.tuning.walk import weight_of

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import gates
-from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.integer import qparams
 from fxquant.primitives.requantize import requantize_real
 

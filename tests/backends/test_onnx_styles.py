@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 
 import fxquant as fxq
 from fxquant.backends.onnx import export
-from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
 from tests.shared.contract import needs_vnni

@@ -18,8 +18,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.c import export_c  # noqa: F401 - it fills the table of forms
 from fxquant.backends.c.program import FORMS
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import set_fact
+from fxquant.ir.graph import TensorFact, set_fact
 from fxquant.primitives import PRIMITIVES
 from tests.shared.c_cases import Case, cases
 from tests.shared.contract import compiled, same_bytes

@@ -24,7 +24,7 @@ from torch import fx
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.analysis.segments import returned
+from fxquant.analysis.recording import returned
 from fxquant.backends.horizon.tool import Tool
 from fxquant.cli import main
 from fxquant.conformance import kit as kit_module

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.primitives.record import PRIMITIVES
-from fxquant.quantization.batch_norm import running_gain
+from fxquant.quantization.weights import running_gain
 from tests.ops.test_operators import FIRST, FORMATS, NAMED, Pack, Sample, covering, inputs_of, kept_integer, quick_format
 from tests.shared import contract
 from tests.shared.contract import compiled

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.bpu import REAL, WIDTHS
-from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.numerics.rescaling import Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics.grids import ACTIVATION_TYPES, Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from tests.shared import oracle
 

@@ -20,9 +20,9 @@ from fxquant.backends.cpu.native import Count
 from fxquant.backends.cpu.observer_kernels import NativeCounting
 from fxquant.backends.cpu.training import NativePasses
 from fxquant.primitives.runtime_scales import dynamic_linear
-from fxquant.support.forks import address, point, readable
+from fxquant.support.files import address, point, readable
 from fxquant.training import fused_elementwise, saturation_masks
-from fxquant.training.reference_kernels import Accumulator, Form, Passes
+from fxquant.training.fused_layers import Accumulator, Form, Passes
 from tests.shared.contract import all_equal, compiled
 from tests.shared.networks import Network
 
@@ -226,4 +226,4 @@ def test_one_module_takes_addresses() -> None:
         if ".data_ptr" in path.read_text(encoding="utf-8")
     }
     # The others give C nothing: one counts bytes, one compares inputs.
-    assert found == {"fxquant/support/forks.py", "fxquant/tuning/walk.py", "fxquant/ir/model.py"}
+    assert found == {"fxquant/support/files.py", "fxquant/tuning/walk.py", "fxquant/ir/model.py"}

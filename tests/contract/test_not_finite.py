@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.numerics.rescaling import Ratio, real_multiplier
+from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled
 from tests.shared.networks import Network

@@ -39,7 +39,7 @@ def test_the_integer_graph_gives_what_the_compiled_program_gave(
 
 def test_a_multiplier_rounded_half_to_even_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vectors of ties tell the compiler's rounding from the one that differs in ties alone."""
-    monkeypatch.setattr("fxquant.numerics.rescaling._nearest", lambda value, halves_up: round(value))
+    monkeypatch.setattr("fxquant.numerics.grids._nearest", lambda value, halves_up: round(value))
     (case,) = [each for each in CASES if TIES in str(each.id) and "prelu" in each.values[3]["rows"]]
     march, dtype, scales, group, recorded = case.values
     found = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))

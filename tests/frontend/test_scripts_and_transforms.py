@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.frontend import assumptions
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import TensorFact, fact
 from tests.shared import contract
 from tests.shared.contract import compiled
 

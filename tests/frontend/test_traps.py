@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, weight_norm
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend import assumptions, attach_call_hooks, default_leaf, is_traced, trace
 from fxquant.ir import graph
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import BatchDim, TensorFact
 from tests.shared.written import written
 
 

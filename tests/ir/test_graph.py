@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from fxquant.ir.facts import BATCH_SIZES, BatchDim
+from fxquant.ir.graph import BATCH_SIZES, BatchDim
 
 pytestmark = pytest.mark.quick
 

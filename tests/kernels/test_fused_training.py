@@ -18,7 +18,7 @@ from fxquant.backends.cpu import native
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
 from fxquant.training import fused_layers
-from fxquant.training.reference_kernels import Accumulator, Gradients, Passes, Rounded, form_of
+from fxquant.training.fused_layers import Accumulator, Gradients, Passes, Rounded, form_of
 from tests.shared.contract import compiled
 
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.bpu import CHIP, REAL, SHIFT
 from fxquant.backends.cpu import native
-from fxquant.numerics import rescaling
-from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, Grid, table
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics import grids
+from fxquant.numerics.grids import ACTIVATION_TYPES, INT8, INT16, Grid, Ratio, table
 from fxquant.ops.elementwise.table import _made, _plain
 from fxquant.primitives import elementwise, pool, product
 from fxquant.primitives.arithmetic import Arithmetic
@@ -333,7 +332,7 @@ def test_ratios_of_numbers_are_those_of_tensors() -> None:
             assert all(torch.equal(a.view(1), b) for a, b in zip(one.mantissa(15, 31), many.mantissa(15, 31), strict=True))
             for arithmetic, type in ((CHIP, INT8), (CHIP, INT16), (SHIFT, INT8)):
                 for bits in (32, 48):
-                    found, wanted = (rescaling.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
+                    found, wanted = (grids.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
                     for name in ("shift", "multiplier", "right_shift"):
                         assert torch.equal(getattr(found, name).view(1), getattr(wanted, name)), (scale, name)
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.bpu import CHIP, REAL, WIDTHS
-from fxquant.numerics.grids import IntType
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.grids import IntType, Ratio
 from fxquant.primitives.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.proof import unproved

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from fxquant.backends import bpu
 from fxquant.backends.bpu import MEASURED, WIDTHS
-from fxquant.numerics import grids, rescaling
-from fxquant.numerics.grids import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, round_up_to_power_of_two
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics import grids
+from fxquant.numerics.grids import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio, round_up_to_power_of_two
 from fxquant.ops.pooling.pool import _windows, window_divisor
 from fxquant.primitives.arithmetic import _without_last_bits
 from tests.shared import oracle
@@ -52,7 +51,7 @@ def ratio_of(rows: list[Row]) -> tuple[Ratio, list[Fraction]]:
     return Ratio((input, weight), (output,)), [x * w / y for x, w, y in rows]
 
 
-def listed(fixed: rescaling.FixedRequantization) -> list[tuple[int, int, int]]:
+def listed(fixed: grids.FixedRequantization) -> list[tuple[int, int, int]]:
     """The shift, the multiplier and the right shift of every row."""
     return list(zip(*(part.flatten().tolist() for part in (fixed.shift, fixed.multiplier, fixed.right_shift)), strict=True))
 
@@ -128,7 +127,7 @@ def test_a_ratio(rows: list[Row], bits: int, mantissa_bits: int, largest: int) -
     assert ratio.over(torch.tensor(7.0)).exact() == [value / 7 for value in exact]
     assert torch.allclose(ratio.approximate(), torch.tensor([float(value) for value in exact], dtype=torch.float64), rtol=2**-50, atol=0)
     exponents = [bits - 1 - oracle.exponent_of(value) for value in exact]  # results of `bits` bits
-    rounded, multiplier = ratio.rounded(torch.tensor(exponents)), rescaling.real_multiplier(ratio)
+    rounded, multiplier = ratio.rounded(torch.tensor(exponents)), grids.real_multiplier(ratio)
     assert (rounded.dtype, multiplier.dtype) == (torch.int64, torch.float32)
     assert rounded.tolist() == [oracle.half_even(value * Fraction(2) ** e) for value, e in zip(exact, exponents, strict=True)]
     assert mantissas_of(ratio, mantissa_bits, largest) == [oracle.mantissa(value, mantissa_bits, largest) for value in exact]
@@ -163,7 +162,7 @@ def test_ties_that_float64_arithmetic_loses(rows: list[tuple[int, int, int, int]
         assert ratio.rounded(torch.full((len(rows),), -twos)).tolist() == expected
     for bits in (8, 12, 15, 21):
         assert mantissas_of(ratio, bits) == [oracle.mantissa(Fraction(value), bits) for value in odd]
-    assert rescaling.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
+    assert grids.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
 
 
 @EXACT
@@ -209,7 +208,7 @@ def test_ratio_broadcasts() -> None:
 def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int, bits: int) -> None:
     rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
     ratio, exact = ratio_of(rows)
-    fixed = rescaling.fixed_requantization(ratio, WIDTHS[name], dtype, bits)
+    fixed = grids.fixed_requantization(ratio, WIDTHS[name], dtype, bits)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
     assert listed(fixed) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
 
@@ -251,7 +250,7 @@ def test_fixed_parameters_of_other_widths(rows: list[Row], intermediate: int, mu
     if 2 ** (intermediate - 1) <= dtype.high:
         return
     ratio, exact = ratio_of(rows)
-    fixed = rescaling.fixed_requantization(ratio, rescaling.FixedWidths(intermediate, multiplier, True), dtype)
+    fixed = grids.fixed_requantization(ratio, grids.FixedWidths(intermediate, multiplier, True), dtype)
     widths = oracle.Widths(intermediate, multiplier, True)
     assert listed(fixed) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
 
@@ -260,7 +259,7 @@ def test_first_shift_at_every_multiplier() -> None:
     """a changes between M = 32640 and 32641; every M of 15 bits, at several exponents, and with the carry."""
     mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
     for k in (1, 13, 22, 23, 24, 25, 40, 53, 54, 55, 62, 63):
-        fixed = rescaling.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), WIDTHS["int8"], INT8)
+        fixed = grids.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), WIDTHS["int8"], INT8)
         least = [-(-255 * 2**k // (2 * 32767 * m)) for m in mantissas.int().tolist()]  # 2^a is at least this
         shift = torch.tensor([min((n - 1).bit_length(), 31) for n in least], dtype=torch.int32)
         assert torch.equal(fixed.shift, shift)
@@ -272,7 +271,7 @@ def test_real_multiplier_differs_from_products_and_quotients_in_sequence() -> No
     """The test above would notice float32(float32(s_x · s_w) / s_y)."""
     generator = torch.Generator().manual_seed(0)
     input, weight, output = (torch.rand(500, generator=generator) + 0.1 for _ in range(3))
-    once = rescaling.real_multiplier(Ratio((input, weight), (output,)))
+    once = grids.real_multiplier(Ratio((input, weight), (output,)))
     assert not torch.equal(once, input * weight / output)
     rows = zip(input.tolist(), weight.tolist(), output.tolist(), strict=True)
     assert [Fraction(value) for value in once.tolist()] == [oracle.float32(Fraction(x) * Fraction(w) / Fraction(y)) for x, w, y in rows]

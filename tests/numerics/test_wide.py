@@ -19,7 +19,7 @@ import fxquant as fxq
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import notes, qparams
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
-from fxquant.ops.core import products
+from fxquant.ops.core import weighted
 from fxquant.ops.elementwise import unary
 from fxquant.ops.elementwise.table import UNARY as TABLES
 from fxquant.ops.elementwise.table import for_positive
@@ -70,7 +70,7 @@ def said(integer: Any, key: str) -> list[str]:
 def test_a_cut_keeps_every_sum_of_parts_below_2_24_and_is_the_smallest(inputs: int, bits: int, dtype: Any) -> None:
     weight = torch.full((1, inputs), float(dtype.high))
     weight[0, ::3] *= -1
-    cut = products._cut(weight, 2 ** (bits - 1), dtype)
+    cut = weighted._cut(weight, 2 ** (bits - 1), dtype)
     parts = accumulate.split(weight, cut.weight_parts, cut.weight_bits)
     assert cut.parts * cut.bits >= bits
     assert cut.weight_parts * cut.weight_bits >= dtype.bits

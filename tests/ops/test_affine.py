@@ -19,8 +19,7 @@ import fxquant as fxq
 from fxquant.ir.integer import qparams
 from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.lowering import Quantized
-from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
-from fxquant.numerics.rescaling import FixedWidths
+from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, FixedWidths, Grid, IntType, grid_from_range, table
 from fxquant.ops import OPERATORS
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import elementwise, quantization, requantize, shape

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.facts import BatchDim, TensorFact
+from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.primitives import PRIMITIVES, scatter
 from fxquant.primitives.bounds import Unproved, Value
 from tests.shared import contract

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxquant import primitives
-from fxquant.backends.onnx.emitter import Emitter
+from fxquant.backends.onnx.writer import Emitter
 from fxquant.ops import BY_NAME, OPERATORS, Operator, Trait
 from fxquant.ops.elementwise.curve import INPUT
 from fxquant.ops.elementwise.table import UNARY

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import TensorFact, fact
 from fxquant.prepared.channels import Channels, channels, multiply
 from tests.shared import contract
 

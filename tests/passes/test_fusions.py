@@ -10,8 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxquant import backends
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import mark_parameter, set_fact, set_matched_rules
+from fxquant.ir.graph import TensorFact, mark_parameter, set_fact, set_matched_rules
 from fxquant.ops import BY_NAME
 from fxquant.ops.core import parameters
 from fxquant.passes.activation import Clamp

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, set_fact
+from fxquant.ir.graph import Annotation, TensorFact, annotate, annotation, fact, inherit, set_fact
 from fxquant.ir.integer import set_kernel
 from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE

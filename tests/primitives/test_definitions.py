@@ -17,8 +17,8 @@ import torch
 from onnx import helper
 from torch import Tensor
 
-from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.primitives import BY_NAME, PRIMITIVES
 from tests.shared import oracle
 from tests.shared.c_cases import Case, cases

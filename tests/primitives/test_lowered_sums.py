@@ -17,8 +17,7 @@ from fxquant.backends.bpu import CHIP, CHIP_8, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering.eager import EagerLowering, Mode
 from fxquant.lowering.lowering import Quantized
-from fxquant.numerics.grids import INT8, WEIGHT_INT8, Grid, IntType
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.grids import INT8, WEIGHT_INT8, Grid, IntType, Ratio
 from fxquant.numerics.rounding import straight_through
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.sums import lower_add

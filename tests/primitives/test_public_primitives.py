@@ -9,8 +9,7 @@ import torch
 
 import fxquant as fxq
 from fxquant import primitives
-from fxquant.numerics.grids import INT8
-from fxquant.numerics.rescaling import Ratio, real_multiplier
+from fxquant.numerics.grids import INT8, Ratio, real_multiplier
 from fxquant.primitives import BY_NAME, PRIMITIVES
 
 

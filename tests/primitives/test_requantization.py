@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxquant.backends.bpu import MEASURED, WIDTHS
-from fxquant.numerics.grids import INT8, INT16, Grid, IntType
-from fxquant.numerics.rescaling import Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics.grids import INT8, INT16, Grid, IntType, Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives import accumulate, elementwise, pool, quantization
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from tests.shared import oracle

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fxquant import primitives
 from fxquant.backends.bpu import WIDTHS
-from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.numerics.rescaling import Ratio, fixed_requantization
+from fxquant.numerics.grids import ACTIVATION_TYPES, Ratio, fixed_requantization
 
 I8, U8, I16, I32, I64 = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 RANGES = {I8: (-128, 127), U8: (0, 255), I16: (-32768, 32767)}

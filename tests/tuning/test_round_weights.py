@@ -21,8 +21,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import second_moment, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
 from fxquant.tuning.second_moment import ALONE, FLOOR, WINDOW, _Layer, output_effects
-from fxquant.tuning.units import bound_arguments, weighted_nodes
-from fxquant.tuning.walk import Samples, Walk, real_result, weight_of
+from fxquant.tuning.walk import Samples, Walk, bound_arguments, real_result, weight_of, weighted_nodes
 from tests.shared import contract
 from tests.shared.networks import Network
 

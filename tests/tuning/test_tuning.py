@@ -20,7 +20,7 @@ from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import course, distillation, effects
 from fxquant.tuning.reconstruction import block_units
-from fxquant.tuning.units import layer_units
+from fxquant.tuning.walk import layer_units
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
 

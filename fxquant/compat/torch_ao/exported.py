@@ -12,7 +12,7 @@ from fxquant.compat.common import Refusal, refuses
 from fxquant.compat.deferred import converted
 from fxquant.compat.torch_ao.tables import TABLES
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.exported import is_unpacked
+from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, parameter_value, refusal
+from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value, refusal
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered
 from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import BATCH_SIZES, TensorFact, on_meta
 from fxquant.ir.graph import (
+    BATCH_SIZES,
     Part,
+    TensorFact,
     attach,
     fact,
     inherit,
     is_parameter,
     mark_parameter,
+    on_meta,
     part,
     set_fact,
     set_part,

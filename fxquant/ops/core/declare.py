@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
+from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.rounding import clamped
 from fxquant.ops.core.record import Adapt, Instead, Operator, Parameter, register

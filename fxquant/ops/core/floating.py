@@ -15,8 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.attention.hiding import finely
 from fxquant.ops.attention.masking import HOST, may_hide
 from fxquant.ops.core.boundary import QUANTIZE

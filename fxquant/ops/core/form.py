@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import Size
-from fxquant.ir.graph import fact, resolve
+from fxquant.ir.graph import Size, fact, resolve
 from fxquant.primitives import shape
 from fxquant.primitives.record import Emitter
 

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
+from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT, INT48_MAX
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, INT48_MAX, Ratio
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead
 from fxquant.primitives import elementwise

@@ -1,10 +1,8 @@
 """Gather what files of operators are written with, so that they import it in one line."""
 
-from fxquant.ir.facts import BatchDim, Size, TensorFact
-from fxquant.ir.graph import fact, is_parameter
+from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT
-from fxquant.numerics.rescaling import Ratio
+from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
 from fxquant.numerics.rounding import clamped
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import (

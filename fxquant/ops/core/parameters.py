@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.quantization.batch_norm import BatchNorm, fold
+from fxquant.quantization.weights import BatchNorm, fold
 
 
 def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:

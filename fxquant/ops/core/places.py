@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, parameter_value, shape_of
+from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value, shape_of
 
 SHAPING = ("view", "reshape", "unsqueeze", "getitem", "to")  # what gives a row of numbers further dimensions
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter
+from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.ops.core.casting import to_integer, to_real, truncated
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import OPERATORS, Operator, operator_of

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, is_parameter, stated_demand
+from fxquant.ir.graph import TensorFact, fact, is_parameter, stated_demand
 from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.core.form import Call

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32, WEIGHT_INT8, power_of_two
-from fxquant.numerics.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, LARGEST_NARROW_MULTIPLIER, WEIGHT_INT8, Ratio, narrow_multipliers, power_of_two
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import SUM, ShiftedSums

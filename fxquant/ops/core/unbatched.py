@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.facts import TensorFact
-from fxquant.ir.graph import fact, inherit, is_parameter, parameter_value, reads_shape_only, set_fact
+from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, parameter_value, reads_shape_only, set_fact
 from fxquant.ops.core.record import FUNCTIONS, METHODS, MODULES, Operator
 from fxquant.ops.movement.shape import numbers, reshape
 

@@ -12,14 +12,13 @@ from torch import Tensor, fx
 from fxquant.ir.graph import fact, resolve
 from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
 from fxquant.ops.core.operators import FOLDED, IMAGES, Call, Clamp, Layer, Lowering, Quantized, TensorFact, Trait, written
-from fxquant.ops.core.products import Product
-from fxquant.ops.core.weighted import ABSORBED, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
+from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
 from fxquant.ops.movement.pad import pad_before
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
-from fxquant.quantization.batch_norm import BatchNorm, fold
+from fxquant.quantization.weights import BatchNorm, fold
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
-from fxquant.ops.core.products import Product
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
-from fxquant.ops.core.weighted import epilogue, lower_weighted, refuses_weighted
+from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
-from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
+from fxquant.quantization.weights import BatchNorm, BatchNormTensors, multiplied
 
 NO_STATISTICS = "it has no running statistics"
 

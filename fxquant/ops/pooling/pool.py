@@ -33,9 +33,8 @@ from fxquant.ops.core.operators import (
     composite,
     sample,
 )
-from fxquant.ops.core.products import Product
 from fxquant.ops.core.record import Instead, Layer, operator_named
-from fxquant.ops.core.weighted import lower_uniform, sizes
+from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
 from fxquant.primitives import accumulate, elementwise, pool

@@ -11,9 +11,8 @@ from torch import fx
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered
-from fxquant.ops.core.products import Product
 from fxquant.ops.core.samples import IMAGES, sample, sampled
-from fxquant.ops.core.weighted import lower_uniform
+from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, pool, shape
 

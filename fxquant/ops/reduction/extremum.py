@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.facts import TensorFact
+from fxquant.ir.graph import TensorFact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.ops.core.declare import Branch, on_the_output, real, refuse_nan

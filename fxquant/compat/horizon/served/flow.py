@@ -31,7 +31,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, checked
-from fxquant.support.forks import start
+from fxquant.support.files import start
 from fxquant.tuning.course import adaround
 
 
