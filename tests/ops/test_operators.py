@@ -372,7 +372,6 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "add infinity": ("one of its numbers is not finite", lambda m, x: x + math.inf, None),
     "multiply too many": ("it multiplies 36 elements", lambda m, x: x.flatten(2).prod(-1), None),
     "divide by zero": ("it divides by 0.0", lambda m, x: (x.relu() + 1) / 0.0, None),
-    "loss of everything": ("its reduction 'mean' runs over the batch", lambda m, x: F.mse_loss(x, x.exp()).reshape(1), None),
     "power of a negative constant": ("its base, a constant, is not positive", lambda m, x: torch.tensor(-2.0) ** x.exp(), None),
     "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
     "computed weight": ("its weight is computed by", lambda m, x: F.conv_transpose2d(x, m.kernel.weight * x.std()), None),

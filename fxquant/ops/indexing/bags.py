@@ -64,7 +64,7 @@ def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
 # ---- how many hold -------------------------------------------------------------------------------------------------------
 
 
-def _counting_counted(input: Any, dim: Any = None) -> dict[str, Any] | str:
+def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
     if fact(input).dtype != torch.bool:
         return "its operand is not a boolean tensor"
     rank = len(shape_of(input))
@@ -77,13 +77,13 @@ def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(
-    adapt=_counting_counted,
+    adapt=_counted_along,
     reads=("input",),
     onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
     refuses=_refuses_count,
     demand=Plain("int64"),
 )
-@sampled("torch.count_nonzero(x > 0.2, (1, 2))")
+@sampled("torch.count_nonzero(x > 0.2, (1, 2))", "(x > 0.2).count_nonzero(1)")
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
