@@ -36,7 +36,7 @@ The names are stable: later additions get names of their own.
 from __future__ import annotations
 
 import json
-import math
+import sys
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -173,7 +173,7 @@ def _check_tensor(name: str, entry: object) -> None:
         several = isinstance(scale, list)
         scales = scale if isinstance(scale, list) else [scale]
         _require(
-            bool(scales) and all(type(number) in (int, float) and 0 < number < math.inf for number in scales),
+            bool(scales) and all(type(number) in (int, float) and 0 < number <= sys.float_info.max for number in scales),
             f"the scale of {name!r} is not a positive number",
         )
         _require(entry.get("dtype") in RANGES, f"the dtype of {name!r} is {entry.get('dtype')!r}, not one of {', '.join(RANGES)}")
