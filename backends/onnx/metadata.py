@@ -36,8 +36,8 @@ The names are stable: later additions get names of their own.
 from __future__ import annotations
 
 import json
-import sys
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
