@@ -186,7 +186,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
             fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
     tried: list[str] = []
     original = observer_search._trial
-    monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[2].name) or original(*each))
+    monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[1].name) or original(*each))
     resumed = fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
     assert tried == [trial.name for trial in whole.tensors][STEP:]
     assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
