@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 # Modules that hold records, or names of theirs as data; `frontend` meets PyTorch's functions and methods before there are operators.
 APART = (
     *(f"fxquant.ops.{family}" for family in ["attention", "elementwise", "indexing", "layers", "pooling", "recurrent", "sampling"]),
-    *(f"fxquant.ops.core.{module}" for module in ["casting", "places", "products", "promotion", "unbatched", "weighted"]),
+    *(f"fxquant.ops.core.{module}" for module in ["casting", "places", "promotion", "unbatched", "weighted"]),
     *("fxquant.primitives", "fxquant.backends.bpu", "fxquant.compat", "fxquant.nn", "fxquant.frontend"),
 )
 # Words that are names of something else, too, by where they stand and the first of them.
