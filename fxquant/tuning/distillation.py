@@ -79,12 +79,12 @@ def distill(
         call["samples"] = digest(samples.tensors)
         skipped = left_out(prepared)
         nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
-        pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
+        pupil, kept = _Pupil(prepared, nodes, samples, batch_size, seed), Checkpoint(checkpoint, call)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
-        course = pupil.learn(steps, Checkpoint(checkpoint, call))
+        course = pupil.learn(steps, kept)
         for _ in progress(course, steps, "distilling", show_progress):
             pass
         after, names = outputs.measure(), tuple(node.name for node in nodes)
