@@ -27,7 +27,7 @@ from fxquant.tuning.result import TunedLayer
 
 logger = logging.getLogger("fxquant")
 
-GAIN = 0.2  # dB at the outputs that a choice of a range, an observer or a tuning has to gain: a few samples tell it from chance
+GAIN = 0.2228  # dB at the outputs, 5 % of the noise: what a range, an observer or a tuning has to gain; a few samples tell it from chance
 
 Candidate = TypeVar("Candidate")
 Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its floating-point outputs
