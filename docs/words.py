@@ -142,7 +142,7 @@ def files(places: list[str]) -> Iterator[Path]:
 
 
 def main(places: list[str]) -> int:
-    """Print all findings of these packages and pages, or of those that are checked; return how many there are."""
+    """Print the banned words in these packages and pages, by default in all that are checked; return their number."""
     count = 0
     for path in files(places):
         for finding in findings(path, path.read_text(encoding="utf-8")):

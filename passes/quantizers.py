@@ -186,7 +186,7 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, member
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         headroom=demanded.headroom if isinstance(demanded, Own) and config.dtype == demanded.dtype else 1.0,
         items=all(shape_of(member)[:1] == (BatchDim(),) for member in members),
-        shown=any(user.op == "output" or operator_of(user) is DEQUANTIZE for member in members for user in member.users),
+        is_output=any(user.op == "output" or operator_of(user) is DEQUANTIZE for member in members for user in member.users),
         name=node.name,
         source=source(node),
         module=module_path(node),

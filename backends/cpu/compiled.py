@@ -344,7 +344,7 @@ class NativeWatch:
         self._run(remember=1, everything=0)
 
     def changed(self, everything: bool) -> bool:
-        """Return whether a watched span was edited: any of them, or any of those that are next."""
+        """Return whether a watched span was edited, of all spans or of the next part of them."""
         return self._run(remember=0, everything=int(everything))
 
     def _run(self, remember: int, everything: int) -> bool:

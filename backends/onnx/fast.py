@@ -159,7 +159,7 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool | 
 
 
 def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Draw, settings: Mapping[str, str]) -> bool:
-    """Return whether a node that is written with these parts, as a file of its own, gives PyTorch's values for the drawn operands."""
+    """Return whether onnxruntime computes PyTorch's values: the node and these parts are written to a file, and run on drawn operands."""
     operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
     constants = {each: resolve(writer.integer, str(each.target)).detach().cpu() for each in operands if each.op == "get_attr"}
     images, generator = _images(each for each in operands if each not in constants), torch.Generator().manual_seed(0)

@@ -126,7 +126,7 @@ def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
 
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
-    """Return whether the entries are those of this function, for its float values and for any within `ACCURACY`."""
+    """Return whether a table holds the rounded values of a function, also where a runtime has a relative error of `ACCURACY`."""
     limits = torch.iinfo(entries.dtype)
     assert isinstance(given.scale, float)
     assert isinstance(made.scale, float)

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.direct import Direct, Plan, is_size
 from fxquant.backends.onnx.exportable import replacement
-from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner, values_read
 from fxquant.errors import ExportError
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, is_python, nodes_in, resolve
 from fxquant.ir.integer import qparams
@@ -579,21 +579,11 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
                 raise ValueError(f"a part reads {name!r}, which is an input of another")
             elif maker[name] not in used:
                 used.add(maker[name])
-                left.extend(_read_by(model.graph.node[maker[name]]))
+                left.extend(values_read(model.graph.node[maker[name]]))
         nodes = [model.graph.node[index] for index in sorted(used)]
         graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
         found.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
     return found
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the values that a node reads, including outer values that the graphs inside it read."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            own = {entry.name for entry in (*inner.input, *inner.initializer)} | {name for n in inner.node for name in n.output}
-            ends = (entry.name for entry in inner.output)
-            yield from (name for name in (*(name for n in inner.node for name in _read_by(n)), *ends) if name not in own)
 
 
 # ---- sizes that depend on the batch, from which primitives make shapes, as int64 -------------------------------------

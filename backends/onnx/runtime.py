@@ -114,10 +114,10 @@ CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, MaxPool)
 
 
 class Evaluator(ReferenceEvaluator):
-    """ONNX's own evaluator with these operators, also inside functions, for which it creates further evaluators of its class."""
+    """ONNX's own evaluator with these operators, also inside functions and graphs of nodes, whose evaluators are of its class."""
 
     def __init__(self, proto: Any, **settings: Any) -> None:
-        super().__init__(proto, **settings, new_ops=list(CORRECTED))
+        super().__init__(proto, **{**settings, "new_ops": list(CORRECTED)})
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -270,10 +270,20 @@ def _prune(graph: onnx.GraphProto) -> None:
     kept = []
     for node in reversed(graph.node):
         if needed & set(node.output):
-            needed.update(node.input)
+            needed.update(values_read(node))
             kept.append(node)
     del graph.node[:]
     graph.node.extend(reversed(kept))
     inputs = [info for info in graph.input if info.name in needed]
     del graph.input[:]
     graph.input.extend(inputs)
+
+
+def values_read(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the names of the values that a node reads: its inputs, and the outer values that graphs inside it, as of a Loop, read."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            own = {entry.name for entry in (*inner.input, *inner.initializer)} | {name for n in inner.node for name in n.output}
+            ends = (entry.name for entry in inner.output)
+            yield from (name for name in (*(name for n in inner.node for name in values_read(n)), *ends) if name not in own)

@@ -166,7 +166,7 @@ def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
 
 
 def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
-    """Return the layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
+    """Return pairs of a layer and its repetitions: in a recurrence, a layer of the first step and its counterparts at later steps."""
     grouped: list[tuple[Layer, list[Layer]]] = []
     there: dict[Any, list[Layer]] = {}
     at: dict[Any, int] = {}  # how many of a kind there were at the current step
@@ -188,7 +188,7 @@ def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
 
 
 def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
-    """Return the names of all parts of recurrences, those that are computed once among them."""
+    """Return the names of all layers of recurrent composites, also of layers that are computed once for all steps."""
     composites = {_composite(layer) for layer in known if layer.step is not None}
     return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
 

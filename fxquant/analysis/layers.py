@@ -237,7 +237,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
 
 
 def description(parts: tuple[tuple[str, float], ...]) -> str:
-    """Return a sentence about those that lose clearly; "" if none does."""
+    """Return a sentence about the tensors (name, loss in dB) that lose `CLEARLY` dB or more by a shared scale; "" without any."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"all its tensors share one scale: {' and '.join(lose)}; a rule that names it can give it more bits, or None" if lose else ""
 

@@ -87,7 +87,7 @@ class Form(ABC):
 
     @property
     def real(self) -> bool:
-        """Whether its numbers are those of the float model."""
+        """Whether the recorded tensors are floats of the float model, and not integers or dequantized integers."""
         return False
 
     @abstractmethod
@@ -292,7 +292,7 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
-    """Return the nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
+    """Return the nodes of the tensors that a model returns, in order; with `everything` also nodes of values without a known shape."""
     (output,) = model.graph.find_nodes(op="output")
     return [
         node

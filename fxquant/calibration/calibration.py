@@ -351,7 +351,7 @@ def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
 def _cuts(quantizer: Quantizer) -> bool:
     """Return whether the calibrated range leaves out more than a quarter of the observed power."""
     observer = quantizer.observer
-    if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
+    if not isinstance(observer, HistogramObserver) or quantizer.is_output or not observer.observed or not observer.has_outliers:
         return False
     points, counts = observer.points()
     low, high = quantizer.covered()
@@ -429,7 +429,7 @@ def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float])
         limit = of_sum if Trait.ADDS in operator.operator.traits or name == "residual" else before
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:
             if isinstance(quantizer, Quantizer) and quantizer is not operator.output:
-                yield quantizer, 0.0 if quantizer.shown else limit
+                yield quantizer, 0.0 if quantizer.is_output else limit
 
 
 def _limit(quantizer: Quantizer, limits: Mapping[Quantizer, float]) -> float:
@@ -575,7 +575,7 @@ WIDE = "int16"
 
 
 def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Warn of each input of a calibrated model of which one batch loses at least half of its values, with the line that reads it."""
+    """Warn of each input of which a batch loses at least half of its values to rounding, with the line of the model that reads it."""
     target: Target = prepared.meta["target"]
     placeholders = {node.name: value for node, value in zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=False)}
     for node, operator, share in lost(prepared, placeholders):

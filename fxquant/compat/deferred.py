@@ -182,7 +182,7 @@ class Deferred(nn.Module):
         return getattr(self.__dict__["_model"], name)
 
 
-def settle(prepared: nn.Module) -> None:
+def set_observed_scales(prepared: nn.Module) -> None:
     """Set the scales from everything observed so far; the states of operators stay."""
     for operator in quantized_operators(prepared).values():
         if operator.state is State.CALIBRATE:
@@ -194,7 +194,7 @@ def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule
     if isinstance(prepared, Deferred):
         raise prepared._unknown("the integer graph")
     require_prepared(prepared)
-    settle(prepared)
+    set_observed_scales(prepared)
     integer = fxq.convert(prepared)
     if inplace:
         become(prepared, integer)

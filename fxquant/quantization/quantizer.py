@@ -76,7 +76,7 @@ class Quantizer(TrainableScale):
 
     headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
     items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
-    shown        whether the tensor is an output of the model, or read by a float operator
+    is_output    whether the tensor is an output of the model, or read by a float operator
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
     others       further observers, by class, that observe in calibration, so that its observations serve any of fxquant's observers: see
                  `observations`. They do not affect the scale
@@ -101,7 +101,7 @@ class Quantizer(TrainableScale):
         power_of_two: bool = False,
         headroom: float = 1.0,
         items: bool = False,
-        shown: bool = False,
+        is_output: bool = False,
         name: str = "",
         source: str = "",
         module: str = "",
@@ -114,7 +114,7 @@ class Quantizer(TrainableScale):
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two or (method is not None and method.power_of_two)
         self.headroom = headroom
-        self.items, self.shown = items, shown
+        self.items, self.is_output = items, is_output
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
@@ -237,7 +237,7 @@ class Quantizer(TrainableScale):
 
     def chooser(self, observer: Observer) -> Observer:
         """Return an observer in the form that chooses a scale: for an output of the model, for balanced samples, or unchanged."""
-        return observer.of_output() if self.shown else observer.per_sample() if self.balanced else observer
+        return observer.of_output() if self.is_output else observer.per_sample() if self.balanced else observer
 
     def _choose(self) -> None:
         assert self.observer is not None
@@ -254,7 +254,7 @@ class Quantizer(TrainableScale):
         It can where the scale is observed, the tensor is not an output of the model, and the observer has counted its samples.
         """
         found = self.observer
-        return found is not None and found.observed and not self.frozen and not self.shown and found.per_sample() is not found
+        return found is not None and found.observed and not self.frozen and not self.is_output and found.per_sample() is not found
 
     @torch.no_grad()
     def balance_samples(self, balanced: bool) -> None:

@@ -32,7 +32,7 @@ TargetOf = Callable[[str], Target]  # a target, by its name
 LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
 
 QUANTIZER_FIELDS = {
-    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "items": (bool,), "shown": (bool,), "frozen": (bool,),
+    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "items": (bool,), "is_output": (bool,), "frozen": (bool,),
     "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 OPERATOR_FIELDS = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}

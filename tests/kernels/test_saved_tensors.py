@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxquant as fxq
 from fxquant.numerics.rounding import straight_through
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
@@ -82,9 +83,12 @@ def test_gradients_end_where_the_grid_does(reach: float) -> None:
 
 
 def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:
-    x, layer = torch.randn(128, 64, generator=torch.Generator().manual_seed(0)), nn.Linear(64, 64)
-    prepared = contract.calibrated(layer, [x], target="nash-e")
+    generator = torch.Generator().manual_seed(0)
+    x, layer = torch.randint(-64, 65, (128, 64), generator=generator) / 16, nn.Linear(64, 64)  # their sums are exact
+    qconfig = fxq.QConfig(fxq.ActivationConfig(power_of_two=True), fxq.WeightConfig(power_of_two=True))
+    prepared = contract.calibrated(layer, [x], "nash-e", qconfig)
     (operator,) = (each for each in quantized_operators(prepared).values() if each.operator.name == "linear")
     result = real_result(operator, {"input": x, "weight": layer.weight, "bias": layer.bias})
-    (found,) = torch.autograd.grad(result.square().sum(), layer.weight)
-    torch.testing.assert_close(found, 2 * result.detach().t() @ x, rtol=1e-4, atol=1e-3)
+    weights = torch.randint(-8, 9, result.shape, generator=generator).float()
+    (found,) = torch.autograd.grad((result * weights).sum(), layer.weight)
+    assert torch.equal(found, weights.t() @ x)

@@ -17,8 +17,8 @@ from tests.shared.networks import Network
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
-    "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
-    "kl_div": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="none"),
+    "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"),
+    "kl_div": lambda x, y: F.kl_div(x, y, reduction="none", log_target=True),
     "renorm": lambda x, y: torch.renorm(x, 2, 1, 1.0),
     "trapezoid": lambda x, y: torch.trapezoid(x, dim=2),
     "diff": lambda x, y: torch.diff(x, dim=1),
@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "copysign": torch.copysign,
     "heaviside": torch.heaviside,
     "ldexp": lambda x, y: torch.ldexp(x, torch.tensor(2)),
-    "xlogy": lambda x, y: torch.xlogy(x, y.sigmoid()),
+    "xlogy": lambda x, y: torch.xlogy(x, torch.tensor(2.5)),
     "logaddexp2": torch.logaddexp2,
     "quantile": lambda x, y: torch.quantile(x, 0.3, dim=2),
     "cummax": lambda x, y: torch.cummax(x, 2)[0],
@@ -50,10 +50,10 @@ OF_INTEGERS: dict[str, Callable[[Tensor], Any]] = {
 
 BAGS: dict[str, Callable[[], nn.Module]] = {
     "leave out the rows of its padding_idx": lambda: Network(
-        lambda s, x: s.l(s.bag(x)), bag=nn.EmbeddingBag(10, 5, padding_idx=0), l=nn.Linear(5, 3)
+        lambda s, x: [(bag := s.bag(x)), s.l(bag)], bag=nn.EmbeddingBag(10, 5, padding_idx=0), l=nn.Linear(5, 3)
     ),
     "begin at offsets": lambda: Network(
-        lambda s, x: [s.l(s.bag(x.flatten()[:7], s.offsets)), s.l(s.last(x.flatten()[:5], s.offsets))],
+        lambda s, x: [*(bags := (s.bag(x.flatten()[:7], s.offsets), s.last(x.flatten()[:5], s.offsets))), *map(s.l, bags)],
         bag=nn.EmbeddingBag(10, 5),
         last=nn.EmbeddingBag(10, 5, include_last_offset=True),
         l=nn.Linear(5, 3),
@@ -81,7 +81,7 @@ def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
     assert all(f"no registered operator matches {name}" in fxq.explain(prepared) for name in FUNCTIONS if name != "grid_sample")
     one, other, *results = integer(batch)
     for function, result in zip(FUNCTIONS.values(), results, strict=True):
-        torch.testing.assert_close(result, function(one, other), rtol=0.05, atol=0.05)  # a sigmoid that one of them reads is integer
+        assert torch.equal(result, function(one, other))
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     assert all(torch.equal(known, wanted) for known, wanted in zip(loaded(batch), (one, other, *results), strict=True))
 
@@ -105,7 +105,8 @@ def test_bags_of_other_sizes_are_summed_on_the_host(reason: str, tmp_path: Path)
     batches = [(torch.randint(0, 10, (4, 6)),) for _ in range(2)]
     prepared, integer = compiled(model, batches, dynamic_shapes={})
     assert reason in fxq.explain(prepared)
-    torch.testing.assert_close(integer(*batches[1]), model(*batches[1]), rtol=0.05, atol=0.05)
+    results, wanted = integer(*batches[1]), model(*batches[1])
+    assert all(torch.equal(*pair) for pair in zip(results[: len(wanted) // 2], wanted, strict=False))  # the bags
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     assert all_equal(loaded(*batches[1]), integer(*batches[1]))
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)

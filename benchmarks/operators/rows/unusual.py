@@ -185,7 +185,7 @@ SHAPES: tuple[Row, ...] = (
         "torch.linalg.norm(x, ord=float('-inf'), dim=1)",
         "torch.linalg.vector_norm(x, ord=0, dim=1)",
     ),
-    row("whole numbers of sizes", "x.new_tensor([1.0] * 6) + x", "len(x) * x", "x.nelement() + x", "x.size(dim=1) + x", fixed=True),
+    row("integers of sizes", "x.new_tensor([1.0] * 6) + x", "len(x) * x", "x.nelement() + x", "x.size(dim=1) + x", fixed=True),
 )
 
 PLACES: tuple[Row, ...] = (

@@ -1,4 +1,4 @@
-"""Whole numbers and truth values: tokens, bytes, places and masks, as models compute with them."""
+"""Integers and booleans: tokens, bytes, indices and masks, as models compute with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHORT = Input((3, 4), -100, 100, torch.int8)
 MEDIUM = Input((3, 4), -9, 10, torch.int32)
 
 WHOLE: tuple[Row, ...] = (
-    row("arithmetic of whole numbers", "x + y", "x - y", "x * y", "x.add(y, alpha=2)", "torch.sub(x, y, alpha=3)", "1 - x", "3 * x - y",
+    row("arithmetic of integers", "x + y", "x - y", "x * y", "x.add(y, alpha=2)", "torch.sub(x, y, alpha=3)", "1 - x", "3 * x - y",
         "x // 3", "torch.div(x, 3, rounding_mode='floor')", "torch.div(x, 3, rounding_mode='trunc')", "x // -4", "x % -3",
         "torch.fmod(x, 4)",
         "torch.remainder(x, 5)", "torch.floor_divide(x, 2)", "torch.div(x, y.abs() + 1, rounding_mode='floor')", "x % (y.abs() + 2)",
@@ -22,16 +22,16 @@ WHOLE: tuple[Row, ...] = (
         "x.amax(1)", "x.amin((1, 2))", "x.max()", "x.min(1)[0]", "x.max(-1).values", "x.argmax(-1)", "torch.argmin(x, dim=1)",
         "torch.cumsum(x, 1)", "x.cumsum(-1) - x", "x.sum()", "x + {B(torch.arange(4))}", "x * torch.arange(4)", "torch.rsub(x, 2)",
         "x.floor_divide(2)", "x.fmod(3)", over=NUMBERS),
-    row("comparisons of whole numbers", "x > y", "x == y", "x >= 2.5", "x != 0", "2 < x", "x.eq(3)", "torch.le(x, -1)",
+    row("comparisons of integers", "x > y", "x == y", "x >= 2.5", "x != 0", "2 < x", "x.eq(3)", "torch.le(x, -1)",
         "(x > 0) & (y > 0)", "((x > 0) | (y < 2)).float()", "(x == y).long()", "(x > 0).sum(1)", "(x > 1).int()", "(x > y).any(1)",
         "x.bool()", "torch.logical_not(x)", "torch.logical_and(x, y)", "x.any(1)", "torch.all(x, 1)", "(x > 0) == (y > 0)",
         "(x > 0) * (y > 0)", "(x > 0) * y", "(x > 0) + (y > 0)", "(x > 0) ^ (y > 0)", "~(x > 0)", "torch.where(x > y, x, y)",
         "torch.where(x > 0, 1, 0)", "x.masked_fill(x < 0, 0)", "torch.where(x > 0, x, -1)", "(x > 0).float().mean(1)", "x * (x > 0)",
         "(x == 2).long().argmax(-1)", over=NUMBERS),
-    row("bits of whole numbers", "x & y", "x | y", "x ^ y", "x & 6", "x & -2", "x << 3", "x >> 2", "torch.bitwise_or(x, 4)",
+    row("bits of integers", "x & y", "x | y", "x ^ y", "x & 6", "x & -2", "x << 3", "x >> 2", "torch.bitwise_or(x, 4)",
         "x.bitwise_xor(y)",
         "torch.bitwise_left_shift(x, 2)", "torch.bitwise_right_shift(x, 1)", "(x >> 1) & 1", over=NUMBERS),
-    row("narrow whole numbers", "x + 1", "x * y", "x * 3", "-x", "x // 7", "x % 5", "x & 15", "~x", "x.float() / 100", "x.long() + y",
+    row("int8 as inputs", "x + 1", "x * y", "x * 3", "-x", "x // 7", "x % 5", "x & 15", "~x", "x.float() / 100", "x.long() + y",
         "x > y",
         "x.abs()", "x.clamp(0, 50)", "x.sum(1)", "x.reshape(-1, 12)", "x.flatten(1).float()", "torch.where(x > y, x, y)",
         "x.to(torch.int32)",
@@ -50,7 +50,7 @@ WHOLE: tuple[Row, ...] = (
         "torch.cat((x, torch.zeros(1, 6).long().expand(x.shape[0], 6)), 1)",
         "torch.stack((x, x * 2), 1).float()", "torch.cat((x > 2, x < 1), 1)",
         "(x.unsqueeze(1) <= torch.arange(6)[None, :, None]).float()", "{nn.Linear(6, 3)}(x.float())", over=TOKENS),
-    row("places of real numbers", "x.argmax(1) + 1", "x.argmax(-1).float() / 6", "(x.argmax(1) == 2).float()", "x.argmax(1) // 2",
+    row("indices of floats", "x.argmax(1) + 1", "x.argmax(-1).float() / 6", "(x.argmax(1) == 2).float()", "x.argmax(1) // 2",
         "x * x.argmax(1, keepdim=True)", "x.sort(1)[1] + 1", "x.topk(2, 1)[1].float()", "(x > 0).sum(1)",
         "(x > 0).sum((2, 3)).float() / 36",
         "(x > 0).float().sum(1)", "x * (x > 0).long()", "x * (x > 0).int()", "(x.round().long() % 3).float()", "x.int() + 1",
@@ -76,7 +76,7 @@ WHOLE: tuple[Row, ...] = (
         "(x + (1.0 - y[:, None, None, :]) * torch.finfo(torch.float32).min).softmax(-1)",
         "x.masked_fill(y[:, None, None, :] < 0.5, -1e4).softmax(-1)",
         over=(SCORES, between(0.0, 1.0, 5))),
-    row("truth values as inputs", "~y", "x * ~y", "x * y.float()", "y & (x > 0)", "y.any(1)", "y.float().mean(1)", "y.long().sum(1)",
+    row("booleans as inputs", "~y", "x * ~y", "x * y.float()", "y & (x > 0)", "y.any(1)", "y.float().mean(1)", "y.long().sum(1)",
         "y.sum(1)", "x + y", "torch.where(~y, x, x * 2)", "x.masked_fill(y.logical_not(), 0.5)", "y == 0", "y * 2", "1 - y.float()",
         "(y | (x > 1)).float()", "y ^ True", "y.int() + 1", "x - y.int()", "x.where(y, x * 0.5)", "y.cumsum(1)",
         over=(IMAGE, truth(3, 6, 6))),

@@ -281,7 +281,7 @@ class HistogramObserver(Observer, names="histogram"):
         return found
 
     @property
-    def loud(self) -> bool:
+    def has_outliers(self) -> bool:
         """Whether there are outlier samples, whose norms are so large that their values may be clipped."""
         items = self._items()
         return items is not None and items.differ

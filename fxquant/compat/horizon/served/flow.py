@@ -18,7 +18,7 @@ from fxquant import backends
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
 from fxquant.compat.checkpoints import take_checkpoints
 from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced, unserved
-from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, settle
+from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales
 from fxquant.compat.horizon.served.march import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
 from fxquant.compat.horizon.served.qconfig import as_qconfig
@@ -307,7 +307,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
             raise model._unknown(action)
     require_prepared(from_model)
     require_prepared(to_model)
-    settle(from_model)
+    set_observed_scales(from_model)
     chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
     if not chosen:
         raise ConfigurationError(
