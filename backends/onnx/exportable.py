@@ -111,9 +111,10 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
     return (one * two).reshape(sizes)
 
 
-def isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     """Compute `torch.isin` by a comparison with each of the elements."""
-    return (elements.unsqueeze(-1) == test_elements.flatten()).any(-1) != invert
+    chosen, among = torch.as_tensor(elements), torch.as_tensor(test_elements)  # one of them may be a number
+    return (chosen.unsqueeze(-1) == among.flatten()).any(-1) != invert
 
 
 def aminmax(input: Tensor, dim: Any, keepdim: bool = False) -> tuple[Tensor, Tensor]:

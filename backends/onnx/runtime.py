@@ -126,7 +126,7 @@ class Evaluator(ReferenceEvaluator):
 class OnnxModel:
     """An exported file, read; raises ExportError if it is not an ONNX file written by fxquant.
 
-    `tensors` describes its values, `metadata` is all its metadata: see `fxquant.backends.metadata`;
+    `tensors` describes its values, `metadata` is all its metadata: see `fxquant.backends.onnx.metadata`;
     `in_float` states why operators are outside of the integer part, by name.
     Tensors in an external file are read when they are needed.
     """

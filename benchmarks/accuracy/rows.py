@@ -119,8 +119,8 @@ def _key(row: Row, method: str, cache: Path) -> str:
 def _sources() -> str:
     """A digest of fxquant itself."""
     digest = hashlib.sha256()
-    for room in ("fxquant", "passes", "backends"):
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for package in ("fxquant", "passes", "backends"):
+        for path in sorted((ROOT / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -46,12 +46,26 @@ def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> s
     return "\n".join([f"graph   # {stage}", *("  " + line for line in lines)]) + "\n"
 
 
-def aligned(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
-    """Return rows of cells as lines of columns, two spaces apart; the first column is as wide as its longest cell, at most `most`."""
+def aligned(rows: Sequence[Sequence[str]], most: int | None = None, left: int | None = None) -> list[str]:
+    """Return rows of cells as lines of columns, two spaces apart; the first column is as wide as its longest cell, at most `most`.
+
+    Cells are aligned to the left; if `left` is given, only those of the first `left` columns and of the last one.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if most is not None and widths:
         widths[0] = min(widths[0], most)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    texts = range(len(widths)) if left is None else (*range(left), len(widths) - 1)
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(cell.ljust(width) if place in texts else cell.rjust(width) for place, (cell, width) in cells).rstrip()
+
+    return list(map(line, rows))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return rows under their head; the first `left` columns and the last are aligned to the left, all others to the right."""
+    return "\n".join(aligned([head, *rows], left=left))
 
 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:

@@ -1,4 +1,4 @@
-"""Prepare a float model, and check it before."""
+"""Prepare a float model, check it before, calibrate it, and convert it to integers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Represent models: FX graphs with facts and annotations, generated code, copies, and the user's class behind a graph.
 
-`graph`, `parts` and `integer` define every key of `node.meta`: of all nodes, of parts of composites, of integer graphs. Other modules read
+`graph` and `integer` define every key of `node.meta`: of all nodes and parts of composites, and of integer graphs. Other modules read
 and write the keys through them.
 """

@@ -1,6 +1,6 @@
 """Facts on nodes, and the few ways passes change a graph.
 
-All static facts about a node are in `node.meta`. They are read and written through this module, `parts` and `integer`,
+All static facts about a node are in `node.meta`. They are read and written through this module and `integer`,
 so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
     fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number

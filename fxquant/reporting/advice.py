@@ -20,7 +20,7 @@ from torch import nn
 from fxquant.ir.integer import QParams
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects, Inside
-from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
+from fxquant.reporting.statistics import TensorStatistics, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Found, Judged, coarse, mask_cure, outlier_channel, own_error
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
@@ -217,7 +217,7 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> 
         if largest > GAP * reaches and not isinstance(value, nn.Parameter):  # which no mask is
             cause = f"{name} reaches {largest:.3g}, where its result reaches {reaches:.3g}: a mask sets one scale for all"
             return "masked", cause, mask_cure(reaches)
-    far = decibels(inside.signal, inside.noise)
+    far = sqnr_of(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
     cure = f"{_LOOK_INSIDE}fxq.checks.compare_weights(model, integer) says how far its weight is off; {cures.weight(holder)}"
     return "inside", cause, cure

@@ -27,7 +27,7 @@ from fxquant.reporting.advice import grid_text
 from fxquant.reporting.contents import weight_of
 from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.rows import Rows
-from fxquant.reporting.statistics import Steps, TensorStatistics, decibels
+from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
 from fxquant.support.arguments import NUMBER, checked, instance
 from fxquant.support.progress import in_one_piece, progress
 
@@ -197,8 +197,8 @@ def compare_weights(a: Any, b: Any) -> Rows[Weight]:
         shares = error.sum(1) / left.square().sum(1).clamp_min(1e-300)
         worst = int(shares.argmax())
         cosine = float(nn.functional.cosine_similarity(left.flatten(), right.flatten(), 0))
-        sqnr = decibels(float(left.square().sum()), float(error.sum()))
-        found.append(Weight(name, cosine, sqnr, float(error.max().sqrt()), worst, decibels(1.0, float(shares[worst]))))
+        sqnr = sqnr_of(float(left.square().sum()), float(error.sum()))
+        found.append(Weight(name, cosine, sqnr, float(error.max().sqrt()), worst, sqnr_of(1.0, float(shares[worst]))))
     return Rows("weights", tuple(sorted(found, key=lambda row: row.sqnr)), "no layer with a weight is in both")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fxquant.analysis.recording import Facts
 from fxquant.ir.integer import QParams
-from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
+from fxquant.reporting.statistics import TensorStatistics, ratio, sqnr_of
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def row(name: str, reference: str, facts: Facts, seen: TensorStatistics, effect:
         because=facts.because,
         elements=seen.elements,
         cosine=seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power),
-        sqnr=decibels(seen.signal, seen.noise),
+        sqnr=sqnr_of(seen.signal, seen.noise),
         mse=seen.noise / count,
         largest=seen.largest,
         steps=seen.largest / seen.steps.scale if seen.steps is not None else math.nan,
-        own=decibels(seen.signal, made) if seen.steps is not None else math.nan,
+        own=sqnr_of(seen.signal, made) if seen.steps is not None else math.nan,
         clipped=seen.clipped / count if seen.steps is not None else math.nan,
         zeroed=ratio(seen.zeroed, seen.nonzero) if seen.steps is not None else math.nan,
         reach=seen.reach,

@@ -217,8 +217,10 @@ def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Return the noise of outputs, on average over those that are floating-point in both forms, and of one shape."""
+    """Return the mean noise of floating-point outputs of one shape, over values that are finite in both forms, without outputs of 0."""
     pairs = [(one, other) for one, other in zip(wanted, found, strict=True) if is_real(one) and one.shape == other.shape]
+    both = [(one[there], other[there]) for one, other in pairs if bool((there := torch.isfinite(one) & torch.isfinite(other)).any())]
+    pairs = [pair for pair in both if bool(pair[0].any())]
     return Noise.of([[one for one, _ in pairs]], [[other for _, other in pairs]]).pooled
 
 

@@ -168,7 +168,7 @@ def drawn(steps: Steps) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def decibels(signal: float, noise: float) -> float:
+def sqnr_of(signal: float, noise: float) -> float:
     """10·log10 of a ratio of powers; infinite where nothing is lost."""
     return math.inf if noise <= 0 else -math.inf if signal <= 0 else 10 * math.log10(signal / noise)
 

@@ -12,7 +12,7 @@ from fxquant.analysis.layers import CLEARLY
 from fxquant.reporting.advice import AUDIBLE, Advice, gain_of
 from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
-from fxquant.reporting.statistics import Steps, decibels, ratio
+from fxquant.reporting.statistics import Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import GAP, POOR, Judged
 
 FEW_STEPS = 4.0  # that a channel reaches, with less than about 15 dB
@@ -32,7 +32,7 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             continue
         worst, loss = max(losing, key=lambda each: each[1])
         seen = worst.statistics
-        left = decibels(seen.signal, seen.noise_at(steps.scale / seen.steps.scale)) if seen.steps is not None else 0.0
+        left = sqnr_of(seen.signal, seen.noise_at(steps.scale / seen.steps.scale)) if seen.steps is not None else 0.0
         effect = effect_of(worst, steps)
         if left >= POOR and effect < AUDIBLE:
             continue
@@ -68,7 +68,7 @@ def quiet_channels(
                 continue
             left -= 1
             noise = effects.of_channels(tensor.reference, steps, factors[tensor.name], seen.axis, quiet)
-            if decibels(1.0, noise) < POOR:
+            if sqnr_of(1.0, noise) < POOR:
                 followed.add(tensor.reference)
                 yield _quiet(tensor, steps, channels, quiet, noise, cures)
 
@@ -78,7 +78,7 @@ def _quiet(tensor: Judged, steps: Steps, channels: Tensor, quiet: Tensor, noise:
     cause = (
         f"{len(where)} of its {len(channels)} channels ({', '.join(map(str, where[:4]))}{', …' * (len(where) > 4)}) reach {reach:.3g} at "
         f"most, and others {float(channels.max()):.3g}: on one scale, {steps.scale:.4g}, what an output holds of them has "
-        f"{decibels(1.0, noise):.1f} dB"
+        f"{sqnr_of(1.0, noise):.1f} dB"
     )
     what = "compute these channels by a layer of their own and return them apart, or bring all channels to one range"
     cure = cures.apart(what, tensor.name, tensor.reference)

@@ -24,7 +24,7 @@ from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise
-from fxquant.reporting.statistics import Steps, decibels, ratio
+from fxquant.reporting.statistics import Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
 
@@ -234,10 +234,10 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
             continue
         with _without(weights, name):
             without = measured()
-        gained = decibels(with_all, without) if without > 0 else math.inf
+        gained = sqnr_of(with_all, without) if without > 0 else math.inf
         if gained >= WORTH:
             yield (
-                f"{name} costs {gained:.1f} dB: without it the outputs are at {decibels(1.0, without):.1f} dB; on a model that fxq.prepare "
+                f"{name} costs {gained:.1f} dB: without it the outputs are at {sqnr_of(1.0, without):.1f} dB; on a model that fxq.prepare "
                 f"has just returned, fxq.calibrate(prepared, batches, {setting}) leaves it out",
                 (name,),
             )

@@ -1,9 +1,9 @@
-"""The budget of a model, and the cost of a choice of dtypes."""
+"""The budget of a model, the cost of a choice of dtypes, and int32 for outputs that are sums of layers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from fxquant.quantization.spec import QConfig
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.target import Target
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
+
+logger = logging.getLogger("fxquant")
 
 _NONE = NUMBER.or_none("no limit")
 
@@ -150,7 +152,6 @@ def fits(found: Mapping[str, float], budget: Budget) -> bool:
 # Such a layer is spared a requantization, and the output a rounding that nothing behind it could make up for.
 
 
-logger = logging.getLogger("fxquant")
 WIDE = "int32"
 
 
@@ -200,17 +201,3 @@ def _only_moves(prepared: fx.GraphModule, node: fx.Node) -> bool:
     quantized = quantized_operator(prepared, node)
     operator = operator_of(node) if quantized is None else quantized.operator
     return operator is not None and (operator is DEQUANTIZE or operator.moves)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows under their head; the first `left` columns and the last are aligned to the left, all others to the right."""
-    lines = [tuple(head), *map(tuple, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    written = []
-    for line in lines:
-        cells = [
-            cell.ljust(width) if column < left or column == len(head) - 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        written.append("  ".join(cells).rstrip())
-    return "\n".join(written)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from torch import fx, nn
 
+from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
-from fxquant.search.budget import Budget, cost_terms, costs, fits, table
+from fxquant.search.budget import Budget, cost_terms, costs, fits
 from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Metric, SearchOptions, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.support.progress import progress

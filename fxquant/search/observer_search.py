@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxquant.analysis.text import table
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import Grid
 from fxquant.quantization import observers as kinds
 from fxquant.quantization.mapping import Chosen, QConfigMapping
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
-from fxquant.search.budget import table
 from fxquant.search.mixed_precision import Work, work_of
 from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked

@@ -173,6 +173,14 @@ def _method(name: str) -> Remedy:
     return Remedy(name, propose)
 
 
-_PROPOSALS = (_high_precision, _observers, _bias_correction, _rounding, _equalization, _sixteen, _within_budget)
-REMEDIES: tuple[Remedy, ...] = (*map(Remedy, TRIED, _PROPOSALS), *map(_method, TRIED[len(_PROPOSALS) :]))
-BUDGET = REMEDIES[_PROPOSALS.index(_within_budget)]
+_PROPOSALS: dict[str, Callable[[State], Proposals]] = {
+    "32-bit outputs": _high_precision,
+    "observers": _observers,
+    "bias correction": _bias_correction,
+    "rounding of weights": _rounding,
+    "equalization": _equalization,
+    "16 bits": _sixteen,
+    "mixed precision": _within_budget,
+}
+REMEDIES: tuple[Remedy, ...] = tuple(Remedy(name, _PROPOSALS[name]) if name in _PROPOSALS else _method(name) for name in TRIED)
+BUDGET = REMEDIES[TRIED.index("mixed precision")]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.analysis.recording import still
+from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
@@ -26,7 +27,6 @@ from fxquant.prepared.batches import as_batches, example_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig, State
-from fxquant.search.budget import table
 from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target

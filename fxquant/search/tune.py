@@ -14,12 +14,13 @@ import torch
 from torch import fx, nn
 
 from fxquant.analysis.recording import still
+from fxquant.analysis.text import table
 from fxquant.errors import CalibrationError
 from fxquant.prepared.batches import as_batches
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.spec import State as OperatorState
-from fxquant.search.budget import Budget, costs, fits, table
+from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State

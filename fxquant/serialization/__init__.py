@@ -93,7 +93,9 @@ def load_file(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphModu
         return _read(*unpack(content), target_of)
     except Exception as error:  # whatever the readers of the parts say about a file that is damaged, or was made up
         raise ExportError(
-            f"{path} holds no model that can be loaded", because=_reason(error), remedy="save the model again with fxq.save"
+            f"{path} holds no model that can be loaded",
+            because=_reason(error),
+            remedy="save the model again with this version's fxq.save, or prepare the float model again",
         ) from error
 
 

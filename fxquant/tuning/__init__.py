@@ -1,4 +1,4 @@
-"""Methods that make a calibrated model more exact, a module each.
+"""Methods that make a calibrated model more exact.
 
 A method runs its samples through the graph once, node by node, in float and in integers (`walk`), and compares both at each layer or
 block. What is learned passes through the layer's own `lower`, by a lowering that leaves accumulators differentiable (`walk.RealLowering`).

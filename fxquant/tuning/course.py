@@ -1,4 +1,4 @@
-"""Units that learn one after the other, each behind those before it, with what is finished kept in a checkpoint."""
+"""Let units (layers or blocks) learn in turn, each with the units before it finished and kept in a checkpoint; `adaround` by layers."""
 
 from __future__ import annotations
 

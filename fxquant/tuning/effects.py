@@ -67,7 +67,10 @@ def outputs_of(prepared: fx.GraphModule, inputs: Sequence[Any], state: State | N
 
 @dataclass(frozen=True)
 class Noise:
-    """The squared errors Σ(y' - y)² and the powers Σy² of each output in each chunk of samples, over values that are finite."""
+    """The squared errors Σ(y' - y)² and the powers Σy² of each output in each chunk of samples, where y is finite.
+
+    Where only y' is not finite, the error is infinite. An output whose power is 0 has its squared error in place of a ratio.
+    """
 
     errors: tuple[tuple[float, ...], ...]
     powers: tuple[tuple[float, ...], ...]
@@ -96,12 +99,13 @@ class Noise:
         return sum(error / (power or 1.0) for error, power in pairs) / len(pairs) if pairs else 0.0
 
 
-def _error_and_power(wanted: Tensor, found: Tensor) -> tuple[float, float]:
-    right, other = wanted.double(), found.double()
-    finite = torch.isfinite(right) & torch.isfinite(other)
+def _error_and_power(wanted: Tensor, changed: Tensor) -> tuple[float, float]:
+    reference, other = wanted.double(), changed.double()
+    finite = torch.isfinite(reference)
     if not bool(finite.all()):
-        right, other = right[finite], other[finite]
-    return float((other - right).square().sum()), float(right.square().sum())
+        reference, other = reference[finite], other[finite]
+    error = float((other - reference).square().sum())
+    return (math.inf if math.isnan(error) else error), float(reference.square().sum())
 
 
 class Outputs:

@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, Function] = {
     "cumprod": lambda x, y: torch.cumprod(x + y, -1),
     "kron": lambda x, y: torch.kron(x + y, torch.tensor([[0.5], [-2.0]])),
     "isin": lambda x, y: torch.isin(x.argmax(1), torch.tensor([0, 2])).unsqueeze(1) * y,
+    "isin, a number": lambda x, y: torch.isin(x.argmax(1), 2).unsqueeze(1) * y,
 }
 
 

@@ -251,7 +251,7 @@ COMMON = ("__init__", "__main__")
 
 
 def repeated(modules: Iterable[str]) -> list[str]:
-    """The base names that more than two modules have; packages are named by their packages."""
+    """The base names that more than two modules have, packages apart."""
     names = list(modules)
     packages = {name.rpartition(".")[0] for name in names}
     counts = Counter(name.rsplit(".", 1)[-1] for name in names if name not in packages)

@@ -72,7 +72,7 @@ def _is_name(side: ast.expr) -> bool:
     return (isinstance(side, ast.Attribute) and side.attr == "name") or (isinstance(side, ast.Name) and side.id.endswith("_name"))
 
 
-def test_no_room_lists_names_of_operators_or_primitives() -> None:
+def test_no_package_lists_names_of_operators_or_primitives() -> None:
     found: list[str] = []
     for module, source in library().items():
         if not any(module == package or module.startswith(f"{package}.") for package in APART):
@@ -99,6 +99,6 @@ def test_a_planted_list_is_found(source: str, expected: list[str]) -> None:
     assert list(listed("m", source, {"accumulate": accumulate, "linear_wide": accumulate.linear_wide, "len": len})) == expected
 
 
-def test_rooms_that_are_apart_exist() -> None:
+def test_packages_that_are_apart_exist() -> None:
     assert all(any(module.startswith(package) for module in library()) for package in APART)
     assert (ROOT / "fxquant").is_dir()

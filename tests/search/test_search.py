@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.budget import costs, fits
@@ -470,3 +471,8 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         wanted = fxq.calibrate(prepared, batches, **asdict(recipe.corrections), show_progress=False)
         assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
         assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
+
+
+def test_the_verdict_names_what_tune_tries() -> None:
+    assert [remedy.name for remedy in REMEDIES] == list(TRIED)
+    assert {*OF_ACTIVATIONS, *OF_WEIGHTS} <= set(TRIED)

@@ -19,7 +19,7 @@ from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.batches import first_batches
-from fxquant.reporting.statistics import decibels
+from fxquant.reporting.statistics import sqnr_of
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, FOLDER, accepted, checked
 from fxquant.support.files import write_file
@@ -29,7 +29,7 @@ MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
     "MSE": lambda one, other: float(F.mse_loss(other, one)),
     "L1": lambda one, other: float(F.l1_loss(other, one)),
     "KL": lambda one, other: float(F.kl_div(F.log_softmax(other.flatten(), 0), F.softmax(one.flatten(), 0), reduction="sum")),
-    "SQNR": lambda one, other: decibels(float(one.square().sum()), float((one - other).square().sum())),
+    "SQNR": lambda one, other: sqnr_of(float(one.square().sum()), float((one - other).square().sum())),
 }
 
 
