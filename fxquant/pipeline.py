@@ -7,7 +7,6 @@ made. The debug dial: `FXQUANT_DEBUG` 1 (a line per pass), 2 (the graph after ea
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -23,12 +22,11 @@ from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.prepared.stage import Stage, verify_stage
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
+from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
 from fxquant.target import Target
-
-logger = logging.getLogger("fxquant")
 
 BATCH_NORM_MODES = ("live", "frozen", "folded")
 

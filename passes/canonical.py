@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -303,7 +302,7 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
             return operator, taken, (type(module),)
         if isinstance(taken, Instead):
             operator, taken = OPERATORS[taken.function], taken.arguments
-        return operator, _bind_module(operator, module, args, kwargs, taken), (type(module),)
+        return operator, _bind_module(operator, args, kwargs, taken), (type(module),)
     if node.op == "call_function" and node.target in FUNCTIONS:
         operator, adapt = FUNCTIONS[node.target]
     elif node.op == "call_method" and node.target in METHODS:
@@ -328,18 +327,11 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
 
 
-def _bind_module(
-    operator: Operator, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]
-) -> dict[str, Any] | str:
-    """Return the arguments of a module's call, and those `taken` from the module itself.
-
-    An `output_size` of the call is left out: `normalize` reads it off the result.
-    """
-    called = inspect.signature(type(module).forward).parameters
-    sized = "output_size" if "output_size" in called and "output_size" not in operator.parameter_names else None
-    given = {name: value for name, value in kwargs.items() if name != sized}
+def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the arguments of a module's call, and those `taken` from the module itself, without keywords that are read off the result."""
+    given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
     twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
-    if twice and sized is None:
+    if twice and not operator.read_off:
         return "its arguments have an integer form only if they are passed by name"
     return _bind(operator, args[: twice[0]] if twice else args, {**taken, **given})
 

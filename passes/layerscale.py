@@ -128,13 +128,13 @@ def _channels(way: list[fx.Node]) -> int:
 def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
     """Return a parameter of a layer that is computed from this one and the factors, of its shape."""
     assert isinstance(parameter, fx.Node)
-    shape = fact(parameter)
-    calls: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
+    known = fact(parameter)
+    steps: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
     if is_detached(layer):  # the factors may have gradients all the same
-        calls.insert(0, (torch.detach, ()))
-    for called, others in calls:
+        steps.insert(0, (torch.detach, ()))
+    for function, others in steps:
         with layer.graph.inserting_before(layer):
-            parameter = inherit(layer.graph.call_function(called, (parameter, *others)), layer, "layerscale.fold")
-        set_fact(parameter, shape)
+            parameter = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
+        set_fact(parameter, known)
         mark_parameter(parameter)
     return parameter

@@ -132,7 +132,7 @@ def substitute(node: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     for reader in list(node.users):
-        if reader.target is operator.getitem:
+        if reader.target is operator.getitem and reader.args[0] is node:
             substitute(reader, result[reader.args[1]])
         else:
             reader.args = fx.map_arg(reader.args, lambda operand: result if operand is node else operand)

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import logging
 import os
 import platform
 import shutil
@@ -26,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.support import logger
 from fxquant.support.files import point
-
-logger = logging.getLogger("fxquant")
 
 SOURCE = Path(__file__).with_name("native.c")
 TRAINING = Path(__file__).with_name("training.c")

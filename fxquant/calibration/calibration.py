@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,11 +25,10 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
+from fxquant.support import logger
 from fxquant.support.arguments import FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
-
-logger = logging.getLogger("fxquant")
 
 
 def require_prepared(model: nn.Module) -> None:
@@ -311,27 +309,27 @@ def keep_statistics(prepared: nn.Module) -> None:
     known: dict[Quantizer, bool] = {}
     found: dict[str, list[str]] = {}
     for operator in operators.values():
-        source = next((cut[quantizer] for quantizer in operand_quantizers(operator) if quantizer in cut), None)
-        if source is not None and operator.live_batch_norm:
+        cause = next((cut[quantizer] for quantizer in operand_quantizers(operator) if quantizer in cut), None)
+        if cause is not None and operator.live_batch_norm:
             operator.live_batch_norm = False
             if operator.name in normed or not graphs:  # a part of a model has no graph
-                found.setdefault(source, []).append(operator.name)
+                found.setdefault(cause, []).append(operator.name)
         if operator.plain:
             continue
-        if source is None and operator.owns_output:
+        if cause is None and operator.owns_output:
             if operator.output not in known:
                 # Where channels are multiplied, their powers have no common unit, and the outliers are channels, not samples.
                 multiplied = operator.factors is not None and bool(operator.factors.outputs.any())
                 known[operator.output] = not multiplied and _cuts(operator.output)
-            source = operator.output.name if known[operator.output] else None
-        if source is not None:
-            cut.setdefault(operator.output, source)
-    for source, names in found.items():
+            cause = operator.output.name if known[operator.output] else None
+        if cause is not None:
+            cut.setdefault(operator.output, cause)
+    for cause, names in found.items():
         logger.warning(
             "batch norms keep their running statistics in training at %s: calibration clipped a few outlier samples in %%%s, "
             "which the statistics of a batch would include; tensors with another observer, such as 'minmax', are not clipped",
             ", ".join(f"%{name}" for name in names[:8]) + (", …" if len(names) > 8 else ""),
-            source,
+            cause,
         )
 
 
@@ -568,6 +566,9 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
                 quantizer.freeze()
             if operator.weight_quantizer.learned is not None:
                 operator.weight_quantizer.learned.stop()
+
+
+# ---- Inputs whose values are lost to rounding -------------------------------------------------------------------------
 
 
 LOST = 0.5  # the share of an input's values that are not 0, and become 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, read_ar
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
 from fxquant.reporting.rows import Rows
+from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
@@ -73,8 +73,6 @@ def integers(value: Array, step: Array) -> Array:
         right = np.isfinite(quotient) & (np.abs(quotient - nearest) <= absolute + relative * np.abs(nearest))
         return np.where(right, np.where(right, nearest, 0).astype(np.int64), UNKNOWN)
 
-
-logger = logging.getLogger("fxquant")
 
 EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED = "equal", "differs", "not run", "processor", "refused"
 FITS_SHOWN = 3  # in a table

@@ -2,7 +2,7 @@
 
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
-attach_call_hooks(graph)            let a graph be called like the float model, and check its inputs by an InputCheck
+attach_call_hooks(graph)       let a graph be called like the float model, and check its inputs by an InputCheck
 is_traced(module)              whether `trace` made it
 moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
 float_model(model)             the float model that is meant, or an error that says what it is instead

@@ -103,7 +103,7 @@ def _may_cut(node: fx.Node) -> bool:
         return False
     tensors = [known.shape for known in operands if isinstance(known, TensorFact)]
     plain = all(_plain(shape) for shape in (result.shape, *tensors)) and bool(result.shape) and result.shape[0] == BatchDim()
-    return not plain or node.target in _CUT or graph.called(node) in _CUT
+    return not plain or node.target in _CUT or graph.target_name(node) in _CUT
 
 
 def _plain(shape: tuple[Any, ...]) -> bool:

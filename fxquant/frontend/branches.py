@@ -159,9 +159,9 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
-    if graph.called(node) in _DROPS:  # whose training= says what the mode is
+    if graph.target_name(node) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
-    if graph.called(node) == "scaled_dot_product_attention":
+    if graph.target_name(node) == "scaled_dot_product_attention":
         args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
 

@@ -34,12 +34,14 @@ def compare_recordings(first: Handler, second: Handler) -> None:
         if other is None:
             _refuse(node, "the operation is missing at another batch size")
         if node.op != other.op or (node.target is not other.target and node.target != other.target):
-            _refuse(node, f"it calls {graph.called(node)} at one batch size and {graph.called(other)} at another")
+            _refuse(node, f"it calls {graph.target_name(node)} at one batch size and {graph.target_name(other)} at another")
         counterpart[node] = other
         for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
             difference = _difference(mine, theirs, counterpart)
             if difference is not None:
-                _refuse(node, f"an argument of {graph.called(node)} is {difference[0]} at one batch size and {difference[1]} at another")
+                _refuse(
+                    node, f"an argument of {graph.target_name(node)} is {difference[0]} at one batch size and {difference[1]} at another"
+                )
         _compare_facts(node, other)
     extra = next(second_nodes, None)
     if extra is not None:

@@ -334,7 +334,7 @@ def _rerouted(
     """
     handler.memory.refresh(result)
     of = result.node
-    while of is not alone and alone is not None and graph.called(of) in _COPIES and graph.fact(of) == graph.fact(alone):
+    while of is not alone and alone is not None and graph.target_name(of) in _COPIES and graph.fact(of) == graph.fact(alone):
         of = of.all_input_nodes[0]
     return _ruled(handler, rule, cls.__name__, (of,) if of is alone else (result.node, *nodes), result.value)
 

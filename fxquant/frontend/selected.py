@@ -124,7 +124,12 @@ def _same(one: Any, other: Any) -> bool:
         return type(one) is type(other) and bool(one == other)
     if one is other:
         return True
-    pure = one.op == other.op != "placeholder" and one.target == other.target and graph.called(one) in _PURE and one.kwargs == other.kwargs
+    pure = (
+        one.op == other.op != "placeholder"
+        and one.target == other.target
+        and graph.target_name(one) in _PURE
+        and one.kwargs == other.kwargs
+    )
     return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
 
 

@@ -182,7 +182,7 @@ def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
 
 
 def matched_rules(node: fx.Node) -> tuple[Any, ...]:
-    """Return the rules for this node, then for each node fused into it, in the order they run: a `spec.MatchedRules` for each."""
+    """Return the rules for this node, then for each node fused into it, in the order they run: a `mapping.MatchedRules` for each."""
     return tuple(node.meta.get("matched_rules", ()))
 
 
@@ -204,7 +204,7 @@ def reads_shape_only(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in ("size", "dim")
 
 
-def called(node: fx.Node) -> str:
+def target_name(node: fx.Node) -> str:
     """Return the name of the method, the function or the module that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxquant.ir.graph import resolve
 
 
-def called(model: nn.Module, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+def computed(model: nn.Module, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     """Call a node's function, method or module with the values of the nodes it reads; return the result."""
     args, kwargs = arguments_of(node, value)
     if node.op == "call_method":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import is_python, nodes_in, resolve
-from fxquant.ir.interpreter import called, own
+from fxquant.ir.interpreter import computed, own
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
 
@@ -307,6 +307,6 @@ def _primitive(
         return call
 
     def run(values: list[Any]) -> None:
-        values[writes] = called(model, node, lambda read: constants[read] if read in constants else values[places[read]])
+        values[writes] = computed(model, node, lambda read: constants[read] if read in constants else values[places[read]])
 
     return run

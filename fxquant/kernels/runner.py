@@ -7,7 +7,6 @@ the strides of the primitives' results.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +23,10 @@ from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
+from fxquant.support import logger
 from fxquant.support.files import free_in_child
 from fxquant.support.offers import disagreed
 from fxquant.support.progress import progress
-
-logger = logging.getLogger("fxquant")
 
 PROVED = 2  # images that an implementation is compared with the primitives on, at most
 MOST_PROGRAMS = 16  # sizes and strides of inputs that are remembered; those used longest ago are forgotten first

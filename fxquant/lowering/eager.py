@@ -100,15 +100,16 @@ class EagerLowering(Lowering):
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
         return self._sloped(lambda: self.call(primitive, value, *constants), value, ratio)
 
-    @staticmethod
-    def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
+    def _sloped(self, multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
         """Return the result of `multiply` on a value, with the ratio as gradient: a term whose multiplier rounds to 0 still trains."""
         if not torch.is_grad_enabled():
             return multiply()
         with torch.no_grad():
             exact, slope = multiply(), ratio.approximate()
-        if isinstance(exact, fused_elementwise.Deferred):
-            return replace(exact, slope=float(slope))
+        return self._with_slope(exact, value, slope)
+
+    def _with_slope(self, exact: Any, value: Any, slope: Any) -> Any:
+        """Return the exact product, with the slope as its derivative by the value."""
         return straight_through(value * slope, exact) if value.requires_grad else exact
 
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
@@ -158,6 +159,11 @@ class FusedLowering(EagerLowering):
         operands = tuple(map(self.computed, arguments))
         with saved_activations.kept_narrow(primitive, operands):
             return super().call(primitive, *operands)
+
+    def _with_slope(self, exact: Any, value: Any, slope: Any) -> Any:
+        if isinstance(exact, fused_elementwise.Deferred):
+            return replace(exact, slope=float(slope))
+        return super()._with_slope(exact, value, slope)
 
     def computed(self, value: Any) -> Any:
         """Compute a deferred call; return anything else as it is."""

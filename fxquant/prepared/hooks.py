@@ -20,7 +20,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
 from fxquant.ir.graph import fact, fused, made_by, module_path, noise, passed_on, resolve
 from fxquant.ir.integer import Reference
-from fxquant.ir.interpreter import called
+from fxquant.ir.interpreter import computed
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
@@ -287,7 +287,7 @@ class _Run:
             if node.op == "placeholder":
                 self.values[node.name] = named[str(node.target)] if node.target in named else next(given, *node.args)
             elif node.op != "get_attr":
-                self.values[node.name] = called(self.model, node, self._value)
+                self.values[node.name] = computed(self.model, node, self._value)
             for when, call, module in ends:
                 if when == index:
                     self._end(call, module)

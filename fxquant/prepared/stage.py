@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, ExportError, StageViolation
-from fxquant.ir.graph import TensorFact, annotation, fact, is_deployed, is_parameter, model_meta, reads_shape_only, resolve
+from fxquant.ir.graph import TensorFact, annotation, fact, is_deployed, is_parameter, model_meta, reads_shape_only, resolve, target_name
 from fxquant.ir.integer import QParams, kernel, qparams
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
 from fxquant.ops import Operator, Trait, on_grid_of, operator_of
@@ -262,7 +262,7 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
         return operator.name
     if node.op == "call_module":
         return type(resolve(model, str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return target_name(node)
 
 
 def kind_of(node: fx.Node) -> str:

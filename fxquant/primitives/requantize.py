@@ -1,6 +1,6 @@
 """Requantization from an accumulator's scale to a tensor's scale: the two arithmetics, *fixed* and *real*.
 
-The parameters come from `numerics.grids.fixed_requantization` and `numerics.real_multiplier`, shaped to broadcast
+The parameters come from `numerics.grids.fixed_requantization` and `numerics.grids.real_multiplier`, shaped to broadcast
 against the accumulator.
 """
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,8 @@ from torch import nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.spec import QConfig
+from fxquant.support import logger
 from fxquant.support.arguments import KINDS, Kind, checked, checked_class, instance
-
-logger = logging.getLogger("fxquant")
 
 Chosen = QConfig | None  # None keeps the operator in float
 

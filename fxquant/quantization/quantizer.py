@@ -119,7 +119,7 @@ class Quantizer(TrainableScale):
         self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
         self.balanced = False  # whether the range is chosen by the noise of each sample, not by the squared error of all
-        self.unseen = False  # whether it follows its batches since it is too small for a sum that reads it: see `calibration.follow_unseen`
+        self.unseen = False  # whether it follows its batches, being too small for a sum that reads it
         self._was_zero, self._many = Remembered(False), Remembered((False, False))
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("batches_used", torch.zeros((), dtype=torch.int64, device="cpu"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -19,8 +18,6 @@ from fxquant.support.arguments import FLAG, KINDS, Kind, checked_class, instance
 
 LEARNED, LSQ_PLUS, PACT, TQT = "learned", "lsq+", "pact", "tqt"  # methods of fxquant.quantization.learning
 STATISTICS, FROZEN = "statistics", "frozen"
-
-logger = logging.getLogger("fxquant")
 
 
 def _dtype(value: Any) -> str:

@@ -252,7 +252,7 @@ class WeightQuantizer(torch.nn.Module):
         """Return the integers of a float weight, whose channels are its dimension 0.
 
         gain   what a batch norm has multiplied the channels by, shape (C,)
-        least  what the scales must not fall below, shape (C,) or (): see `numerics.least_scale_for_bias`
+        least  what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
         keep   whether a learned scale that has not started yet starts from this weight
         """
         chosen = self._scale(weight, gain, keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,11 +16,10 @@ from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
+from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.target import Target
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
-
-logger = logging.getLogger("fxquant")
 
 _NONE = NUMBER.or_none("no limit")
 

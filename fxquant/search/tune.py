@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -25,14 +24,13 @@ from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
 from fxquant.search.sensitivity import METRIC, Metric, SearchOptions, reference_of, score_of
+from fxquant.support import logger
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.walk import Samples, inputs_of
-
-logger = logging.getLogger("fxquant")
 
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 

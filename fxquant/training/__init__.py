@@ -14,7 +14,7 @@ Each activation's integers are cached weakly beside it, and consumers on the sam
 `retain_grad()` bypass that cache. For backward an operator saves what its gradients need: operands as bytes (`saved_activations`),
 indices into tables, and saturation masks, dense or sparse (`saturation_masks`).
 
-`reference_kernels` are the kernels in PyTorch, for every device; `backends.cpu` offers them in C. Mean and variance of a batch are those
+`fused_layers.Passes` has the kernels in PyTorch, for every device; `backends.cpu` offers them in C. Mean and variance of a batch are those
 of integers, exact before they are rounded once, so the order of summation and the number of threads do not matter. A sum that could
 exceed 2^24 is formed once if the current operand keeps it below, else in parts of the input channels.
 """

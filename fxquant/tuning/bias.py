@@ -17,7 +17,6 @@ Layers are corrected one after the other. Then all corrections are judged togeth
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from fxquant.ir.model import repeatable
 from fxquant.lowering.lowering import Clamp
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
+from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
@@ -51,8 +51,6 @@ from fxquant.tuning.walk import (
     taken,
     weight_of,
 )
-
-logger = logging.getLogger("fxquant")
 
 SHARES = (1.0, 0.5)  # of the corrections, which the outputs judge in this order
 NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added

@@ -8,7 +8,6 @@ the searches, and all that calibration and tuning choose by the outputs measure 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +22,8 @@ from fxquant.analysis.recording import still
 from fxquant.ir.graph import by_name
 from fxquant.ir.model import autocast_off
 from fxquant.quantization.spec import State
+from fxquant.support import logger
 from fxquant.tuning.result import TunedLayer
-
-logger = logging.getLogger("fxquant")
 
 GAIN = 0.2228  # dB at the outputs, 5 % of the noise: what a range, an observer or a tuning has to gain; a few samples tell it from chance
 

@@ -18,7 +18,6 @@ the range of float32, and parameters keep their meaning.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +36,10 @@ from fxquant.prepared.channels import Channels, channels, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import State
+from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.noise import LayerNoise, TensorNoise
-
-logger = logging.getLogger("fxquant")
 
 SHARES = (0.5, 1.0)  # of the way, in bits, to channels of one range
 MIGRATION = (0.35, 0.5, 0.65, 0.8)  # how much of an activation's range goes to the weights that read it

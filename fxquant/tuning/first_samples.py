@@ -14,7 +14,6 @@ a pooled image is an eighth of a step too large on average.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,13 +30,12 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import Parts
+from fxquant.support import logger
 from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, best_of, decibels
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
-
-logger = logging.getLogger("fxquant")
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
 LARGEST = 2**24  # elements of what is kept

@@ -28,7 +28,6 @@ hundredth too small is within the noise; over twenty layers in a row it adds up 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ from fxquant.ops.core.weighted import sizes
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import running_gain
+from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
@@ -66,8 +66,6 @@ from fxquant.tuning.walk import (
     weight_of,
     weighted_nodes,
 )
-
-logger = logging.getLogger("fxquant")
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
 ROWS = 8192  # places of all samples that M is the mean over, about; half as many with 8 bits

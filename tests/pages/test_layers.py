@@ -232,7 +232,7 @@ def test_every_row_is_about_a_module_that_exists() -> None:
         ("fxquant.backends.onnx.export", "from fxquant.passes import scales", "fxquant.backends.onnx.export imports fxquant.passes.scales"),
         ("fxquant.backends.onnx.export", "import onnxruntime", "fxquant.backends.onnx.export imports onnxruntime"),
         ("fxquant.backends.bpu", "import onnx", "fxquant.backends.bpu imports onnx"),
-        ("fxquant.analysis.verify", "from fxquant.api import prepare", "fxquant.analysis.verify imports fxquant.api"),
+        ("fxquant.analysis.check", "from fxquant.api import prepare", "fxquant.analysis.check imports fxquant.api"),
         ("fxquant.cli", "from fxquant.passes import PIPELINE", "fxquant.cli imports fxquant.passes"),
         ("fxquant.api", "from torch import ao", "fxquant.api imports torch.ao"),
         ("fxquant.api", "import torch.ao.quantization", "fxquant.api imports torch.ao.quantization"),

@@ -199,6 +199,7 @@ class Operator:
     calls      its functions in PyTorch, and names of Tensor methods, each with how its arguments become canonical ones (None: by name)
     modules    the same for modules, by exact class: module -> arguments
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
+    read_off   keywords of a module's call that `normalize` reads off the size of its result: "output_size"
     normalize  brings the arguments of a node to their simplest form, or says why they have none
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     refuses    says why a particular node must stay in float, or None
@@ -227,6 +228,7 @@ class Operator:
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
     idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
+    read_off: frozenset[str] = frozenset()
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
     layer: Layer = Layer()

@@ -31,7 +31,7 @@ class Steps:
         self._constants = 0
 
     def __call__(self, operation: str, input: Value, other: Value) -> Any:
-        """Combine two values by an operation of `primitives.joined`."""
+        """Combine two values by an operation of `primitives.whole.joined`."""
         return self.call(primitives.joined, self.held(input), self.held(other), operation)
 
     def held(self, value: Value) -> Any:
@@ -127,7 +127,7 @@ def _refuses_division(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def _pairs(
     name: str, combined: Callable[..., Tensor], operation: str | Callable[..., Any], modes: dict[str, str] | None = None, **fields: Any
 ) -> Callable[..., Any]:
-    """Register PyTorch's function of two integers, and of its modes: an operation of `primitives.joined`, or the steps that write it."""
+    """Register a function of two integers, and its modes: an operation of `primitives.whole.joined`, or steps."""
     settings = "".join(f", {key}={mode!r}" for key, mode in (modes or {}).items())
     return _whole(
         name,

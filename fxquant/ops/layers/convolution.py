@@ -236,6 +236,7 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST} if kind is PLAIN else {Trait.SUMS}),
         absorbs=ABSORBED,
         refuses=(_refuses_batch(rank), refuses_weighted),
+        read_off=frozenset({"output_size"} if kind is REVERSED else ()),
         normalize=normalize,
         layer=Layer(
             weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),

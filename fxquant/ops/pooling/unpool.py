@@ -145,6 +145,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
         modules=dict.fromkeys(module_of(name), lambda m: {"size": [], "disjoint": _disjoint(m.kernel_size, m.stride, rank)}),
         demand=Same(),
         reads=("indices",),
+        read_off=frozenset({"output_size"}),
         normalize=_planes,
         refuses=_refuses_unpool(rank),
         onnx=_onnx_unpool,
