@@ -16,7 +16,7 @@ from torch import fx
 from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
-from fxquant.ops import Own, demand, matters, operator_of, shares, sharing_operands
+from fxquant.ops import Own, demand, matters, on_grid_of, operands_of, operator_of, shares, sharing_operands
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
@@ -35,6 +35,8 @@ def share(gm: fx.GraphModule, context: Context) -> int:
             continue
         demands.add_node(node)
         demands.add_edges_from((node, operand) for operand in sharing_operands(node, context.target.arithmetic))
+        if context.target.arithmetic.shares_read_once:
+            demands.add_edges_from((node, operand) for operand in _read_once(node))
         demands.add_edges_from((node, tied.setdefault(name, node)) for name in ties(node))
     _observe(gm, context)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
@@ -46,6 +48,27 @@ def share(gm: fx.GraphModule, context: Context) -> int:
             assert spec is not None
             annotate(node, replace(spec, group=index))
     return sum(len(group) - 1 for group in groups)
+
+
+def _read_once(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of a concatenation that it alone reads and whose grid nothing else determines.
+
+    Rounded to the concatenation's scale at once, their elements are rounded once, and there is no requantization to compute.
+    """
+    demanded, spec = demand(node), annotation(node)
+    if spec is None or not isinstance(demanded, Own) or demanded.shared_where != "share_concat":
+        return []
+    return [operand for operand in operands_of(node) if len(operand.users) == 1 and _is_free(operand, spec.dtype)]
+
+
+def _is_free(node: fx.Node, dtype: str | None) -> bool:
+    """Return whether a node of this dtype has a grid of its own, or one of operands that nothing else reads, and no rule fixes it."""
+    spec = annotation(node)
+    if spec is None or spec.dtype != dtype or not is_quantized(node) or ties(node) or decide(node).asked:
+        return False
+    if shares(node):
+        return all(len(operand.users) == 1 and _is_free(operand, dtype) for operand in on_grid_of(node))
+    return isinstance(demand(node), Own) and result_config(node).fixed_grid is None
 
 
 def _observe(gm: fx.GraphModule, context: Context) -> None:

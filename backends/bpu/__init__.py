@@ -42,6 +42,9 @@ CHIP = FixedArithmetic(
     residual_bits=15,
     shifted_sums=ShiftedSums(),
     multiplies_by_layers=True,
+    rounds_image_means=True,
+    shares_read_once=True,
+    transposed_bias_bits=16,
     resize_positions=True,
 )
 CHIP_8 = replace(
@@ -49,6 +52,7 @@ CHIP_8 = replace(
     roundings={LAYER: "floor", SUM: "floor", PRODUCT: "nearest_half_step"},
     bias_bits=16,
     residual_bits=0,
+    smallest_residual_multiplier=1,  # the chip's sum of two tensors has 6 bits and rounds down, which costs more
     shifted_sums=ShiftedSums(fixed=6),
     slope_bits=7,
     rescales_by_layers=True,
@@ -64,7 +68,7 @@ WEIGHTS_16 = ("int4", "int8", "int16")
 
 def _fixed(name: str, description: str, arithmetic: FixedArithmetic, activations: tuple[str, ...], *aliases: str) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False)
+    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False, returns_sums=True)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:

@@ -192,6 +192,6 @@ def _cost(summary: dict[str, Any]) -> CompiledCost:
         float(summary["latency (us)"]),
         float(summary["FPS"]),
         int(summary["DDR bytes per run"]),
-        int(summary["BPU OPs per run (effective)"]),
+        int(summary.get("BPU OPs per run (effective)", 0)),  # absent of a program without multiplications
         layers,
     )

@@ -85,7 +85,7 @@ class HorizonCall(Call):
     def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
         """Return a weight's integers and scales; the tool takes one scale for each output channel."""
         integers, scale, axis = self.constants[role]
-        if axis is None and scale.numel() == 1:
+        if axis is None and scale.numel() == 1 and integers.dim() > 0:
             return integers, scale.expand(len(integers)).contiguous(), -integers.dim()
         return integers, scale, axis
 
@@ -94,9 +94,10 @@ def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     """Return whether the scales of a weight are those that the tool derives: the largest magnitude of each channel over 127."""
     if integers.dtype != torch.int8 or axis is None:
         return False
-    groups = scale.numel() // integers.shape[axis]  # more than one where scales run through groups along the first dimension
-    parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).flatten(2)
-    largest = parts.abs().amax(2).flatten().float() * scale
+    channels = integers.shape[axis]
+    groups = scale.numel() // channels  # more than one where scales run through groups along the first dimension
+    parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).reshape(groups * channels, -1)
+    largest = parts.abs().amax(1).float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
 
 

@@ -47,9 +47,12 @@ FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("resize_floors", "linear resizing is {}rounded down along each dimension", (False, True)),
     ("resize_fraction_bits", "linear resizing with {} fractional bits", (8, 16)),
     ("residual_bits", "residuals with multipliers of {} bits", (0, 15)),
+    ("smallest_residual_multiplier", "residuals added apart below a multiplier of {}", (1, 256)),
     ("residual", "residuals added by way of: {}", ("accumulator", "requantize")),
     ("slope_bits", "slopes of {} bits", (0, 7)),
     ("bias_bits", "biases of {} bits", (16, 32)),
+    ("transposed_bias_bits", "biases of transposed convolutions of {} bits", (16, 32)),
+    ("rounds_image_means", "first shifts of means over images {}round half up", (False, True)),
     ("add_fraction_bits", "sums in fractions of {} bits", (12, 14, 16)),
     ("shifted_sums", "sums: {}", (None, ShiftedSums(), ShiftedSums(largest=15), ShiftedSums(fixed=6))),
 )

@@ -57,16 +57,20 @@ class Arithmetic:
     power_of_two_scales: bool = False  # of activations
     power_of_two_weights: bool = False
     share_concat: bool = False  # concat's operands share one scale, instead of being requantized
+    shares_read_once: bool = False  # whether such an operand shares it where nothing else reads the operand: a rounding less
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
     resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh
     resize_floors: bool = False  # whether it rounds down along each dimension, the last one first, instead of once to the nearest
     residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
     residual_bits: int = 0  # of the multiplier of a residual in the accumulator, before a right shift; 0: an integer multiplier, no shift
+    # Below this integer multiplier, rounding it costs more than half a step of the largest residual of 8 bits: it is added apart.
+    smallest_residual_multiplier: int = 256
     shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
     multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
     slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
     rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
+    rounds_image_means: bool = False  # whether the first shift of a mean over height and width rounds half up, instead of down
     smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
     leaves_out_clamps: bool = False  # whether a clamp to ±127 steps or more is, and the upper limit of a layer that ends at 0
     float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
@@ -99,12 +103,16 @@ class Arithmetic:
         """Return the integers of a bias, float64 of its shape, in steps of the product of an operand's and a weight's scale."""
         return bias_integers(bias, scale, other)
 
-    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
-        """Return the integers that a layer stores as its bias, float64.
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor, transposed: bool = False) -> Tensor:
+        """Return the integers that a layer, or a transposed convolution, stores as its bias, float64.
 
         Where `half_step_in_bias`, they include half a step of an output on `scale`, in steps of the sum.
         """
         return bias
+
+    def half_of_first_shift(self, ratio: Ratio, grid: Grid) -> Tensor:
+        """Return the constant, float64, to add to an accumulator so that the first shift of its requantization rounds half up."""
+        return torch.zeros((), dtype=torch.float64, device=grid.scale.device)
 
     def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
         """Return the constant, float64, to add to a negated sum so that it is requantized as the sum with a negative multiplier."""
@@ -167,6 +175,7 @@ class FixedArithmetic(Arithmetic):
     final_rounding: str = "half_up"  # or another of `requantize_fixed`
     roundings: Mapping[str, str] = field(default_factory=dict)  # of kinds that differ; a LAYER that rounds down has half a step in its bias
     bias_bits: int = 32  # a bias of more bits gives up its last ones, towards zero
+    transposed_bias_bits: int = 32  # the same for transposed convolutions
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
 
     primitives = frozenset((requantize_fixed, align_fixed))
@@ -185,14 +194,20 @@ class FixedArithmetic(Arithmetic):
             return super().bias(bias, scale, other)
         return round_away(bias.double() / (scale * other).double())
 
-    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor, transposed: bool = False) -> Tensor:
         half = round_away(scale.double() / (2 * step.double()))
         whole = (bias + half).clamp(1 - LARGEST_BIAS, LARGEST_BIAS - 1)
-        return whole if self.bias_bits >= 32 else _without_last_bits(whole, self.bias_bits)
+        bits = self.transposed_bias_bits if transposed else self.bias_bits
+        return whole if bits >= 32 else _without_last_bits(whole, bits)
+
+    def half_of_first_shift(self, ratio: Ratio, grid: Grid) -> Tensor:
+        return torch.floor(power_of_two(self._first_shift(ratio, grid)) / 2)
 
     def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
-        shift = self.widths[grid.type.name].constants(ratio, grid.type, 32, False).shift
-        return power_of_two(shift) - 1  # ⌊-acc / 2^shift⌋ is a step less than -⌊acc / 2^shift⌋ where a rest is left
+        return power_of_two(self._first_shift(ratio, grid)) - 1  # ⌊-acc / 2^shift⌋ is a step less than -⌊acc / 2^shift⌋ if bits are lost
+
+    def _first_shift(self, ratio: Ratio, grid: Grid) -> Tensor:
+        return self.widths[grid.type.name].constants(ratio, grid.type, 32, False).shift
 
     def requantize(
         self,

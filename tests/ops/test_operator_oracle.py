@@ -80,7 +80,7 @@ class Known:
         return each(lambda q: oracle.times_number(q, Fraction(number), self.x, self.to, self.rules), self.a)
 
     def mean(self, terms: list[int], window: bool = False) -> int:
-        return oracle.averaged(terms, len(terms), self.x, self.to, self.rules, window)
+        return oracle.averaged(terms, len(terms), self.x, self.to, self.rules, window, image=not window)
 
     def with_number(self, number: float, factor: float = 1) -> Nested:
         on = Fraction(number), self.x, self.to, self.rules, Fraction(factor)
@@ -100,7 +100,7 @@ class Known:
     def layer(self, sums: Callable[[Nested, list[int]], Nested], out: int = 0, **behind: Any) -> Nested:
         weight = self.module.layer.weight.detach().transpose(0, out)
         made = oracle.layer(weight.tolist(), self.module.layer.bias.tolist(), self.x, self.rules)
-        return oracle.finished(sums(made.weight, made.bias), made, self.x, self.to, self.rules, **behind)
+        return oracle.finished(sums(made.weight, made.bias), made, self.x, self.to, self.rules, transposed=out == 1, **behind)
 
     def convolution(self, stride: int, padding: int, groups: int, **behind: Any) -> Nested:
         return self.layer(lambda w, b: oracle.convolution(self.a, w, b, [stride] * 2, [padding] * 2, [1, 1], groups), **behind)

@@ -551,11 +551,21 @@ def uniform(terms: Sequence[int], value: Fraction, bias: Fraction, x: Grid, to: 
     return requantized((127 if value > 0 else -127) * sum(terms) + lifted, step, to, rules, clamp, kind=layer_of(x))
 
 
-def averaged(terms: Sequence[int], count: int, x: Grid, to: Grid, rules: Rules, window: bool = False) -> int:
-    """The mean of these integers; `window` if it is that of a pool over two dimensions, whose windows have a size of their own."""
+def averaged(terms: Sequence[int], count: int, x: Grid, to: Grid, rules: Rules, window: bool = False, image: bool = False) -> int:
+    """The mean of these integers; `window` if it is that of a pool over two dimensions, whose windows have a size of their own.
+
+    `image` if it is that of a whole image, whose first shift rounds half up on measured targets.
+    """
     if rules.measured and not x.wide and (window or rules.by_layers):
         return uniform(terms, Fraction(1, count), Fraction(0), x, to, rules)
-    return requantized(sum(terms), x.scale / count, to, rules)
+    half = 0
+    if rules.measured and image and not x.wide:
+        ratio = x.scale / count / to.scale
+        shift = (
+            measured_parameters(ratio, to.bits)[0] if to.bits >= 8 else fixed_parameters(ratio, INT8_WIDTHS, 2 ** (to.bits - 1) - 1, 32)[0]
+        )
+        half = 2 ** (shift - 1) if shift else 0
+    return requantized(sum(terms) + half, x.scale / count, to, rules)
 
 
 def times_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
@@ -877,9 +887,10 @@ def layer(weight: Nested, bias: list[float], x: Grid, rules: Rules) -> Layer:
 
 def finished(
     sums: Nested, made: Layer, x: Grid, to: Grid, rules: Rules,
-    clamp: Clamp | None = None, residual: tuple[Nested, Grid] | None = None, channels: int = 1,
+    clamp: Clamp | None = None, residual: tuple[Nested, Grid] | None = None, channels: int = 1, transposed: bool = False,
 ) -> Nested:  # fmt: skip
     """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or behind it."""
+    bias_bits = 16 if transposed else rules.bias_bits
     bits = 48 if rules.weight_bits == 16 else 32
     steps = [rules.product_step(x.scale, scale) for scale in made.scales]
     inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
@@ -890,12 +901,13 @@ def finished(
         if shifted:
             fused = max(x.bits, residual[1].bits, to.bits) <= 8
         else:
-            fused = not (rules.in_output_steps and to.bits <= 8) and min(multipliers) >= (16 if residual[1].bits == 4 else 256)
+            least = 1 if rules.by_layers else 16 if residual[1].bits == 4 else 256
+            fused = not (rules.in_output_steps and to.bits <= 8) and min(multipliers) >= least
 
     def lift(channel: int, on: Grid) -> int:
         """What the bias becomes larger by for an output on a grid."""
         own = made.bias[channel]
-        return lifted_bias(own, steps[channel], on.scale, rules.bias_bits) - own if rules.measured else 0
+        return lifted_bias(own, steps[channel], on.scale, bias_bits) - own if rules.measured else 0
 
     def element(index: tuple[int, ...]) -> int:
         total, channel = at(sums, index), index[channels]

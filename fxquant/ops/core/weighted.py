@@ -66,6 +66,7 @@ class Product:
     trailing    how many dimensions follow the channels in the output
     layout      brings the weight, whose output channels are dimension 0, into the form that both take
     channels    the dimension where that has its output channels
+    transposed  whether it is a transposed convolution, whose biases may have fewer bits
     in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
     """
 
@@ -75,6 +76,7 @@ class Product:
     trailing: int = 0
     layout: Callable[[Tensor], Tensor] = lambda weight: weight
     channels: int = 0
+    transposed: bool = False
     in_parts: bool = False
 
 
@@ -171,9 +173,6 @@ def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
 # ---- A residual in the accumulator of a layer: its multiplier per output channel, and why it is not added there ------
 
 
-SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to an integer costs more than half a step of the largest residual
-
-
 def residual_factor(layer: LayerSum, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
     """Return (factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     lowering = layer.lowering
@@ -209,7 +208,7 @@ def scaled_residual(layer: LayerSum, residual: Quantized, ratio: Ratio, steps: t
 
 def _not_in_accumulator(layer: LayerSum, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
     """Return why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
-    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    smallest = min(layer.lowering.arithmetic.smallest_residual_multiplier, 2**residual.dtype.bits)
     output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
     if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
         return "its target adds 16-bit tensors in a separate step"
@@ -372,7 +371,7 @@ def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Q
     own = torch.zeros((), dtype=torch.float64, device=step.device) if bias is None else bias.detach().double()
 
     def lift(scale: Tensor) -> Tensor:
-        return per_channel(arithmetic.layer_bias(own, step, scale.detach()) - own, trailing)
+        return per_channel(arithmetic.layer_bias(own, step, scale.detach(), layer.product.transposed) - own, trailing)
 
     return lift
 

@@ -92,6 +92,7 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
             trailing=rank,
             layout=lambda integers: kind.arrange(integers, groups),
             channels=kind.channels,
+            transposed=kind is REVERSED,
             in_parts=True,
         )
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)

@@ -6,15 +6,16 @@ import math
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
+from fxquant.numerics.grids import INT32
 from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
 from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered
 from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.pooling.pool import onnx_layer, too_many
-from fxquant.primitives import accumulate, pool, shape
+from fxquant.primitives import accumulate, elementwise, pool, shape
 
 
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
@@ -34,8 +35,17 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
         return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
     largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
-    count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
-    return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
+    ratio = Ratio((input.scale,), (torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device),))
+    if not (lowering.arithmetic.rounds_image_means and images and divisor == terms) or lowering.output.dtype == INT32:
+        return lowering.requantize(total, ratio, clamp)
+
+    def lift(scale: Tensor) -> Tensor:
+        return lowering.arithmetic.half_of_first_shift(ratio.over(scale), lowering.output.grid)
+
+    half = None if lowering.lifts_late else lift(lowering.output.grid.scale)
+    if half is not None and half:
+        total = lowering.call(elementwise.add_constant, total, lowering.constant("half", half, torch.int32))
+    return lowering.requantize(total, ratio, clamp, lift=lift)
 
 
 def _refuses_reduction(verb: str) -> Guard:
