@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register, written
+from fxquant.ops.core.record import OnIntegers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
 
@@ -95,6 +96,11 @@ def _whole(
 # ---- two numbers ----------------------------------------------------------------------------------------------------
 
 
+def alike(name: str) -> OnIntegers:
+    """Return the field `integers` of an operator that is the one of this name in `WHOLE`, with arguments of the same names."""
+    return lambda arguments, operand: (WHOLE[name], arguments)
+
+
 def _scaled(steps: Steps, other: Value, alpha: int) -> Value:
     return other if alpha == 1 else steps("multiply", other, alpha)
 
@@ -167,6 +173,7 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
         *(f"x.argmax(3).__{i}{name}__(1)" for i in ("", "i")),
         reads=("input",),
         refuses=_refuses_shift,
+        integers=alike(name),
         calls=dict.fromkeys(
             (
                 *(getattr(operator, name), getattr(operator, f"i{name}"), function),

@@ -8,22 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import shape_of
-from fxquant.ops.core.operators import (
-    Builder,
-    Instead,
-    Lowering,
-    Plain,
-    TensorFact,
-    are_fixed,
-    bound,
-    composite,
-    fact,
-    listed,
-    lowered,
-    operator_named,
-    settings_of,
-)
+from fxquant.ir.graph import TensorFact, fact, shape_of
+from fxquant.lowering.lowering import Lowering
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import are_fixed, bound, composite, listed, lowered, settings_of
+from fxquant.ops.core.record import Instead, Plain, operator_named
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding

@@ -14,6 +14,7 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
 from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
+from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.reduction.progression import length_of
@@ -42,7 +43,7 @@ _LOOKS, _RANKS = fixed_dimension("looks through"), fixed_dimension("ranks")
 # ---- the place of the extremes ---------------------------------------------------------------------------------------
 
 
-@lowered(demand=PLACES, refuses=_LOOKS)
+@lowered(demand=PLACES, refuses=_LOOKS, integers=alike("argmax"))
 @sampled("argmax(x, 1, True)", "argmax(x.flatten(1), 1)")
 def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the largest element along a dimension."""

@@ -11,29 +11,15 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.graph import fact, shape_of
-from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8
-from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered, module_of
-from fxquant.ops.core.operators import (
-    IMAGES,
-    NORMED,
-    POSITIVE,
-    WIDE,
-    Builder,
-    Call,
-    Clamp,
-    Lowering,
-    Quantized,
-    Ratio,
-    Same,
-    Size,
-    TensorFact,
-    Trait,
-    clamped,
-    composite,
-    sample,
-)
-from fxquant.ops.core.record import Instead, Layer, operator_named
+from fxquant.ir.graph import Size, TensorFact, fact, shape_of
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
+from fxquant.numerics.rounding import clamped
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, known_sizes, lowered, module_of
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
+from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
 from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
