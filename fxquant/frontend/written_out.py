@@ -90,9 +90,6 @@ def _asserted(condition: Any, *_: Any, **__: Any) -> Any:
     return None
 
 
-# ---- of numbers that are not complex --------------------------------------------------------------------------------
-
-
 @_stands_for(*_methods("conj", "resolve_conj", "resolve_neg"), torch.real)
 def _real(input: Tensor) -> Any:
     return NotImplemented if input.is_complex() else input
@@ -101,9 +98,6 @@ def _real(input: Tensor) -> Any:
 @_stands_for(*_methods("conj_physical"))
 def _real_copy(input: Tensor) -> Any:
     return NotImplemented if input.is_complex() else input.clone()
-
-
-# ---- copies of views ------------------------------------------------------------------------------------------------
 
 
 def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,9 +256,6 @@ def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, paddin
         margins = (0, missing) if padding_side == "right" else (missing, 0)
         rows.append(F.pad(each, (*[0, 0] * (each.dim() - 1), *margins), value=padding_value) if missing else each)
     return torch.stack(rows, 0 if batch_first else 1)
-
-
-# ---- sums of products -----------------------------------------------------------------------------------------------
 
 
 def _centred(input: Tensor) -> Tensor:
@@ -428,8 +419,6 @@ def _inplace_position(func: Any) -> int | None:
         return None
     return names.index("inplace") if "inplace" in names else None
 
-
-# ---- properties ----------------------------------------------------------------------------------------------------
 
 _NODE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 

@@ -138,9 +138,6 @@ HOST = tuple(
 )
 
 
-# ---- the exponential ------------------------------------------------------------------------------------------------
-
-
 def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
     """Compute exp(factor · x) of numbers that are not positive."""
     return torch.exp(input * factor)
@@ -157,9 +154,6 @@ register(
         onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
     )
 )
-
-
-# ---- softmax --------------------------------------------------------------------------------------------------------
 
 
 def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:

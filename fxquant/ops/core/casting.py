@@ -46,8 +46,6 @@ def in_dtype(lowering: Lowering, input: Quantized, dtype: torch.dtype = torch.fl
 
 IN_DTYPE = OPERATORS[in_dtype]
 
-# ---- other dtypes ---------------------------------------------------------------------------------------------------
-
 
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
@@ -83,9 +81,6 @@ def to_real(lowering: Lowering, input: Any) -> Any:
     if lowering.plain:
         return lowering.call(primitives.converted, input, torch.float32)
     return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
-
-
-# ---- which of them --------------------------------------------------------------------------------------------------
 
 
 def _has_no_fraction(value: Any) -> bool:

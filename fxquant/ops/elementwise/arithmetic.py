@@ -50,9 +50,6 @@ def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantiz
     return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
 
 
-# ---- sums -----------------------------------------------------------------------------------------------------------
-
-
 def _add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
     return limited(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
 
@@ -167,9 +164,6 @@ def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *,
     if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
         return lower_sub(lowering, input, other, alpha, clamp=clamp)
     return _lower_add(lowering, input, other, -alpha, clamp=clamp)
-
-
-# ---- products -------------------------------------------------------------------------------------------------------
 
 
 @sampled("torch.mul(x, other=y[:, :, :1]).relu()", "torch.mul(x, x)", "torch.mul(x, {P(3, 1, 1)})", "{P(3, 6, 6)} * x")

@@ -106,9 +106,6 @@ def signbit(lowering: Lowering, input: Quantized) -> Any:
     return _lower_comparison("lt")(lowering, input, 0.0)
 
 
-# ---- of booleans -----------------------------------------------------------------------------------------------------
-
-
 LOGIC = frozenset({Trait.POINTWISE, Trait.COMPARES_WITH_ZERO})
 
 
@@ -168,9 +165,6 @@ def logical_not(lowering: Lowering, input: Any) -> Any:
     return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
 
 
-# ---- what no integer is ----------------------------------------------------------------------------------------------
-
-
 def _of_finite_numbers(name: str, relation: str, *traits: Trait) -> None:
     """Register a test that all elements of a quantized tensor pass, or none."""
 
@@ -187,8 +181,6 @@ _of_finite_numbers("isposinf", "ne")
 _of_finite_numbers("isneginf", "ne")
 _of_finite_numbers("isfinite", "eq", Trait.POINTWISE)
 _of_finite_numbers("isreal", "eq")
-
-# ---- of all along dimensions -----------------------------------------------------------------------------------------
 
 
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -29,9 +29,6 @@ def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(other, int | float) and math.isfinite(other) and other != 0 else f"it divides by {other}"
 
 
-# ---- of two tensors -------------------------------------------------------------------------------------------------
-
-
 def reciprocal_of(build: Builder, divisor: fx.Node) -> Any:
     """Compute 1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
     if is_parameter(divisor):

@@ -34,8 +34,6 @@ from fxquant.ops.elementwise.whole import WHOLE, alike
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
 
-# ---- powers ----------------------------------------------------------------------------------------------------------
-
 
 def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     """Of what is below 0 as well: the sign is that of the input, where the exponent, an int64 tensor in front of its grid, is odd."""
@@ -90,9 +88,6 @@ register(
         samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
     )
 )
-
-
-# ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
 
 
 def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> Any:

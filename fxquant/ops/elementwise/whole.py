@@ -93,9 +93,6 @@ def _whole(
     return function
 
 
-# ---- two numbers ----------------------------------------------------------------------------------------------------
-
-
 def alike(name: str) -> OnIntegers:
     """Return the field `integers` of an operator that is the one of this name in `WHOLE`, with arguments of the same names."""
     return lambda arguments, operand: (WHOLE[name], arguments)
@@ -152,9 +149,6 @@ def _compared(relation: str) -> Callable[..., Any]:
         f"torch.{relation}(x.argmax(3), y.argmax(3))",
         demand=TRUTH_VALUES,
     )
-
-
-# ---- shifts ---------------------------------------------------------------------------------------------------------
 
 
 def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -226,9 +220,6 @@ def _chosen(steps: Steps, condition: Value, input: Value, other: Value) -> Any:
 def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
     dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)
     return steps.call(shape.concatenate, [steps.lowering.given(f"tensor_{i}", tensor, dtype) for i, tensor in enumerate(tensors)], dim)
-
-
-# ---- along dimensions -----------------------------------------------------------------------------------------------
 
 
 def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:

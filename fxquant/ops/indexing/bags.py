@@ -21,8 +21,6 @@ from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
 from fxquant.primitives import scatter, shape
 
-# ---- one-hot vectors -----------------------------------------------------------------------------------------------------
-
 
 def _refuses_real(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
@@ -50,9 +48,6 @@ def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
     return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
 
 
-# ---- how many hold -------------------------------------------------------------------------------------------------------
-
-
 def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
     if fact(input).dtype != torch.bool:
         return "its operand is not a boolean tensor"
@@ -76,9 +71,6 @@ def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
-
-
-# ---- bags ---------------------------------------------------------------------------------------------------------------
 
 
 def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, mode: str = "mean") -> Tensor:

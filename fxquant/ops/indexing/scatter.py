@@ -34,8 +34,6 @@ from fxquant.primitives import scatter as primitives
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max
 
-# ---- in the place of others ---------------------------------------------------------------------------------------------
-
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     value = arguments["src"]
@@ -101,9 +99,6 @@ def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch
         return lowering.call(selection.put_along, *values, dim, places, *number)
 
     return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
-
-
-# ---- sums --------------------------------------------------------------------------------------------------------------
 
 
 def _zeros(src: Tensor, dim: int, size: int) -> Tensor:
@@ -235,9 +230,6 @@ def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: 
 # ---- The largest and the smallest of the elements at each place, where integers give the places: scatter_reduce ------
 
 
-# ---- the larger and the smaller ------------------------------------------------------------------------------------------
-
-
 def _scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
     return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
 
@@ -251,9 +243,6 @@ def _onnx_scatter_extremum(c: Call) -> str:
     write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
     assert node is not None
     return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
-
-
-# ---- how it is spelled ------------------------------------------------------------------------------------------------
 
 
 _REDUCTIONS = {"sum": None, "add": None, "amax": True, "amin": False}  # the words for `reduce`: whether it is the largest

@@ -146,9 +146,6 @@ def _convolution_module(module: Any) -> dict[str, Any]:
     return {**given, "padding": padding}
 
 
-# ---- transposed convolution -----------------------------------------------------------------------------------------
-
-
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)

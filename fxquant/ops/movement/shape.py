@@ -54,9 +54,6 @@ def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if many_sizes(node) else None
 
 
-# ---- reshape --------------------------------------------------------------------------------------------------------
-
-
 def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """x.view(2, -1), x.view((2, -1)), torch.flatten(x, 1), …: the shape is read off the result."""
     if any(isinstance(size, torch.dtype) for size in sizes):
@@ -96,9 +93,6 @@ _RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
     """Return the elements in another shape."""
     return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
-
-
-# ---- nothing at all -------------------------------------------------------------------------------------------------
 
 
 _PASSING = (*function_and_method(None, "clone", "detach", "positive"), operator.pos, "contiguous", "cpu")
@@ -159,9 +153,6 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
 def identity(lowering: Lowering, input: Quantized) -> Quantized:
     """Return the input itself."""
     return input
-
-
-# ---- permute --------------------------------------------------------------------------------------------------------
 
 
 def rank_of(input: Any) -> int:

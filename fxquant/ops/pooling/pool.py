@@ -135,9 +135,6 @@ def window_padding(
     return kernel, steps, begin, end, spread
 
 
-# ---- maximum --------------------------------------------------------------------------------------------------------
-
-
 def refuses_max_pool(rank: int) -> Guard:
     """Refuse what `needs_batch` does, and windows that meet no element."""
 
@@ -220,9 +217,6 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
 
 
 max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
-
-
-# ---- average --------------------------------------------------------------------------------------------------------
 
 
 def too_many(window: list[int], limit: int) -> str | None:

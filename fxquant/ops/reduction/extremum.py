@@ -19,8 +19,6 @@ from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.ops.elementwise.whole import alike
 from fxquant.primitives import pool, product, selection, shape
 
-# ---- along dimensions -----------------------------------------------------------------------------------------------
-
 
 def _reduced(rank: int, dim: Any) -> list[int]:
     chosen = dim if isinstance(dim, list | tuple) else [dim]
@@ -76,9 +74,6 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
 def amin(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
     """Return the smallest element along dimensions (all of them if there are none)."""
     return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
-
-
-# ---- of two tensors -------------------------------------------------------------------------------------------------
 
 
 def _lower_extremum(
@@ -171,9 +166,6 @@ def maximum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
 def minimum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
     """Return the smaller of two tensors, element by element."""
     return _lower_extremum(lowering, input, other, torch.minimum, product.minimum)
-
-
-# ---- limits that are tensors -----------------------------------------------------------------------------------------
 
 
 def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:

@@ -49,9 +49,6 @@ def length_of(input: fx.Node, dim: int) -> int:
 refuses_length = fixed()
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
-
-
 def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if arguments["dim"] is None:
         sizes = fact(arguments["input"]).shape
@@ -98,12 +95,6 @@ def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
     return input
 
 
-# ---- Running sums, and triangles of a matrix -------------------------------------------------------------------------
-
-
-# ---- running sums ----------------------------------------------------------------------------------------------------
-
-
 @lowered(
     takes="input dim dtype",
     refuses=fixed(because="it sums over the batch, whose size is not fixed"),
@@ -125,9 +116,6 @@ def cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
     total = lowering.call(summing, value, lowering.constant("ones", triangle, torch.int8), None)
     result = lowering.requantize(total, Ratio((input.scale,)))
     return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
-
-
-# ---- triangles -------------------------------------------------------------------------------------------------------
 
 
 def _refuses_triangle(node: fx.Node, arguments: dict[str, Any]) -> str | None:
