@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxquant.frontend.values import COMPARISONS, TracedTensor, active, python_name, refuse
+from fxquant.frontend.values import COMPARISONS, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import graph
 
 # Defined for all numbers, and hardly larger than these: computed everywhere, they neither make NaN nor widen a scale.
@@ -74,16 +74,14 @@ def _binary(function: Callable[..., Any]) -> None:
     setattr(Selected, f"__i{name}__", lambda self, other: _everywhere(function, f"{name}_", (self, other), {}))
 
 
-for _function in (operator.add, operator.sub, operator.mul):
-    _binary(_function)
+for _operator in (operator.add, operator.sub, operator.mul):
+    _binary(_operator)
 for _name, _written in (("__truediv__", "true_divide"), ("__itruediv__", "true_divide_")):
     setattr(Selected, _name, lambda self, other, written=_written: _everywhere(operator.truediv, written, (self, other), {}))
-for _function in (operator.neg, operator.abs):
-    setattr(Selected, f"__{_function.__name__}__", lambda self, function=_function: _everywhere(function, function.__name__, (self,), {}))
-for _name in (
-    *("bool", "len", "iter", "float", "int"),
-    *map(python_name, (operator.index, operator.getitem, operator.setitem, *COMPARISONS)),
-):
+for _name, _function in (("__neg__", operator.neg), ("__abs__", operator.abs)):
+    setattr(Selected, _name, lambda self, function=_function: _everywhere(function, function.__name__, (self,), {}))
+_REFUSED: Functions = (operator.index, operator.getitem, operator.setitem, *COMPARISONS)
+for _name in ("bool", "len", "iter", "float", "int", *map(python_name, _REFUSED)):
     setattr(Selected, f"__{_name}__", lambda *_: _refuse())
 
 

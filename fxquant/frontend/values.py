@@ -221,10 +221,11 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
 
 
 # Python's operators on two numbers, on two tensors besides, and on one.
-ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow)
-COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-ON_TENSORS = (*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
-UNARY = (operator.neg, operator.pos, operator.invert, operator.abs)
+Functions = tuple[Callable[..., Any], ...]
+ARITHMETIC: Functions = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow)
+COMPARISONS: Functions = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+ON_TENSORS: Functions = (*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
+UNARY: Functions = (operator.neg, operator.pos, operator.invert, operator.abs)
 
 
 def python_name(function: Callable[..., Any]) -> str:
@@ -397,9 +398,12 @@ def _unknown(name: str) -> Callable[..., Any]:
     return lambda self, *args: _refuse_unknown(f"used by Python ({name})")
 
 
+_REFUSED: Functions = (
+    *(*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lt, operator.le, operator.gt, operator.ge),
+    *(operator.neg, operator.abs, operator.invert, operator.index, operator.setitem),
+)
 for _name in (
     *("bool", "len", "iter", "int", "float", "contains", "call", "radd", "rsub", "rmul", "rtruediv"),
-    *map(python_name, (*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.neg, operator.abs)),
-    *map(python_name, (operator.index, operator.invert, operator.lt, operator.le, operator.gt, operator.ge, operator.setitem)),
+    *map(python_name, _REFUSED),
 ):
     setattr(Unknown, f"__{_name}__", _unknown(_name))

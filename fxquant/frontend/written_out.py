@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fxquant.frontend.aten import python_form
 from fxquant.frontend.selected import assign, select
-from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, TracedTensor, active, python_name, refuse
+from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import functional
 
 NUMPY = {
@@ -306,9 +306,8 @@ class Spelling:
 
 
 # Python's operators, and those that PyTorch reports by these names when the left operand is not a traced tensor.
-_DUNDERS: dict[str, Callable[..., Any]] = {
-    python_name(function): function for function in (*ON_TENSORS, *UNARY, *COMPARISONS, operator.getitem)
-} | {"div": operator.truediv}
+_PYTHON: Functions = (*ON_TENSORS, *UNARY, *COMPARISONS, operator.getitem)
+_DUNDERS = {python_name(function): function for function in _PYTHON} | {"div": operator.truediv}
 _OPERATORS = {
     function.__name__: function
     for function in (
