@@ -20,10 +20,9 @@ from benchmarks.fuzz.spelling import held as _held
 from benchmarks.fuzz.spelling import module as _module
 from benchmarks.fuzz.spelling import spell as _spell
 from benchmarks.fuzz.whole import whole_numbers
-from benchmarks.operators.spelling import INPUT
+from benchmarks.operators.spelling import INPUT, written_forms
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
-from fxquant.ops.core.spellings import written_forms
 
 FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user

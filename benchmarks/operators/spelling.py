@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.operators import codebase
+from fxquant.ops import FUNCTIONS, METHODS
 from fxquant.support.seeding import seeded
 
 # ---- inputs -----------------------------------------------------------------------------------------------------------
@@ -228,3 +229,27 @@ def spelled(families: Mapping[str, tuple[Row, ...]]) -> Iterator[Spelling]:
         for entry in rows:
             for text in entry.texts:
                 yield Spelling(family, entry, text)
+
+
+def written_forms(text: str) -> list[str]:
+    """Return a call in all of its forms: of a text that begins with a bare name, the calls of functions and methods of that name.
+
+    "clip(x, 0, 1)" → torch.clip(x, 0, 1), torch.clip_(x.clone(), 0, 1), x.clip(0, 1), x.clone().clip_(0, 1)
+    """
+    call = re.match(r"([a-z]\w*)\(", text)
+    if call is None:
+        return [text]
+    depths = list(itertools.accumulate((each in "([{") - (each in ")]}") for each in text))
+    end = next(at for at in range(call.end(), len(text)) if depths[at] == 0)
+    comma = next((at for at in range(call.end(), end) if text[at] == "," and depths[at] == 1), end)
+    operand, others, behind = text[call.end() : comma], text[comma:end], text[end + 1 :]
+    receiver = operand if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])?|\{.*\}", operand) else f"({operand})"
+    found: dict[typing.Any, str] = {}
+    for name in (call[1], f"{call[1]}_"):
+        copy = ".clone()" if name.endswith("_") else ""
+        for label, home in (("torch", torch), ("torch.special", torch.special), ("F", F)):
+            if getattr(home, name, None) in FUNCTIONS:
+                found.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){behind}")
+        if name in METHODS:
+            found[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){behind}"
+    return list(found.values()) or [text]

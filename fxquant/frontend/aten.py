@@ -41,10 +41,9 @@ def _elu(input: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: flo
 
 # Functions with a flag for their in-place form.
 _WITH_FLAG: dict[str, Callable[..., Any]] = {
-    **{name: getattr(F, name) for name in ("relu6", "hardtanh", "leaky_relu", "silu", "mish", "hardswish", "hardsigmoid", "selu", "celu")},
-    "relu": F.relu,
-    "elu": _elu,
-}
+    function.__name__: function
+    for function in (F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.selu, F.celu)
+} | {"elu": _elu}
 
 
 def _batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *_: Any) -> Any:

@@ -100,7 +100,10 @@ def source_of_error(error: BaseException, root: CodeType) -> str | None:
     return text
 
 
-_MATH = ("sqrt", "log", "log2", "log10", "log1p", "exp", "floor", "ceil", "trunc", "pow", "fabs", "gcd", "isqrt", "sin", "cos", "atan")
+_MATH = (
+    math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.floor, math.ceil, math.trunc, math.pow, math.fabs, math.gcd,
+    math.isqrt, math.sin, math.cos, math.atan,
+)  # fmt: skip
 
 
 class _AnswersLike(type):
@@ -173,10 +176,10 @@ def _math_stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     return stand_in
 
 
-_MATH_STAND_INS = {getattr(math, name): _math_stand_in(getattr(math, name)) for name in _MATH}
+_MATH_STAND_INS = {function: _math_stand_in(function) for function in _MATH}
 _MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model that is traced
 _MATH_MODULE.__dict__.update(math.__dict__)
-_MATH_MODULE.__dict__.update((name, _MATH_STAND_INS[getattr(math, name)]) for name in _MATH)
+_MATH_MODULE.__dict__.update((function.__name__, stand_in) for function, stand_in in _MATH_STAND_INS.items())
 _BUILTIN_STAND_INS = {"int": _IntStandIn, "float": _FloatStandIn, "range": _RangeStandIn, "len": _len}
 
 

@@ -285,10 +285,13 @@ def _unique(names: list[str | None]) -> list[str | None]:
 
 
 # The built-in names that generated code may use. An input may have the name of any other: `input` is a common one.
-_BUILT_IN = frozenset((
-    "Ellipsis", "abs", "bool", "complex", "dict", "float", "frozenset", "getattr", "int", "len", "list", "max", "min", "pow", "range",
-    "round", "set", "slice", "str", "sum", "tuple",
-))  # fmt: skip
+_BUILT_IN = {"Ellipsis"} | {
+    each.__name__
+    for each in (
+        *(abs, bool, complex, dict, float, frozenset, getattr, int, len, list, max, min, pow),
+        *(range, round, set, slice, str, sum, tuple),
+    )
+}
 
 
 # ---- requirements on the tensors: they are dense and have values -----------------------------------------------------

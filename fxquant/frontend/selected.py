@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxquant.frontend.values import TracedTensor, active, refuse
+from fxquant.frontend.values import COMPARISONS, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import graph
 
 # Defined for all numbers, and hardly larger than these: computed everywhere, they neither make NaN nor widen a scale.
@@ -66,21 +66,22 @@ class Selected:
         return Selected(whole, self._mask, self._at)
 
 
-def _binary(name: str) -> None:
+def _binary(function: Callable[..., Any]) -> None:
     """Define a Python operator, its reflected form and its in-place form."""
-    function = getattr(operator, name)
+    name = function.__name__
     setattr(Selected, f"__{name}__", lambda self, other: _everywhere(function, name, (self, other), {}))
     setattr(Selected, f"__r{name}__", lambda self, other: _everywhere(function, name, (other, self), {}))
     setattr(Selected, f"__i{name}__", lambda self, other: _everywhere(function, f"{name}_", (self, other), {}))
 
 
-for _name in ("add", "sub", "mul"):
-    _binary(_name)
+for _operator in (operator.add, operator.sub, operator.mul):
+    _binary(_operator)
 for _name, _written in (("__truediv__", "true_divide"), ("__itruediv__", "true_divide_")):
     setattr(Selected, _name, lambda self, other, written=_written: _everywhere(operator.truediv, written, (self, other), {}))
 for _name, _function in (("__neg__", operator.neg), ("__abs__", operator.abs)):
     setattr(Selected, _name, lambda self, function=_function: _everywhere(function, function.__name__, (self,), {}))
-for _name in ("bool", "len", "iter", "float", "int", "index", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem"):
+_REFUSED: Functions = (operator.index, operator.getitem, operator.setitem, *COMPARISONS)
+for _name in ("bool", "len", "iter", "float", "int", *map(python_name, _REFUSED)):
     setattr(Selected, f"__{_name}__", lambda *_: _refuse())
 
 
@@ -97,7 +98,7 @@ def _everywhere(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
     """Apply an elementwise function to selected elements and numbers. In place it changes the elements, never the tensor they are from."""
     of = [each for each in (*args, *kwargs.values()) if isinstance(each, Selected)]
     others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Selected)]
-    divided = name.startswith(("div", "true_divide")) and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
+    divided = "div" in name and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
     plain = all(each is None or (isinstance(each, int | float) and math.isfinite(each)) for each in others)
     if (
         name.removesuffix("_") not in _ELEMENTWISE

@@ -71,9 +71,6 @@ def _form(value: Any, names: Iterator[str | None]) -> Form:
     return ["value", value] if type(value) in _ATOMS else ["object", type(value).__name__]
 
 
-# ---- calling ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CallSignature:
     """A forward pre-hook that finds the inputs of the graph in the arguments of a call.
@@ -185,9 +182,6 @@ def _refuse(path: str, what: str, because: str) -> NoReturn:
         because=because,
         remedy="pass what the example inputs had there, or trace the model again with an example of the new one",
     )
-
-
-# ---- in files --------------------------------------------------------------------------------------------------------
 
 
 def set_signature(module: fx.GraphModule, signature: list[list[Any]]) -> None:

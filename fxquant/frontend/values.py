@@ -220,8 +220,20 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
         return self
 
 
-def _binary(name: str, reflected: bool = False) -> Callable[..., Any]:
-    function = getattr(operator, f"__{name}__")
+# Python's operators on two numbers, on two tensors besides, and on one.
+Functions = tuple[Callable[..., Any], ...]
+ARITHMETIC: Functions = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow)
+COMPARISONS: Functions = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+ON_TENSORS: Functions = (*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
+UNARY: Functions = (operator.neg, operator.pos, operator.invert, operator.abs)
+
+
+def python_name(function: Callable[..., Any]) -> str:
+    """Return the name of one of Python's operators in its method: "and" of `__and__`."""
+    return function.__name__.strip("_")
+
+
+def _binary(function: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
     if reflected:
         return lambda self, other: active().operator(function, (other, self))
     return lambda self, other: active().operator(function, (self, other))
@@ -231,19 +243,17 @@ def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: active().operator(function, (self,))
 
 
-def _in_place(name: str) -> Callable[..., Any]:
-    function = getattr(operator, f"__{name}__")
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: active().memory.advance(self, active().operator(function, (self, other)))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
-    setattr(TracedTensor, f"__{_name}__", _binary(_name))
-    setattr(TracedTensor, f"__r{_name}__", _binary(_name, reflected=True))
-    setattr(TracedTensor, f"__i{_name}__", _in_place(_name))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(TracedTensor, f"__{_name}__", _binary(_name))
-for _name in ("neg", "pos", "invert", "abs"):
-    setattr(TracedTensor, f"__{_name}__", _unary(getattr(operator, f"__{_name}__")))
+for _function in (*ON_TENSORS, *COMPARISONS):
+    setattr(TracedTensor, f"__{python_name(_function)}__", _binary(_function))
+for _function in ON_TENSORS:
+    setattr(TracedTensor, f"__r{python_name(_function)}__", _binary(_function, reflected=True))
+    setattr(TracedTensor, f"__i{python_name(_function)}__", _in_place(_function))
+for _function in UNARY:
+    setattr(TracedTensor, f"__{python_name(_function)}__", _unary(_function))
 
 
 # ---- numbers that depend on the batch size -------------------------------------------------------------------------
@@ -309,9 +319,8 @@ class BatchFloat(BatchNumber, float):  # type: ignore[misc]
     __hash__ = BatchNumber.__hash__
 
 
-def _number_binary(name: str, how: str = "arithmetic", reflected: bool = False) -> Callable[..., Any]:
+def _number_binary(function: Callable[..., Any], how: str = "arithmetic", reflected: bool = False) -> Callable[..., Any]:
     """Return an operator of two numbers, by a method of the handler: "arithmetic", or "decide" for a comparison."""
-    function = getattr(operator, name)
 
     def apply(self: BatchNumber, other: Any) -> Any:
         if not isinstance(other, (int, float)):
@@ -325,17 +334,17 @@ def _number_unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: active().arithmetic(function, (self,))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
-    setattr(BatchNumber, f"__{_name}__", _number_binary(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(BatchNumber, f"__r{_name}__", _number_binary(_name, reflected=True))
+for _function in ARITHMETIC:
+    if _function is not operator.pow:  # it has a third argument
+        setattr(BatchNumber, f"__{python_name(_function)}__", _number_binary(_function))
+    setattr(BatchNumber, f"__r{python_name(_function)}__", _number_binary(_function, reflected=True))
 for _name, _function in (
     *(("neg", operator.neg), ("pos", operator.pos), ("abs", operator.abs)),
     *(("trunc", builtins.int), ("floor", math.floor), ("ceil", math.ceil)),
 ):
     setattr(BatchNumber, f"__{_name}__", _number_unary(_function))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(BatchNumber, f"__{_name}__", _number_binary(_name, "decide"))
+for _function in COMPARISONS:
+    setattr(BatchNumber, f"__{python_name(_function)}__", _number_binary(_function, "decide"))
 
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
@@ -389,8 +398,12 @@ def _unknown(name: str) -> Callable[..., Any]:
     return lambda self, *args: _refuse_unknown(f"used by Python ({name})")
 
 
+_REFUSED: Functions = (
+    *(*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lt, operator.le, operator.gt, operator.ge),
+    *(operator.neg, operator.abs, operator.invert, operator.index, operator.setitem),
+)
 for _name in (
-    *("bool", "len", "iter", "int", "float", "index", "contains", "call", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv"),
-    *("rtruediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "neg", "abs", "invert", "lt", "le", "gt", "ge", "setitem"),
+    *("bool", "len", "iter", "int", "float", "contains", "call", "radd", "rsub", "rmul", "rtruediv"),
+    *map(python_name, _REFUSED),
 ):
     setattr(Unknown, f"__{_name}__", _unknown(_name))

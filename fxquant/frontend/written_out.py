@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fxquant.frontend.aten import python_form
 from fxquant.frontend.selected import assign, select
-from fxquant.frontend.values import TracedTensor, active, refuse
+from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, python_name, refuse
 from fxquant.ir import functional
 
 NUMPY = {
@@ -90,9 +90,6 @@ def _asserted(condition: Any, *_: Any, **__: Any) -> Any:
     return None
 
 
-# ---- of numbers that are not complex --------------------------------------------------------------------------------
-
-
 @_stands_for(*_methods("conj", "resolve_conj", "resolve_neg"), torch.real)
 def _real(input: Tensor) -> Any:
     return NotImplemented if input.is_complex() else input
@@ -101,9 +98,6 @@ def _real(input: Tensor) -> Any:
 @_stands_for(*_methods("conj_physical"))
 def _real_copy(input: Tensor) -> Any:
     return NotImplemented if input.is_complex() else input.clone()
-
-
-# ---- copies of views ------------------------------------------------------------------------------------------------
 
 
 def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,9 +110,9 @@ def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
 
 _VIEWS = {"slice": python_form(torch.ops.aten.slice.Tensor), "alias": python_form(torch.ops.aten.alias.default)}
 for _name in (
-    *("narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach"),
-    *("slice", "view", "expand", "unfold", "alias", "split_with_sizes"),
-):
+    "narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach",
+    "slice", "view", "expand", "unfold", "alias", "split_with_sizes",
+):  # fmt: skip
     for _function in _methods(f"{_name}_copy"):
         WRITTEN[_function] = _copied(_VIEWS.get(_name) or _methods(_name)[0])
 
@@ -160,9 +154,9 @@ def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-for _name in ("argmax", "argmin", "any", "all", "median", "nanmedian"):
-    for _function in _methods(_name):
-        WRITTEN[_function] = _flattened(getattr(torch, _name))
+for _reduction in (torch.argmax, torch.argmin, torch.any, torch.all, torch.median, torch.nanmedian):
+    for _function in _methods(_reduction.__name__):
+        WRITTEN[_function] = _flattened(_reduction)
 
 
 @_stands_for(*_methods("roll"))
@@ -264,9 +258,6 @@ def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, paddin
     return torch.stack(rows, 0 if batch_first else 1)
 
 
-# ---- sums of products -----------------------------------------------------------------------------------------------
-
-
 def _centred(input: Tensor) -> Tensor:
     rows = input.reshape(1, -1) if input.dim() < 2 else input
     return rows - rows.mean(1, keepdim=True)
@@ -315,17 +306,15 @@ class Spelling:
 
 
 # Python's operators, and those that PyTorch reports by these names when the left operand is not a traced tensor.
-_DUNDERS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, f"__{name}__")
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "invert"),
-        *("neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem"),
+_PYTHON: Functions = (*ON_TENSORS, *UNARY, *COMPARISONS, operator.getitem)
+_DUNDERS = {python_name(function): function for function in _PYTHON} | {"div": operator.truediv}
+_OPERATORS = {
+    function.__name__: function
+    for function in (
+        *(operator.add, operator.sub, operator.mul, operator.matmul, operator.pow, operator.neg),
+        *(operator.gt, operator.ge, operator.lt, operator.le),
     )
-} | {"div": operator.truediv}
-_OPERATORS = {name: _DUNDERS[name] for name in ("add", "sub", "mul", "div", "matmul", "pow", "gt", "ge", "lt", "le", "neg")} | {
-    "true_divide": operator.truediv,
-    "remainder": operator.mod,
-}
+} | {"div": operator.truediv, "true_divide": operator.truediv, "remainder": operator.mod}
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {"copy_": functional.copy, "fill_": functional.fill, "zero_": functional.zero}
 _NOT_MUTATING = frozenset(("requires_grad_", "retain_grad", "share_memory_"))
 _REFUSED = frozenset((
@@ -429,8 +418,6 @@ def _inplace_position(func: Any) -> int | None:
         return None
     return names.index("inplace") if "inplace" in names else None
 
-
-# ---- properties ----------------------------------------------------------------------------------------------------
 
 _NODE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 

@@ -20,25 +20,7 @@ from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableA
 from fxquant.nn.lookup_table import SegmentLUT
 
 __all__ = [
-    "AnchorGenerator",
-    "BEVPool",
-    "BgrToGray",
-    "BgrToYuv444",
-    "ChromaLoss",
-    "Correlation",
-    "DeformConv2d",
-    "DetectionPostProcess",
-    "MultiScaleDeformableAttention",
-    "MultiScaleRoIAlign",
-    "Nv12ToYuv444",
-    "PointPillarsScatter",
-    "RgbToGray",
-    "RgbToYuv444",
-    "RoIAlign",
-    "SegmentLUT",
-    "Warp",
-    "YuvToBgr",
-    "YuvToRgb",
-    "rgb_to_nv12",
-    "split_nv12",
-]
+    "AnchorGenerator", "BEVPool", "BgrToGray", "BgrToYuv444", "ChromaLoss", "Correlation", "DeformConv2d", "DetectionPostProcess",
+    "MultiScaleDeformableAttention", "MultiScaleRoIAlign", "Nv12ToYuv444", "PointPillarsScatter", "RgbToGray", "RgbToYuv444", "RoIAlign",
+    "SegmentLUT", "Warp", "YuvToBgr", "YuvToRgb", "rgb_to_nv12", "split_nv12",
+]  # fmt: skip

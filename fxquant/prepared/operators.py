@@ -174,7 +174,7 @@ class QuantizedOperator(nn.Module):
         try:
             value: Tensor = self.operator.function(*args, **kwargs)
             if self.owns_output:
-                seen = self._seen(self.operator.bind_call(args, kwargs))
+                seen = self.operator.layer.table(self.operator.bind_call(args, kwargs))
                 low, high = (-math.inf, math.inf) if seen is not None else _limits(kwargs.get("clamp"))
                 within = self.observed[0] <= low and high <= self.observed[1]
                 self.output.observe(value if within else limited(value if seen is None else seen, self.observed))
@@ -184,10 +184,6 @@ class QuantizedOperator(nn.Module):
                 raise
             raise cannot_be_integers(self.name, because, error.at or "", self.path) from None
         return value
-
-    def _seen(self, arguments: dict[str, Any]) -> Tensor | None:
-        """Return the tensor that the scale is found from in place of the result; None where it is the result."""
-        return None if self.operator.observes is None else self.operator.observes(arguments)
 
     def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
         """Return the tensors among the arguments of a call that are parameters, by their descriptions in errors."""
@@ -202,7 +198,7 @@ class QuantizedOperator(nn.Module):
         lowering = self.lowering(FusedLowering)
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             arguments = self.operator.bind_call(args, kwargs)
-            lowering.seen = self._seen(arguments)
+            lowering.seen = self.operator.layer.table(arguments)
             operands = self._operands(arguments)
             for operand in operands.values() if self.operator.moves else ():
                 if isinstance(operand, Quantized):

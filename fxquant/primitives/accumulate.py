@@ -97,9 +97,6 @@ def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
     return None if bias is None else bias.reshape(-1, *[1] * trailing)
 
 
-# ---- convolution ----------------------------------------------------------------------------------------------------
-
-
 def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
     """Return the attributes of an ONNX convolution."""
     return {
@@ -153,18 +150,9 @@ def convolution(
     return stored(result, input, torch.int32)
 
 
-def _convolution_real(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int],
-) -> Tensor:
+def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> Tensor:
     with full_precision(input):
-        return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), stride, padding, dilation, groups)
+        return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *attributes_and_cut[:-1])
 
 
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:
@@ -262,9 +250,6 @@ def convolution_wide(
     return accumulated(total, input, weight)
 
 
-# ---- linear -----------------------------------------------------------------------------------------------------------
-
-
 def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:
     transposed = e.node("Cast", e.constant(weight.t().contiguous()), to=torch.float32)
     product = e.node("MatMul", e.node("Cast", input, to=torch.float32), transposed)
@@ -314,9 +299,6 @@ def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `linear` where the sum can reach 2^24, in float64; the result is int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone
     return accumulated(total, input, weight)
-
-
-# ---- residual ---------------------------------------------------------------------------------------------------------
 
 
 def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: Tensor) -> str:

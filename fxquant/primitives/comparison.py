@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +12,30 @@ from fxquant.primitives.bounds import Range, Value, need
 from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 from fxquant.primitives.shape import named
 
-RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
+
+class Relation(NamedTuple):
+    """The relation of one number to another.
+
+    function  compares tensors
+    onnx      the operator of ONNX; of "ne" the opposite one
+    swapped   the relation of the other number to the first
+    rounding  "floor" or "ceil" of a bound is the integer to which the same integers are in this relation; None: only an integer has one
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    onnx: str
+    swapped: str
+    rounding: str | None = None
+
+
+RELATIONS = {
+    "eq": Relation(torch.eq, "Equal", "eq"),
+    "ne": Relation(torch.ne, "Equal", "ne"),
+    "lt": Relation(torch.lt, "Less", "gt", "ceil"),
+    "le": Relation(torch.le, "LessOrEqual", "ge", "floor"),
+    "gt": Relation(torch.gt, "Greater", "lt", "floor"),
+    "ge": Relation(torch.ge, "GreaterOrEqual", "le", "ceil"),
 }
-_ONNX_RELATIONS = {"eq": "Equal", "ne": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}
 LOGIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor}
 
 
@@ -27,7 +43,7 @@ def _onnx_compare(e: Emitter, input: str | Tensor, other: str | Tensor, relation
     names = [named(e, value) for value in (input, other)]
     # An int64 tensor without a grid may need all of its bits; floats hold everything else, and every runtime compares floats.
     width = next((dtype for dtype in (torch.int64, torch.float64) if dtype in map(e.dtype, names)), torch.float32)
-    result = e.node(_ONNX_RELATIONS[relation], *(name if e.dtype(name) == width else e.node("Cast", name, to=width) for name in names))
+    result = e.node(RELATIONS[relation].onnx, *(name if e.dtype(name) == width else e.node("Cast", name, to=width) for name in names))
     return e.node("Not", result) if relation == "ne" else result
 
 
@@ -43,7 +59,7 @@ def compare(input: Tensor, other: Tensor, relation: str) -> Tensor:
     Both are integers on one scale, or int64 tensors without a grid. One may be a constant, whose values may exceed the other's dtype.
     """
     dtype = torch.promote_types(input.dtype, other.dtype)  # a tensor without dimensions would be brought to the dtype of the other
-    return RELATIONS[relation](input.to(dtype), other.to(dtype))
+    return RELATIONS[relation].function(input.to(dtype), other.to(dtype))
 
 
 def _onnx_logic(e: Emitter, input: str | Tensor, other: str | Tensor, operation: str) -> str:

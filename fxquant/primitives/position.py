@@ -44,20 +44,10 @@ def _onnx_pool_indices(
     return found if places is None else e.node("Gather", e.constant(places), found, axis=0)
 
 
-def _bounds_pool_indices(
-    input: Value,
-    kernel: list[int],
-    stride: list[int],
-    begin: list[int],
-    end: list[int],
-    dilation: list[int],
-    sizes: list[int],
-    wide: bool,
-    places: Value | None = None,
-) -> Range:
+def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Value | None = None, **window: list[int]) -> Range:
     need(list(input.fact.shape[2:]) == list(sizes), "its operand and its annotation differ in size")
     need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit in one number")
-    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
+    for taps, before, behind, spread in zip(*(window[name] for name in ("kernel", "begin", "end", "dilation")), strict=True):
         need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
     if places is None:
         return Range(0.0, float(math.prod(sizes) - 1))

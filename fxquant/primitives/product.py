@@ -12,8 +12,6 @@ from fxquant.primitives.accumulate import accumulated, onnx_double
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, sum_of_products, within
 from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, primitive, stored
 
-# ---- matrix product of activations ------------------------------------------------------------------------------------
-
 
 def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, convert: Callable[[Emitter, str], str]) -> str:
     operands = [convert(e, value if isinstance(value, str) else e.constant(value)) for value in (input, other)]
@@ -55,9 +53,6 @@ def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
     """Compute `matrix_product` where the sum can reach 2^24, in float64; int32, or int64 where both operands are int16."""
     total = torch.matmul(input.double(), other.double())  # autocast leaves float64 alone
     return accumulated(total, input, other if input.dtype == torch.int16 else input)
-
-
-# ---- one factor per channel -------------------------------------------------------------------------------------------
 
 
 def _shaped(channels: Tensor, trailing: int) -> Tensor:
@@ -111,9 +106,6 @@ def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trai
     return accumulated(_scaled(input.double(), weight, bias, trailing), input, weight)
 
 
-# ---- one factor per sign ----------------------------------------------------------------------------------------------
-
-
 def _onnx_rectify(e: Emitter, input: str, positive: int, negative: Tensor, wide: bool = False) -> str:
     width = torch.float64 if wide else torch.float32
     value, zero = e.node("Cast", input, to=width), e.constant(0.0, width)
@@ -134,9 +126,6 @@ def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) 
     # At 0 the gradient is the negative slope, as that of torch.prelu is; the sum with 0 leaves no -0.0.
     result = torch.where(value > 0, float(positive), negative.to(value.dtype)) * value + 0.0
     return result if input.is_floating_point() else result.to(torch.int32)
-
-
-# ---- the larger and the smaller ---------------------------------------------------------------------------------------
 
 
 def _onnx_extremum(operator: str, e: Emitter, input: str | Tensor, other: str | Tensor) -> str:

@@ -6,7 +6,7 @@ against the accumulator.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,17 +176,7 @@ def _onnx_requantize_fixed(
     return e.call(name, body, value, first, product, *bounds, *half)
 
 
-def _bounds_requantize_fixed(
-    accumulator: Value,
-    shift: Value,
-    multiplier: Value,
-    right_shift: Value,
-    intermediate_bits: int,
-    rounding: str,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-) -> Range:
+def _bounds_requantize_fixed(shift: Value, multiplier: Value, right_shift: Value, low: int, high: int, **_: Any) -> Range:
     for name, value in (("shift", shift), ("multiplier", multiplier), ("right shift", right_shift)):
         need(constant_of(value, name).dtype == torch.int32, f"its {name} is not int32")
     return Range(float(low), float(high))

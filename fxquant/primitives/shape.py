@@ -63,8 +63,6 @@ def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     return torch.cat(tensors, dim)
 
 
-# ---- selecting and repeating ------------------------------------------------------------------------------------------
-
 UNBOUNDED = 2**63 - 1  # a stop beyond every size
 
 

@@ -135,15 +135,7 @@ def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bi
 
 
 def _transposed_convolution_real(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int],
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: int, *_: Any
 ) -> Tensor:
     return _kernel(input, weight, bias, stride, padding, output_padding, groups, dilation)
 

@@ -23,17 +23,17 @@ def _quotient(input: Tensor, other: Tensor) -> Tensor:
     return torch.div(input - torch.remainder(input, other), other, rounding_mode="trunc")
 
 
-JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "subtract": torch.sub,
-    "multiply": torch.mul,
-    "quotient": _quotient,
-    "remainder": torch.remainder,
-    "larger": torch.maximum,
-    "smaller": torch.minimum,
-    "and": torch.bitwise_and,
+# The operations of `joined`, with ONNX's operators where these are alike.
+JOINED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "add": (torch.add, "Add"),
+    "subtract": (torch.sub, "Sub"),
+    "multiply": (torch.mul, "Mul"),
+    "quotient": (_quotient, ""),
+    "remainder": (torch.remainder, "Mod"),
+    "larger": (torch.maximum, ""),
+    "smaller": (torch.minimum, ""),
+    "and": (torch.bitwise_and, ""),
 }
-_ONNX = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "remainder": "Mod"}
 
 
 def _whole(e: Emitter, value: str | Tensor) -> str:
@@ -51,7 +51,7 @@ def _onnx_joined(e: Emitter, input: str | Tensor, other: str | Tensor, operation
         return e.node("BitwiseAnd", left, right) if e.opset >= 18 else _onnx_bits(e, left, right)
     if operation in ("larger", "smaller"):  # onnxruntime's Max, Min and ReduceMax compare the last 32 bits of an int64 alone
         return e.node("Where", e.node("Less", *((right, left) if operation == "larger" else (left, right))), left, right)
-    return e.node(_ONNX[operation], left, right)
+    return e.node(JOINED[operation][1], left, right)
 
 
 def _onnx_bits(e: Emitter, left: str, right: str) -> str:
@@ -106,7 +106,7 @@ def joined(input: Tensor, other: Tensor, operation: str) -> Tensor:
     The operations are "add", "subtract", "multiply", "quotient" (⌊input / other⌋), "remainder" (with the sign of `other`), "larger",
     "smaller", and "and" (bitwise, in two's complement). A quotient is right for operands below 2^62.
     """
-    return JOINED[operation](input, other)
+    return JOINED[operation][0](input, other)
 
 
 def _onnx_converted(e: Emitter, input: str, dtype: torch.dtype) -> str:

@@ -31,6 +31,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 X, Y = drawn(2, 4, 6, 6), drawn(2, 4, 6, 6, seed=1)
 IMAGES = {rank: drawn(2, 4, *[6] * rank) for rank in (1, 2, 3)}
 KEEP = drawn(2, 4, 6, 6, seed=2) > 0
+PLACES = torch.tensor([2, 0, 0, 3]).view(1, 4, 1, 1).expand_as(X)
 
 # The arguments of a call of each operator that has traits; a unary function is called with its defaults.
 SAMPLES: dict[str, list[Arguments]] = {
@@ -60,6 +61,19 @@ SAMPLES: dict[str, list[Arguments]] = {
     **{name: [(X, -1), (X, 1)] for name in ("softmax", "log_softmax")},
     "masked_softmax": [(X, KEEP, -1)],
     "prelu": [(X, drawn(4))],
+    **{name: [(X, Y)] for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: [(X,)] for name in ("isnan", "isinf", "isfinite")},
+    **{f"logical_{name}": [(X * KEEP, Y)] for name in ("and", "or", "xor")},
+    "logical_not": [(X * KEEP,)],
+    **{name: [(X * KEEP, 1)] for name in ("any", "all")},
+    "getitem": [(X, [slice(1), 2, None, slice(None, None, 2), [1, 0]])],
+    "repeat": [(X, [1, 2, 1, 3])],
+    **{name: [([X, Y], 1)] for name in ("cat", "stack")},
+    "setitem": [(X, [slice(None), 1], 0.5), (X, [slice(None), slice(1)], Y[:, :1])],
+    "write": [(X, Y[:, 0], [("select", (1, 0), {})])],
+    **{name: [(X, 1, PLACES, Y)] for name in ("scatter", "scatter_add")},
+    "scatter_extremum": [(X, 1, PLACES, Y, True)],
+    "index_add": [(X, 1, torch.tensor([0, 2]), Y[:, :2])],
     "interpolate": [(X, None, 2.0, "bilinear", False), (X, [9, 9], None, "nearest")],
 }
 
@@ -224,6 +238,50 @@ def outputs_first(operator: Operator, arguments: Arguments) -> bool:
     return equal(scaled.movedim(channel, -1), found.movedim(channel, -1) * factors)
 
 
+def views(operator: Operator, arguments: Arguments) -> bool:
+    return torch.equal(changed(operator, arguments, lambda x: x > 0), changed(operator, arguments, lambda x: x) > 0)
+
+
+def collects(operator: Operator, arguments: Arguments) -> bool:
+    """Numbers besides the tensors are operands, too."""
+    zeros = [0.0 if isinstance(value, float) else value for value in arguments]
+    if changed(operator, tuple(zeros), torch.zeros_like).any():
+        return False
+    count = sum(len(value) if isinstance(value := arguments[at], list) else 1 for at in activations(operator, arguments))
+    if count == 1:
+        return bool(changed(operator, arguments, torch.zeros_like).any())
+
+    def alone(index: int) -> Tensor:
+        numbers = itertools.count()
+        return changed(operator, tuple(zeros), lambda x: torch.full_like(x, float(next(numbers) == index)))
+
+    return all(bool(alone(index).any()) for index in range(count))
+
+
+def pointwise(operator: Operator, arguments: Arguments) -> bool:
+    def of(function: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = operator.function(*(function(value) if isinstance(value, Tensor) else value for value in arguments))
+        return result.float()
+
+    def mixed(x: Tensor) -> Tensor:
+        return shuffled(x.flatten(), 0).view_as(x)
+
+    return all(value.shape == X.shape for value in arguments if isinstance(value, Tensor)) and equal(of(mixed), mixed(of(lambda x: x)))
+
+
+def compares_with_zero(operator: Operator, arguments: Arguments) -> bool:
+    tensors = [(value, value != 0) if isinstance(value, Tensor) else (value, value) for value in arguments]
+    return torch.equal(*(operator.function(*values) for values in zip(*tensors, strict=True)))
+
+
+def of_truth_values(joined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Operator, Arguments], bool]:
+    return lambda operator, arguments: torch.equal(operator.function((X > 0).float(), (Y > 0).float()) != 0, joined(X > 0, Y > 0))
+
+
+def leaves_integers(operator: Operator, arguments: Arguments) -> bool:
+    return torch.equal(changed(operator, arguments, lambda x: (3 * x).round()), (3 * X).round())
+
+
 CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
     Trait.ELEMENTWISE: elementwise,
     Trait.HOMOGENEOUS: homogeneous,
@@ -245,6 +303,14 @@ CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
     Trait.ADDS: adds,
     Trait.SUMS: sums,
     Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments),
+    Trait.VIEWS: views,
+    Trait.COLLECTS: collects,
+    Trait.POINTWISE: pointwise,
+    Trait.COMPARES_WITH_ZERO: compares_with_zero,
+    Trait.CONJUNCTION: of_truth_values(torch.logical_and),
+    Trait.DISJUNCTION: of_truth_values(torch.logical_or),
+    Trait.LEAVES_INTEGERS: leaves_integers,
+    Trait.SINGULAR_AT_ZERO: lambda operator, arguments: bool(changed(operator, arguments, torch.zeros_like).isinf().all()),
     Trait.OUTPUTS_FIRST: outputs_first,
 }
 
@@ -285,6 +351,14 @@ def test_operators_meet_the_criteria_of_their_traits() -> None:
         ("div", Trait.KEEPS_INTEGERS),
         ("maximum", Trait.SUMS),
         ("tanh", Trait.DYNAMIC),
+        ("mul", Trait.VIEWS),
+        ("softmax", Trait.COLLECTS),
+        ("softmax", Trait.POINTWISE),
+        ("maximum", Trait.COMPARES_WITH_ZERO),
+        ("maximum", Trait.CONJUNCTION),
+        ("mul", Trait.DISJUNCTION),
+        ("sign", Trait.LEAVES_INTEGERS),
+        ("sqrt", Trait.SINGULAR_AT_ZERO),
     ],
 )
 def test_a_wrong_trait_is_found(name: str, trait: Trait) -> None:

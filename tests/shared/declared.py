@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from benchmarks.operators.spelling import NAMESPACE, Input, Row, Spelling
+from benchmarks.operators.spelling import NAMESPACE, Input, Row, Spelling, written_forms
 from fxquant.ir import functional
 from fxquant.ops import OPERATORS, Operator
 from fxquant.ops.core.samples import Sample
-from fxquant.ops.core.spellings import written_forms
 
 Shape = tuple[int, ...]
 REVERSED = ("__rdiv__", "__rtruediv__", "__rfloordiv__", "__rmod__")  # of a number by a tensor, which is another operator

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fxquant.ir.graph import dropped_in_training
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
-from fxquant.ops.core.operators import WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, operator_of, taking
+from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, taking
+from fxquant.ops.core.record import calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout
@@ -85,10 +86,9 @@ class Mask:
 
     def _chosen(self, mask: fx.Node, dim: int) -> bool:
         """Add a `where` of booleans, a tensor, and a number far below that hides; return whether the mask is one."""
-        record = operator_of(mask)
-        if record is None or record.name != "where" or is_parameter(mask):
+        if not calls(mask, where):
             return False
-        condition, value, far = record.arguments(mask).values()
+        condition, value, far = OPERATORS[where].arguments(mask).values()
         if not isinstance(far, int | float) or far > HIDDEN or fact(condition).dtype != torch.bool or len(fact(condition).shape) < -dim:
             return False
         if not isinstance(value, fx.Node) or fact(condition).shape[dim] == 1 or not (is_scores(value) or not may_hide(value)):

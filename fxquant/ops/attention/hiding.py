@@ -16,16 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import Builder, Operator, Same, TensorFact, fact, is_parameter, operator_of, register
+from fxquant.ops.core.casting import in_dtype, to_real
+from fxquant.ops.core.operators import OPERATORS, Builder, Operator, Same, TensorFact, Trait, fact, is_parameter, operator_of, register
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import calls
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
+from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import WHOLE
-from fxquant.ops.reduction.extremum import amax, amin
+from fxquant.ops.movement.shape import identity, permute
+from fxquant.ops.reduction.extremum import amax, amin, minimum
 
 HIDDEN = -64.0  # elements this far below the largest of their row have no weight: exp(-64) < 2^-92
 ABSORBING = -1e7  # scores are lost next to it in float32, so that all of a row that is hidden is equal
-MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # operators that move elements, and change none
+
+
+def only_views(record: Operator) -> bool:
+    """Return whether an operator only moves elements, or gives them another float dtype."""
+    return Trait.VIEWS in record.traits or record.function is in_dtype
 
 
 def far_below(value: Any) -> bool:
@@ -74,21 +82,23 @@ class Hiding:
         if record is None:
             return None
         arguments = record.arguments(mask)
-        if record.name in MOVES:
+        function = record.function
+        if only_views(record):
             return self._moved(mask, self.kept(arguments["input"], _dim_before(mask, dim)))
-        if record.name == "where":
+        if function is where:
             return self._chosen(**arguments, dim=dim)
-        if record.name in ("minimum", "add") and arguments.get("alpha", 1) == 1:
+        if function is minimum or (function is add and arguments["alpha"] == 1):
             left, right = (self.kept(arguments[name], dim) for name in ("input", "other"))
-            return self._both(left, right) if record.name == "minimum" else self._sum(left, right, dim, mask)
-        if record.name in ("maximum", "clamp") and far_below(arguments.get("other", arguments.get("min"))) and arguments.get("max") is None:
+            return self._both(left, right) if function is minimum else self._sum(left, right, dim, mask)
+        bound = arguments.get("other", arguments.get("min"))
+        if Trait.BOUNDED_BELOW in record.traits and far_below(bound) and arguments.get("max") is None:
             return self.kept(arguments["input"], dim)
-        if record.name == "neg":
-            product, of = arguments["input"], operator_of(arguments["input"])
-            return self._multiple(**of.arguments(product), dim=dim, sign=-1) if of is not None and of.name == "mul" else None
-        if record.name == "log":
+        if function is torch.neg:
+            product = arguments["input"]
+            return self._multiple(**OPERATORS[mul].arguments(product), dim=dim, sign=-1) if calls(product, mul) else None
+        if function is torch.log:
             return self._seen(-math.inf, self.holds(arguments["input"], dim, True))
-        return self._multiple(**arguments, dim=dim) if record.name == "mul" else None
+        return self._multiple(**arguments, dim=dim) if function is mul else None
 
     def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
         """Return what a multiple of booleans, as 0 and 1, keeps, or a multiple of these less 1."""
@@ -118,14 +128,14 @@ class Hiding:
         arguments = record.arguments(value)
         if record.function is to_real:
             return self._build.host(WHOLE["gt"], arguments["input"], 0)
-        if record.name in MOVES:
+        if only_views(record):
             return self._moved(value, self.holds(arguments["input"], _dim_before(value, dim), largest))
-        if record.name == "where":
+        if record.function is where:
             branches = _everywhere(arguments["input"]), _everywhere(arguments["other"])
             return arguments["condition"] if branches == (1, 0) else self._not(arguments["condition"]) if branches == (0, 1) else None
-        if record.name == "sub" and arguments["alpha"] == 1 and _everywhere(arguments["input"]) == 1:
+        if record.function is sub and arguments["alpha"] == 1 and _everywhere(arguments["input"]) == 1:
             return self._not(self.holds(arguments["other"], dim, not largest))
-        if record.name == "mul":
+        if record.function is mul:
             factors = [self.holds(arguments[name], None, largest) for name in ("input", "other")]
             return self._both(*factors)
         return None
@@ -144,10 +154,10 @@ class Hiding:
     def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
         """Compute (mask - 1) · 1e9."""
         record = operator_of(value) if isinstance(value, fx.Node) else None
-        if record is None or record.name not in ("sub", "add"):
+        if record is None or Trait.ADDS not in record.traits:
             return None
         arguments = record.arguments(value)
-        one = 1 if record.name == "sub" else -1
+        one = 1 if record.function is sub else -1
         known = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
         return self.holds(arguments["input"], dim, True) if known else None
 
@@ -201,7 +211,7 @@ class Hiding:
         """Move booleans as the node moves numbers."""
         record = operator_of(node)
         assert record is not None
-        if found is None or record.name in ("identity", "in_dtype"):
+        if found is None or record.function in (identity, in_dtype):
             return found
         return self._build.host(node.target, found, *node.args[1:])  # type: ignore[arg-type]
 
@@ -227,7 +237,7 @@ def _dim_before(node: fx.Node, dim: int | None) -> int | None:
     before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
     if record is None or dim != -1 or not before or before[-1] != after[-1]:
         return None
-    return None if record.name == "permute" and node.args[1][-1] not in (-1, len(before) - 1) else -1  # type: ignore[index, operator]
+    return None if record.function is permute and node.args[1][-1] not in (-1, len(before) - 1) else -1  # type: ignore[index, operator]
 
 
 def finely(input: Tensor) -> Tensor:

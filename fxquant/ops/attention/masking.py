@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact, is_parameter, parameter_value
-from fxquant.ops.attention.hiding import HIDDEN, MOVES
+from fxquant.ir.graph import BatchDim, TensorFact, fact, is_parameter, parameter_value
+from fxquant.ops.attention.hiding import HIDDEN, only_views
 from fxquant.ops.attention.softmax import AT_MOST_ONE
-from fxquant.ops.core.operators import WIDE, BatchDim, Builder, Operator, Same, TensorFact, Trait, composite, operator_of, register
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import has_weights
+from fxquant.ops.core.record import OPERATORS, WIDE, Operator, Same, Trait, calls, has_weights, operator_of, register
 from fxquant.ops.core.samples import NORMED, sampled, written
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.arithmetic import mul, sub
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import by_table
@@ -67,7 +68,7 @@ def may_hide(mask: fx.Node) -> bool:
     Nor does such a constant in another shape, or repeated for the batch.
     """
     record = operator_of(mask)
-    if not is_parameter(mask) and record is not None and record.name in MOVES:
+    if not is_parameter(mask) and record is not None and only_views(record):
         return may_hide(record.arguments(mask)["input"])
     if not is_parameter(mask):
         return True
@@ -92,10 +93,9 @@ def is_scores(mask: fx.Node) -> bool:
 
 def terms_of(mask: fx.Node) -> list[fx.Node]:
     """Return the tensors that a mask is the sum of; none where it is not a sum of two, or is a constant."""
-    record = operator_of(mask)
-    if record is None or record.name != "add" or is_parameter(mask):
+    if not calls(mask, add):
         return []
-    arguments = record.arguments(mask)
+    arguments = OPERATORS[add].arguments(mask)
     terms = [arguments["input"], arguments["other"]]
     return terms if arguments["alpha"] == 1 and all(isinstance(t, fx.Node) and isinstance(fact(t), TensorFact) for t in terms) else []
 
@@ -138,9 +138,6 @@ HOST = tuple(
 )
 
 
-# ---- the exponential ------------------------------------------------------------------------------------------------
-
-
 def exponential(input: Tensor, factor: float = 1.0) -> Tensor:
     """Compute exp(factor · x) of numbers that are not positive."""
     return torch.exp(input * factor)
@@ -157,9 +154,6 @@ register(
         onnx=lambda c: c.do("Exp", c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))),
     )
 )
-
-
-# ---- softmax --------------------------------------------------------------------------------------------------------
 
 
 def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:

@@ -46,8 +46,6 @@ def in_dtype(lowering: Lowering, input: Quantized, dtype: torch.dtype = torch.fl
 
 IN_DTYPE = OPERATORS[in_dtype]
 
-# ---- other dtypes ---------------------------------------------------------------------------------------------------
-
 
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
@@ -83,9 +81,6 @@ def to_real(lowering: Lowering, input: Any) -> Any:
     if lowering.plain:
         return lowering.call(primitives.converted, input, torch.float32)
     return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
-
-
-# ---- which of them --------------------------------------------------------------------------------------------------
 
 
 def _has_no_fraction(value: Any) -> bool:
@@ -148,8 +143,6 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     "new_tensor": lambda input, data=None, **_: data,
 }
 MADE = "made"  # the prefix of constants that the model creates at every run
-_JOINING = ("cat", "stack")
-_FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # write the other operands into this one
 _CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
 _BROADCASTING = {Trait.AFFINE, Trait.EXTREMUM, Trait.CHOOSES}
 
@@ -233,7 +226,7 @@ def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | 
         return False
     calculates = (Trait.SUMS in record.traits or record.expand is not None) and record.traits.isdisjoint(_BROADCASTING)
     calculates = calculates and node in operand_nodes(record, arguments)
-    return calculates or record.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
+    return calculates or Trait.COLLECTS in record.traits or reader.target is functional.setitem
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:

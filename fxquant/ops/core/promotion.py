@@ -17,15 +17,15 @@ from torch import fx
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.ops.core.casting import to_integer, to_real, truncated
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.record import OPERATORS, Operator, operator_of
+from fxquant.ops.core.record import OPERATORS, Operator, Trait, operator_of
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.whole import WHOLE
+from fxquant.ops.movement.join import cat, stack
 from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES
 
 Call = tuple[Callable[..., Any], dict[str, Any]]  # an operator's function, and its arguments by name
-LOGIC = {f"logical_{name}": WHOLE[name] for name in ("and", "or", "xor")}
 NEVER = 2**62  # stands for a number that no integer is equal to
 
 
@@ -35,20 +35,20 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     if not isinstance(result, TensorFact) or isinstance(arguments, str):
         return None
     read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
-    if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
+    if Trait.COMPARES_WITH_ZERO in operator.traits and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
         return _of_truth(operator, arguments, build) if numbers or any(fact(value).dtype != torch.bool for value in read) else None
     if operator.function is truncated:
         return _narrow(node, operator.function, arguments, build)
     if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
         return None
-    if isinstance(result, TensorFact) and result.dtype == torch.float32:
+    if result.dtype == torch.float32:
         return _of_real_numbers(operator, arguments, build)
     if any(fact(value).dtype.is_floating_point for value in read):
         return _of_real_numbers(operator, arguments, build) if operator.name in RELATIONS else None
-    if operator.name in ("cat", "stack"):
+    if operator.function in (cat, stack):
         return _joined(node, operator, arguments, build)
-    if isinstance(result, TensorFact) and result.dtype == torch.bool and operator.name not in RELATIONS:
+    if result.dtype == torch.bool and operator.name not in RELATIONS:
         return _of_bits(operator, arguments, build)
     if operator.moves:
         return _moved(node, operator, arguments, build)
@@ -83,7 +83,7 @@ def _of_truth(operator: Operator, arguments: dict[str, Any], build: Builder) -> 
 def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     """Return the logical call for arithmetic on booleans alone, or None."""
     values = [truth(arguments[name], build) for name in ("input", "other") if isinstance(arguments.get(name), fx.Node)]
-    if operator.name == "where" and isinstance(arguments["condition"], fx.Node):
+    if operator.function is where and isinstance(arguments["condition"], fx.Node):
         condition, numbers = arguments["condition"], [arguments["input"], arguments["other"]]
         if len(values) == 1 and numbers[1] in (0.0, False):  # a product
             return torch.logical_and, {"input": condition, "other": values[0]}
@@ -92,9 +92,9 @@ def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> C
             right = build.host(torch.logical_and, build.host(torch.logical_not, condition), values[1])
             return torch.logical_or, {"input": left, "other": right}
         return None
-    function = {"mul": torch.logical_and, "minimum": torch.logical_and, "add": torch.logical_or, "maximum": torch.logical_or}
-    if operator.name in function and len(values) == 2:
-        return function[operator.name], {"input": values[0], "other": values[1]}
+    function = {Trait.CONJUNCTION: torch.logical_and, Trait.DISJUNCTION: torch.logical_or}
+    for trait in operator.traits & set(function) if len(values) == 2 else ():
+        return function[trait], {"input": values[0], "other": values[1]}
     return None
 
 
@@ -175,7 +175,7 @@ def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build:
     """Concatenate integers or booleans."""
     known, dim = fact(node), arguments["dim"]
     made = [value if known.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
-    if operator.name == "stack":
+    if operator.function is stack:
         dim %= len(known.shape)
         shapes = [numbers(fact(value).shape) for value in made]
         if any(shape.count(-1) > 1 for shape in shapes):
@@ -185,14 +185,9 @@ def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build:
 
 
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
-    name = operator.name
-    if name in RELATIONS:
-        return _compared(name, arguments, build)
-    if name.startswith("logical_") and fact(node).dtype != torch.bool:  # of bits
-        if name == "logical_not":
-            return _narrow(node, WHOLE["sub"], {"input": -1, "other": wide(arguments["input"], build), "alpha": 1}, build)
-        return _narrow(node, LOGIC[name], {each: wide(value, build) for each, value in arguments.items()}, build)
-    if name == "where":
+    if operator.name in RELATIONS:
+        return _compared(operator.name, arguments, build)
+    if operator.function is where:
         made = {each: wide(value, build) if each != "condition" else value for each, value in arguments.items()}
         if any(isinstance(value, float) and not value.is_integer() for value in made.values()):
             return None
@@ -201,13 +196,14 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
     if operator.function is to_integer:
         dtype = arguments["dtype"]
         return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
-    if name in ("whole_lshift", "whole_rshift"):
-        return _narrow(node, operator.function, {each: wide(value, build) for each, value in arguments.items()}, build)
-    meaning = MEANINGS.get(name)
-    if meaning is None or not isinstance(fact(node), TensorFact) or fact(node).dtype not in DTYPES:
+    if not isinstance(fact(node), TensorFact) or fact(node).dtype not in DTYPES:
+        return None
+    if Trait.LEAVES_INTEGERS in operator.traits:
+        return _narrow(node, identity, {"input": wide(arguments["input"], build)}, build)
+    if operator.integers is None:
         return None
     operand = fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
-    call = meaning({each: wide(value, build) for each, value in arguments.items()}, operand)
+    call = operator.integers({each: wide(value, build) for each, value in arguments.items()}, operand)
     return call if isinstance(call, str | None) else _narrow(node, *call, build)
 
 
@@ -215,46 +211,11 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
     """Return a comparison; one with a number that is not an integer becomes one with the integer next to it."""
     made: dict[str, Any] = {}
     for name, value in arguments.items():
-        holds = relation if name == "other" else {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(relation, relation)
+        rounding = RELATIONS[relation if name == "other" else RELATIONS[relation].swapped].rounding
         if isinstance(value, bool):
             value = int(value)
         if isinstance(value, float) and math.isfinite(value):
-            whole_number = math.floor(value) if holds in ("gt", "le") else math.ceil(value)
-            value = whole_number if holds not in ("eq", "ne") or value.is_integer() else NEVER
+            whole_number = math.floor(value) if rounding == "floor" else math.ceil(value)
+            value = whole_number if rounding is not None or value.is_integer() else NEVER
         made[name] = wide(value, build)
     return WHOLE[relation], made
-
-
-Meaning = Callable[[dict[str, Any], "TensorFact | None"], "Call | str | None"]
-
-
-def _with(function: Callable[..., Any]) -> Meaning:
-    """The arguments of the same names."""
-    return lambda arguments, operand: (function, arguments)
-
-
-def _of_sum(arguments: dict[str, Any], operand: TensorFact | None) -> Call | None:
-    """Return a sum whose dimensions are named one by one."""
-    if operand is None:
-        return None
-    dim = arguments.get("dim")
-    chosen = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
-    return WHOLE["sum"], {"input": arguments["input"], "dim": chosen or list(range(len(operand.shape))), "keepdim": arguments["keepdim"]}
-
-
-ALIKE = ("add", "sub", "mul", "floor_divide", "trunc_divide", "remainder", "maximum", "minimum", "abs", "pow", "cumsum", "argmax")
-MEANINGS: dict[str, Meaning] = {
-    **{name: _with(WHOLE[name]) for name in ALIKE},
-    "floor_quotient": _with(WHOLE["floor_divide"]),
-    "trunc_quotient": _with(WHOLE["trunc_divide"]),
-    "floor_remainder": _with(WHOLE["remainder"]),
-    "neg": lambda arguments, operand: (WHOLE["sub"], {"input": 0, "other": arguments["input"], "alpha": 1}),
-    "square": lambda arguments, operand: (WHOLE["mul"], {"input": arguments["input"], "other": arguments["input"]}),
-    "clamp": lambda arguments, operand: (WHOLE["clamp"], {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in arguments.items()
-    }),
-    "clamp_between": _with(WHOLE["clamp"]),
-    "sum": _of_sum,
-    **{name: lambda arguments, operand: (identity, arguments) for name in ("ceil", "floor", "trunc")},
-    "round": lambda arguments, operand: (identity, {"input": arguments["input"]}),
-}  # fmt: skip

@@ -123,12 +123,24 @@ class Trait(Enum):
     DYNAMIC = (
         "Computes float values of float values: no operand has a grid, and x is quantized at run time: f(x + z, y) = f(x, y) + f(z, y)."
     )
+    VIEWS = "Returns elements of one tensor, at places that its other arguments give, booleans as well as floats: f(x > 0) is f(x) > 0."
+    COLLECTS = "Each operand is a part of its result, or added to one: of zeros it is zeros, and not with a number in any of them."
+    POINTWISE = "With tensors of one shape, each element depends on those at its index: f of permuted x and y is the permuted f(x, y)."
+    COMPARES_WITH_ZERO = "Reads whether numbers are 0, and nothing else of them: f(x) = f(x != 0)."
+    CONJUNCTION = "Of 0 and 1 it is 0 where either is: f(x > 0, y > 0) is x > 0 and y > 0."
+    DISJUNCTION = "Of 0 and 1 it is 0 where both are: f(x > 0, y > 0) is not 0 where x > 0 or y > 0."
+    LEAVES_INTEGERS = "Returns integers as they are: f(round(x)) = round(x)."
+    SINGULAR_AT_ZERO = "f(0) is infinite."
     OUTPUTS_FIRST = "Dimension 0 of its weight is the output channels: twice the weight at one index doubles that channel only."
 
 
 # How the arguments of one call form become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
 Shape = tuple[int | Fraction, ...]  # at one batch size; a size at half a batch need not be an integer
+
+
+# The call (a function, and its arguments by name) that an operator is of integers; None, or a reason, where it is none.
+OnIntegers = Callable[[dict[str, Any], "TensorFact | None"], "tuple[Callable[..., Any], dict[str, Any]] | str | None"]
 
 
 @dataclass(frozen=True)
@@ -162,6 +174,7 @@ class Layer:
                its result is multiplied by the second, channel by channel, for an operand that is multiplied by the first
     macs       the shapes of its arguments by name, and that of its result -> how many products its sums have together
     window     its arguments -> how far the windows reach along the last dimensions of which its result holds the largest elements
+    table      its arguments -> the tensor of which its result holds elements, and batches show but some: its scale is that of the whole
     """
 
     weight: Callable[..., Tensor | None] = lambda **arguments: None
@@ -170,6 +183,7 @@ class Layer:
     rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
     macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
     window: Callable[[dict[str, Any]], list[int]] | None = None
+    table: Callable[[dict[str, Any]], Tensor | None] = lambda arguments: None
 
 
 @dataclass(frozen=True)
@@ -189,11 +203,11 @@ class Operator:
     keeps      its arguments, the interval of its result's values that matter, and the bits of its operand, None where these are not
                known -> the interval of its operand's values that its result distinguishes, to within a quarter of a step of 2^-bits.
                No scale has to cover more. None: all values, or, on its operand's scale, those that matter of its result
-    observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
-               show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
                every operator has it but a composite. An argument that is not an operand, a mask or an index, comes as it is: a value of
                the lowering, or, where it is a constant, a tensor (`Lowering.given`)
+    integers   what it is of booleans and integers: its arguments by name, as int64, and the fact of `input` -> another operator's function
+               and arguments, or why or that (None) there is none
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
     calls      its functions in PyTorch, and names of Tensor methods, each with how its arguments become canonical ones (None: by name)
@@ -204,7 +218,7 @@ class Operator:
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     refuses    says why a particular node must stay in float, or None
     idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
-    layer      its weight, its channels and its products, where it has such
+    layer      its weight, its channels, its products and its table, where it has such
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
     traits     the criteria that it meets, by which passes and backends distinguish operators
@@ -220,9 +234,9 @@ class Operator:
     carries: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
+    integers: OnIntegers | None = None
     keeps: Callable[[dict[str, Any], Interval, int | None], Interval | None] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    observes: Callable[[dict[str, Any]], Tensor | None] | None = None
     calls: Mapping[Callable[..., Any] | str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)
     absorbs: frozenset[str] = frozenset()

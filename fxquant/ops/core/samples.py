@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from fxquant.numerics.grids import Interval
 
 # Intervals that samples are uniform in.
@@ -79,11 +76,3 @@ def sampled(
         return meaning
 
     return decorate
-
-
-def drawn(shape: tuple[int, ...], over: Interval | None, batch: int, generator: torch.Generator) -> Tensor:
-    """Return a float32 CPU tensor of shape (batch, *shape): normal, or uniform in an interval."""
-    if over is None:
-        return torch.randn(batch, *shape, generator=generator, dtype=torch.float32, device="cpu")
-    low, high = over
-    return low + (high - low) * torch.rand(batch, *shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -74,27 +72,3 @@ def _names(operator: Operator) -> frozenset[str]:
         if owner is operator and function is not operator.function:
             first.setdefault(adapt, _bare(_function_name(function)))
     return frozenset(first.values())
-
-
-def written_forms(text: str) -> list[str]:
-    """Return a call in all of its forms: of a text that begins with a bare name, the calls of functions and methods of that name.
-
-    "clip(x, 0, 1)" → torch.clip(x, 0, 1), torch.clip_(x.clone(), 0, 1), x.clip(0, 1), x.clone().clip_(0, 1)
-    """
-    call = re.match(r"([a-z]\w*)\(", text)
-    if call is None:
-        return [text]
-    depths = list(itertools.accumulate((each in "([{") - (each in ")]}") for each in text))
-    end = next(at for at in range(call.end(), len(text)) if depths[at] == 0)
-    comma = next((at for at in range(call.end(), end) if text[at] == "," and depths[at] == 1), end)
-    operand, others, behind = text[call.end() : comma], text[comma:end], text[end + 1 :]
-    receiver = operand if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])?|\{.*\}", operand) else f"({operand})"
-    found: dict[Any, str] = {}
-    for name in (call[1], f"{call[1]}_"):
-        copy = ".clone()" if name.endswith("_") else ""
-        for label, home in (("torch", torch), ("torch.special", torch.special), ("F", F)):
-            if getattr(home, name, None) in FUNCTIONS:
-                found.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){behind}")
-        if name in METHODS:
-            found[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){behind}"
-    return list(found.values()) or [text]

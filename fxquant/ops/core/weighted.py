@@ -45,6 +45,7 @@ from fxquant.ops.core.sums import lower_add
 from fxquant.primitives import accumulate, elementwise, product
 from fxquant.primitives.arithmetic import LAYER, WIDE_LAYER
 from fxquant.primitives.comparison import choose, compare
+from fxquant.primitives.record import Role, role_of
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import BatchNorm, QuantizedWeight, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.training import fused_layers
@@ -53,7 +54,8 @@ from fxquant.training.fused_layers import form_of
 # ---- Sums of products of an operand and a weight's integers: narrow, wide, in parts, and the largest accumulator -----
 
 
-IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
+# Sums that can be formed in parts, and the dimension of their input channels.
+IN_PARTS: dict[Role | None, int] = {Role.CONVOLUTION: 1, Role.LINEAR: -1}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class LayerSum:
         )
         if largest < FLOAT32_EXACT:
             return lowering.call(product.narrow, *operands)
-        axis = IN_PARTS.get(product.narrow)
+        axis = IN_PARTS.get(role_of(product.narrow))
         parts = 0 if axis is None else lowering.parts(self.input.value, self.weight.integers, bias)
         if parts == 1:
             return lowering.call(product.narrow, *operands)
@@ -139,7 +141,7 @@ class LayerSum:
 
     def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the sums over parts of the input channels, and add them in float64."""
-        lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
+        lowering, product, axis = self.lowering, self.product, IN_PARTS[role_of(self.product.narrow)]
         pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
         terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
         total: Tensor = functools.reduce(torch.add, terms)

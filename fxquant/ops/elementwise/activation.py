@@ -14,6 +14,7 @@ from fxquant.numerics.grids import Interval
 from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Ratio, Same, Trait, clamped, lowered, spelled
 from fxquant.ops.core.samples import EXACT, LIMITED, sampled
 from fxquant.ops.elementwise.table import UNARY, by_table
+from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.primitives import elementwise
 
 
@@ -61,6 +62,10 @@ def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | I
     return {"input": input, "min": max if min is not None and max is not None and min > max else min, "max": max}
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _onnx_clamp(c: Call) -> str:
     result = c.clamped(c.input, c.arguments.get("min"), c.arguments.get("max"))
     return result if result != c.input else c.do("Identity", result)
@@ -88,7 +93,8 @@ _ADAPTED: dict[str, Any] = {
     demand=lambda node, arguments: Own() if _moves(node, arguments) else Same(),
     keeps=lambda arguments, after, bits: interval(*both((arguments["min"], arguments["max"]), after)),
     idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
-    traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW, Trait.KEEPS_INTEGERS}),
+    traits=frozenset({Trait.ELEMENTWISE, Trait.POINTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW, Trait.KEEPS_INTEGERS}),
+    integers=lambda arguments, operand: (WHOLE["clamp"], {name: _whole(value) for name, value in arguments.items()}),
     refuses=_refuses_clamp,
     onnx=_onnx_clamp,
 )

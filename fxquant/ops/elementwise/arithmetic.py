@@ -22,6 +22,7 @@ from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT
 
@@ -47,9 +48,6 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
     """Return a constant tensor as integers with one scale; activations and numbers as they are."""
     return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
-
-
-# ---- sums -----------------------------------------------------------------------------------------------------------
 
 
 def _add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
@@ -114,7 +112,7 @@ def _onnx_sub(c: Call) -> str:
 
 SUMS: dict[str, Any] = {
     "absorbs": frozenset({"clamp"}),
-    "traits": frozenset({Trait.ADDS, Trait.AFFINE, Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
+    "traits": frozenset({Trait.ADDS, Trait.AFFINE, Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS, Trait.POINTWISE}),
     "refuses": needs_activation,
     "samples": (sample(within=ALIGNED, input=(3, 6), other=(3, 6)),),
 }
@@ -142,7 +140,8 @@ add = lowered(
     operands=("input", "other"),
     idle=lambda arguments: _is(arguments["input"], 0) or _is(arguments["other"], 0),
     onnx=_onnx_add,
-    **SUMS,
+    integers=alike("add"),
+    **(SUMS | {"traits": SUMS["traits"] | {Trait.DISJUNCTION}}),
 )(_lower_add)
 
 
@@ -153,6 +152,7 @@ add = lowered(
     operands=("input", "other"),
     idle=lambda arguments: _is(arguments["other"], 0),
     onnx=_onnx_sub,
+    integers=alike("sub"),
     **SUMS,
 )
 @sampled("torch.sub(x, y, alpha=0.4).relu()", "torch.sub(x, 0.8)", "torch.sub(x, {P(3, 1, 1)})", within=ALIGNED)
@@ -164,9 +164,6 @@ def sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *,
     if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
         return lower_sub(lowering, input, other, alpha, clamp=clamp)
     return _lower_add(lowering, input, other, -alpha, clamp=clamp)
-
-
-# ---- products -------------------------------------------------------------------------------------------------------
 
 
 @sampled("torch.mul(x, other=y[:, :, :1]).relu()", "torch.mul(x, x)", "torch.mul(x, {P(3, 1, 1)})", "{P(3, 6, 6)} * x")
@@ -213,7 +210,8 @@ mul = lowered(
     idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
     absorbs=frozenset({"clamp"}),
     refuses=(lambda node, arguments: "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else None, needs_activation),
-    traits=frozenset({Trait.AFFINE, Trait.KEEPS_INTEGERS}),
+    traits=frozenset({Trait.AFFINE, Trait.KEEPS_INTEGERS, Trait.POINTWISE, Trait.CONJUNCTION}),
+    integers=alike("mul"),
     samples=(sample(input=(3, 6), other=(3, 6)), sample(input=(3, 6), other=-0.3)),
     onnx=lambda c: c.epilogue(c.do("Mul", c.operand("input"), c.operand("other"))),
 )(_lower_mul)
@@ -223,6 +221,7 @@ mul = lowered(
     *("negative", operator.neg, "__neg__"),
     function=torch.neg,
     traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
+    integers=lambda arguments, operand: (WHOLE["sub"], {"input": 0, "other": arguments["input"], "alpha": 1}),
     onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     samples=(sample(input=(3, 6)),),
 )

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
 from fxquant.ops.core.operators import Lowering, Plain, Quantized, Ratio, Same, TensorFact, Trait, fact, is_parameter, lowered
 from fxquant.ops.core.samples import sample, sampled, written
+from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
-REVERSED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
 def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
@@ -31,9 +31,10 @@ def threshold(value: Tensor | float, grid: Grid, relation: str) -> Tensor:
     """
     real = torch.as_tensor(value, device=grid.scale.device).detach().to(torch.float32)
     quotient = (real.double() / grid.scale.double()).clamp(-BOUNDARY_LIMIT, BOUNDARY_LIMIT)
-    if relation in ("gt", "le"):
-        return quotient.floor()
-    return quotient.ceil() if relation in ("ge", "lt") else torch.where(quotient == quotient.round(), quotient, float(NEVER))
+    rounding = comparison.RELATIONS[relation].rounding
+    if rounding is None:
+        return torch.where(quotient == quotient.round(), quotient, float(NEVER))
+    return quotient.floor() if rounding == "floor" else quotient.ceil()
 
 
 def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any, Any]:
@@ -55,7 +56,7 @@ def _lower_comparison(relation: str) -> Callable[..., Any]:
         if isinstance(input, Quantized) and isinstance(other, Quantized):
             return lowering.call(comparison.compare, *_common(lowering, input, other), relation)
         first = isinstance(input, Quantized)
-        tensor, value, holds = (input, other, relation) if first else (other, input, REVERSED[relation])
+        tensor, value, holds = (input, other, relation) if first else (other, input, comparison.RELATIONS[relation].swapped)
         assert isinstance(tensor, Quantized)
         assert not isinstance(value, Quantized)
         role = "other" if first else "input"
@@ -85,6 +86,7 @@ def _compares(name: str, *long: str) -> None:
         operands=("input", "other"),
         demand=Plain("bool"),
         refuses=_refuses_comparison,
+        traits=frozenset({Trait.POINTWISE}),
         samples=(sample(input=(3, 6, 6), other=(3, 6, 6), share=0.02), *written(f"x.{name}(0.3)", *(["x.bool()"] if name == "ne" else []))),
     )(_lower_comparison(name))
 
@@ -104,7 +106,7 @@ def signbit(lowering: Lowering, input: Quantized) -> Any:
     return _lower_comparison("lt")(lowering, input, 0.0)
 
 
-# ---- of booleans -----------------------------------------------------------------------------------------------------
+LOGIC = frozenset({Trait.POINTWISE, Trait.COMPARES_WITH_ZERO})
 
 
 def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -132,6 +134,8 @@ def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
         demand=Plain("bool"),
         reads=("input", "other"),
         refuses=_refuses_logic,
+        traits=LOGIC,
+        integers=alike(operation),
         samples=written(
             f"logical_{operation}(x > 0, y > 0.5)",
             f"bitwise_{operation}(x > 0, y > 0.5)",
@@ -147,7 +151,13 @@ _combines("xor", operator.xor)
 
 
 @lowered(
-    "bitwise_not", "__invert__", operator.invert, function=torch.logical_not, reads=("input",), refuses=_refuses_logic, demand=Plain("bool")
+    *("bitwise_not", "__invert__", operator.invert),
+    function=torch.logical_not,
+    reads=("input",),
+    refuses=_refuses_logic,
+    demand=Plain("bool"),
+    traits=LOGIC,
+    integers=lambda arguments, operand: (WHOLE["sub"], {"input": -1, "other": arguments["input"], "alpha": 1}),
 )
 @sampled("logical_not(x > 0)", "bitwise_not(x > 0)", "~(x > 0)", "(x > 0).__invert__()")
 def logical_not(lowering: Lowering, input: Any) -> Any:
@@ -155,23 +165,22 @@ def logical_not(lowering: Lowering, input: Any) -> Any:
     return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
 
 
-# ---- what no integer is ----------------------------------------------------------------------------------------------
-
-
-def _of_finite_numbers(name: str, relation: str) -> None:
+def _of_finite_numbers(name: str, relation: str, *traits: Trait) -> None:
     """Register a test that all elements of a quantized tensor pass, or none."""
 
     def lower(lowering: Lowering, input: Quantized) -> Any:
         """Integers stand for finite numbers alone: what is said of each of them is said of it and itself."""
         return lowering.call(comparison.compare, input.value, input.value, relation)
 
-    lowered(name=name, function=getattr(torch, name), demand=Plain("bool"), samples=written(f"{name}(x)"))(lower)
+    lowered(name=name, function=getattr(torch, name), demand=Plain("bool"), traits=frozenset(traits), samples=written(f"{name}(x)"))(lower)
 
 
-for _name in ("isnan", "isinf", "isposinf", "isneginf", "isfinite", "isreal"):
-    _of_finite_numbers(_name, "eq" if _name in ("isfinite", "isreal") else "ne")
-
-# ---- of all along dimensions -----------------------------------------------------------------------------------------
+_of_finite_numbers("isnan", "ne", Trait.POINTWISE)
+_of_finite_numbers("isinf", "ne", Trait.POINTWISE)
+_of_finite_numbers("isposinf", "ne")
+_of_finite_numbers("isneginf", "ne")
+_of_finite_numbers("isfinite", "eq", Trait.POINTWISE)
+_of_finite_numbers("isreal", "eq")
 
 
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -189,21 +198,21 @@ def _truth(lowering: Lowering, input: Any, dim: Any, keepdim: bool, every: bool)
     return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
 
 
-@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
+@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth, traits=frozenset({Trait.COMPARES_WITH_ZERO}))
 @sampled("any((x > 0) & (y > 0.5), 1)", "any(x > 1, (2, 3), True)")
 def any(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether any of the booleans along dimensions is true."""
     return _truth(lowering, input, dim, keepdim, False)
 
 
-@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth)
+@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth, traits=frozenset({Trait.COMPARES_WITH_ZERO}))
 @sampled("all((x > -1) | (y > 0.5), 2, keepdim=True)")
 def all(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Return whether all booleans along dimensions are true."""
     return _truth(lowering, input, dim, keepdim, True)
 
 
-@lowered(demand=Same(), traits=frozenset({Trait.CHOOSES}))
+@lowered(demand=Same(), traits=frozenset({Trait.CHOOSES, Trait.POINTWISE}))
 @sampled("nan_to_num(x, 1.0).relu()")
 def nan_to_num(
     lowering: Lowering, input: Quantized, nan: float | None = None, posinf: float | None = None, neginf: float | None = None

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from fxquant.ops.core import samples
-from fxquant.ops.core.record import BY_NAME, Operator, register
+from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
 from fxquant.ops.elementwise.table import SINGULAR, UNARY, by_table
 
 INPUT = "input"
-COMPARED = ("le", "lt", "ge", "gt", "eq", "ne", "isnan", "isinf", "isfinite")
-COMBINED = ("add", "sub", "mul", "div", "true_divide", "maximum", "minimum", "where", "nan_to_num", "clamp", "shifted")
-LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
 _MAPPING = "mapping"  # ("mapping", ((name, value), …)) stands for a dict among the arguments
 
 Steps = Any  # a nest as above
@@ -26,7 +23,7 @@ Steps = Any  # a nest as above
 
 def is_pointwise(name: str) -> bool:
     """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
-    return name in UNARY or name in COMPARED or name in COMBINED or name in LOGICAL
+    return name in BY_NAME and (name in UNARY or Trait.POINTWISE in BY_NAME[name].traits)
 
 
 def written(value: Any) -> Steps:
@@ -50,13 +47,9 @@ def _value(steps: Steps, input: Tensor) -> Any:
     name, *arguments = steps
     if name == _MAPPING:
         return {key: _value(value, input) for key, value in arguments[0]}
-    record = BY_NAME.get(name) if isinstance(name, str) and is_pointwise(name) else None
-    if record is None:
+    if not isinstance(name, str) or not is_pointwise(name):
         raise ValueError(f"{name!r} is not an elementwise function of one tensor")
-    values = [_value(argument, input) for argument in arguments]
-    if name == "shifted":
-        values[1] = arguments[1]  # the name of a function
-    return record.function(*values)
+    return BY_NAME[name].function(*(_value(argument, input) for argument in arguments))
 
 
 def _on_number(x: float, steps: Steps) -> float:

@@ -29,9 +29,6 @@ def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(other, int | float) and math.isfinite(other) and other != 0 else f"it divides by {other}"
 
 
-# ---- of two tensors -------------------------------------------------------------------------------------------------
-
-
 def reciprocal_of(build: Builder, divisor: fx.Node) -> Any:
     """Compute 1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
     if is_parameter(divisor):
@@ -70,7 +67,7 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
     adapt=_divided,
     calls=dict.fromkeys(("__rtruediv__", "__rdiv__"), lambda input, other: _divided(other, input)),
     idle=lambda arguments: isinstance(arguments["other"], int | float) and arguments["other"] == 1,
-    traits=frozenset({Trait.AFFINE}),
+    traits=frozenset({Trait.AFFINE, Trait.POINTWISE}),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses_div,
     onnx=lambda c: c.epilogue(c.do("Div", c.operand("input"), c.operand("other"))),
@@ -82,7 +79,7 @@ def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | No
     return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
 
 
-@composite(function=lambda input, other: torch.true_divide(input, other), by_name=False, traits=frozenset({Trait.DIVIDES}))
+@composite(function=lambda input, other: torch.true_divide(input, other), by_name=False, traits=frozenset({Trait.DIVIDES, Trait.POINTWISE}))
 @sampled("divide(x, y)", "true_divide(x, y)", "x / y", "x.__div__(y)", "x.clone().__idiv__(y)", over=POSITIVE)
 @sampled("operator.itruediv(x.clone(), y)", "x.clone().__itruediv__(y)", over=POSITIVE)
 def true_divide(build: Builder, input: fx.Node, other: fx.Node) -> Any:

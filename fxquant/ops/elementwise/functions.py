@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from fxquant.ops.core.operators import Instead, Lowering, Quantized, Trait, is_tensor, spelled
 from fxquant.ops.core.samples import ABOVE_ONE, JUMPS, LIMITED, NORMED, POSITIVE, SHARES, WITHIN_ONE, sample, sampled
-from fxquant.ops.elementwise.table import by_table, tabled, unary
+from fxquant.ops.elementwise.table import POLE, by_table, tabled, unary
+from fxquant.ops.elementwise.whole import alike
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
@@ -58,16 +59,16 @@ unary("rad2deg", torch.rad2deg, math.degrees)
     lambda x, decimals=0: float(round(x * 10**decimals) / 10**decimals),  # half to even, as PyTorch's
     name="round",
     onnx=lambda c: c.do("Round", c.input) if c["decimals"] == 0 else c.exported(),
-    traits=frozenset({Trait.INTEGERS}),
+    traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}),
 )
 def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
     """PyTorch's round, whose setting is a keyword."""
     return torch.round(input, decimals=decimals)
 
 
-unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil", traits=frozenset({Trait.INTEGERS}))
-unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor", traits=frozenset({Trait.INTEGERS}))
-unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix", traits=frozenset({Trait.INTEGERS}))
+unary("ceil", torch.ceil, lambda x: float(math.ceil(x)), onnx="Ceil", traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}))
+unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor", traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}))
+unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix", traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}))
 unary("frac", torch.frac, lambda x: x - math.trunc(x))
 unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign", traits=frozenset({Trait.INTEGERS}))
 
@@ -89,8 +90,8 @@ def _logit(input: Tensor, eps: float | None = None) -> Tensor:
     return torch.logit(input, eps)
 
 
-unary("log2", torch.log2, _logarithm(math.log2), over=POSITIVE)
-unary("log10", torch.log10, _logarithm(math.log10), over=POSITIVE)
+unary("log2", torch.log2, _logarithm(math.log2), over=POSITIVE, traits=POLE)
+unary("log10", torch.log10, _logarithm(math.log10), over=POSITIVE, traits=POLE)
 unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf), over=POSITIVE)
 unary("expm1", torch.expm1, math.expm1)
 unary("exp2", torch.exp2, lambda x: 2.0**x)
@@ -197,7 +198,7 @@ def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[
     return adapt
 
 
-@tabled(lambda x, numerator=1.0: numerator / x if x else math.copysign(math.inf, numerator))
+@tabled(lambda x, numerator=1.0: numerator / x if x else math.copysign(math.inf, numerator), traits=POLE)
 @sampled("2 / x", "x.__rtruediv__(1.5)", "x.__rdiv__(1.5)", over=POSITIVE, within=LIMITED)
 def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
     """Compute numerator / input."""
@@ -214,6 +215,7 @@ _OF_A_REMAINDER = (sample(within=JUMPS, input=(3, 6, 6), other=0.4),)
     name="floor_divide",
     samples=(sample(input=(3, 6, 6), other=0.4),),
     traits=frozenset({Trait.INTEGERS}),
+    integers=alike("floor_divide"),
     adapted={
         **dict.fromkeys(_FLOOR, _by(floor_quotient)),
         **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
@@ -225,7 +227,12 @@ def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
     return torch.div(input, other, rounding_mode="floor")
 
 
-@tabled(lambda x, other=1.0: float(math.trunc(x / other)), name="trunc_divide", traits=frozenset({Trait.INTEGERS}))
+@tabled(
+    lambda x, other=1.0: float(math.trunc(x / other)),
+    name="trunc_divide",
+    traits=frozenset({Trait.INTEGERS}),
+    integers=alike("trunc_divide"),
+)
 @sampled("torch.div(x, 0.4, rounding_mode='trunc')", within=LIMITED)
 def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
     """Compute input / other, rounded towards 0."""
@@ -234,6 +241,7 @@ def trunc_divided(input: Tensor, other: float = 1.0) -> Tensor:
 
 @tabled(
     lambda x, other=1.0: x % other,
+    integers=alike("remainder"),
     samples=_OF_A_REMAINDER,
     adapted={**dict.fromkeys(_REMAINDER, _by(floor_remainder)), "__rmod__": _by(floor_remainder, reverse=True)},
 )

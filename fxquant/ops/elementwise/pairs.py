@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.operators import (
-    INNER,
-    WIDE,
-    Builder,
-    Operator,
-    Plain,
-    TensorFact,
-    Trait,
-    composite,
-    fact,
-    is_parameter,
-    numbers,
-    register,
-)
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, numbers
 from fxquant.ops.core.places import constant_value
+from fxquant.ops.core.record import INNER, WIDE, Operator, Plain, Trait, register
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -39,12 +29,10 @@ from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, q
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
-from fxquant.ops.elementwise.whole import WHOLE
+from fxquant.ops.elementwise.whole import WHOLE, alike
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
 FEW = 8  # values of a constant exponent, each of which is a table
-
-# ---- powers ----------------------------------------------------------------------------------------------------------
 
 
 def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
@@ -102,9 +90,6 @@ register(
 )
 
 
-# ---- quotients that are rounded, and their remainders ---------------------------------------------------------------
-
-
 def _rounded_quotient(build: Builder, input: Any, other: fx.Node, rounding: Callable[..., Tensor], **demand: Any) -> Any:
     quotient = (true_divide, input, other) if isinstance(input, fx.Node) else (quotient_of, other, float(input))
     return build(rounding, build(*quotient, demand=WIDE), **demand)
@@ -115,7 +100,9 @@ def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Cal
     return build(sub, input, build(mul, whole, other, demand=WIDE))
 
 
-def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor], *texts: str) -> None:
+def _rounded(
+    function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor], *texts: str, **fields: Any
+) -> None:
     """Register what a quotient or remainder by a tensor is; by a number it is a table of `functions`."""
     register(
         Operator(
@@ -125,13 +112,14 @@ def _rounded(function: Callable[..., Tensor], expand: Callable[..., Any], roundi
             expand=lambda build, input, other: expand(build, input, other, rounding),
             traits=frozenset({Trait.DIVIDES}),
             samples=written(*texts, over=POSITIVE, within=COMPOSED, share=0.05),
+            **fields,
         )
     )
 
 
-_rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.__rfloordiv__(2.0)")
-_rounded(trunc_quotient, _rounded_quotient, torch.trunc, "torch.div(x, y, rounding_mode='trunc')")
-_rounded(floor_remainder, _rounded_remainder, torch.floor, "remainder(x, y)", "x % y", "y.__rmod__(2.0)")
+_rounded(floor_quotient, _rounded_quotient, torch.floor, "x // y", "2 // y", "y.__rfloordiv__(2.0)", integers=alike("floor_divide"))
+_rounded(trunc_quotient, _rounded_quotient, torch.trunc, "torch.div(x, y, rounding_mode='trunc')", integers=alike("trunc_divide"))
+_rounded(floor_remainder, _rounded_remainder, torch.floor, "remainder(x, y)", "x % y", "y.__rmod__(2.0)", integers=alike("remainder"))
 _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
 
 

@@ -48,7 +48,7 @@ def _function(condition: Any, input: Any = None, other: Any = None, **named: Any
     carries=("input", "other"),
     reads=("condition",),
     refuses=_refuses_where,
-    traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
+    traits=frozenset({Trait.CHOOSES, Trait.REARRANGES, Trait.POINTWISE}),
     onnx=lambda c: c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other")),
 )
 @sampled("torch.where(x > 0, x, y)", "torch.where(x > y, x, y)", "x.where(y < 0.7, 0.2)", "masked_fill(x, y > 0.5, -0.7)")

@@ -17,12 +17,13 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
+from fxquant.ops.core.record import BY_NAME, OnIntegers
 from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
+POLE = frozenset({Trait.SINGULAR_AT_ZERO})
 SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
-POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; and powers with negative exponents
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
@@ -142,6 +143,7 @@ def unary(
     module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
     lowered: Callable[..., Quantized] | None = None,
     demand: Own = Own(),  # noqa: B008 - it does not change
+    integers: OnIntegers | None = None,
     traits: frozenset[Trait] = frozenset(),
     **settings: Any,
 ) -> Operator:
@@ -151,11 +153,11 @@ def unary(
     What PyTorch has of `name` calls it: functions of torch, torch.special and torch.nn.functional, methods, in place or not, and the
     class of torch.nn. `forms` are further functions and names. `adapted` holds call forms, and `module` a class, that take more than the
     settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module
-    holds under the same names. Outside of `varies` the function is constant; one that
-    `saturates` tends to a constant on one side of 0 or on both. `onnx` is the operator of ONNX that computes it, or writes it
-    in several; see `Operator.onnx`. `demand` is of its result's grid. `lowered` is its integer meaning where that is not always a table.
-    `traits` are those it has besides that of every such function. Its sample is a tensor of normal elements, or of elements `over` an
-    interval, with the defaults of its settings, unless it has `samples`; `tried` are settings of another such sample.
+    holds under the same names. Outside of `varies` the function is constant; one that `saturates` tends to a constant on one side of 0 or
+    on both. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`. `demand` and `integers` are the
+    record's. `lowered` is its integer meaning where that is not always a table. `traits` are those it has besides that of every such
+    function. Its sample is a tensor of normal elements, or of elements `over` an interval, with the defaults of its settings, unless it
+    has `samples`; `tried` are settings of another such sample.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -192,6 +194,7 @@ def unary(
             modules={kind: settings_of(settings) for kind in module_of(name)} if module is None else dict([module]),
             keeps=keeps if saturates else None if varies == EVERYTHING else lambda arguments, after, bits: varies,
             refuses=refuses,
+            integers=integers,
             parameters={"input": inspect.Parameter.empty, **settings},
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
             traits=traits | {Trait.ELEMENTWISE},
@@ -267,7 +270,9 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
     if name == "shifted":
         return has_pole(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
-    return name in POLES or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
+    operator = BY_NAME.get(name)
+    of_any = operator is not None and Trait.SINGULAR_AT_ZERO in operator.traits
+    return of_any or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
 
 
 # ---- with a number added in front -----------------------------------------------------------------------------------
@@ -301,7 +306,7 @@ SHIFTED = register(
         ("input",),
         _lower_shifted,
         onnx=_onnx_shifted,
-        traits=frozenset({Trait.ELEMENTWISE}),
+        traits=frozenset({Trait.ELEMENTWISE, Trait.POINTWISE}),
         samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),
     )
 )
@@ -310,7 +315,7 @@ SHIFTED = register(
 def of_inverse(input: Any) -> dict[str, Any] | Instead:
     """1 / exp(x) is exp(-x), one table: of small exponentials, no grid has enough to divide by."""
     operator = operator_of(input) if isinstance(input, fx.Node) else None
-    if operator is None or operator.name != "exp":
+    if operator is None or operator.function is not torch.exp:
         return {"input": input}
     return Instead(shifted, {"input": input.args[0], "function": "exp", "factor": -1.0, "offset": 0.0, "settings": {}})
 
@@ -318,11 +323,11 @@ def of_inverse(input: Any) -> dict[str, Any] | Instead:
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of `shifted` for a unary function of the sum or difference of a number and a tensor; else None."""
     operator = operator_of(addition)
-    if operator is None or operator.name not in ("add", "sub") or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
+    if operator is None or Trait.ADDS not in operator.traits or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
         return None
     terms = operator.arguments(addition)
     left, right, alpha = terms["input"], terms["other"], terms["alpha"]
-    sign = 1 if operator.name == "add" else -1
+    sign = operator.function(0, 1)  # of a sum, or of a difference
     settings = {name: value for name, value in arguments.items() if name != "input"}
     if isinstance(right, int | float) and isinstance(left, fx.Node):
         tensor, factor, offset = left, 1.0, sign * alpha * right

@@ -10,28 +10,18 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
+from fxquant.ir.graph import is_parameter
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16, Ratio
 from fxquant.numerics.rounding import straight_through
-from fxquant.ops.core.operators import (
-    POSITIVE,
-    Call,
-    Clamp,
-    Instead,
-    Lowering,
-    Own,
-    Quantized,
-    Ratio,
-    Trait,
-    is_parameter,
-    is_tensor,
-    lowered,
-    sample,
-    sampled,
-    spelled,
-)
+from fxquant.ops.core.declare import is_tensor, lowered, spelled
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import Instead, Own, Trait
+from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.core.weighted import by_whole_slope, shape_of
 from fxquant.ops.elementwise.arithmetic import limited
-from fxquant.ops.elementwise.table import by_table, for_positive, of_inverse, tabled, unary
+from fxquant.ops.elementwise.table import POLE, by_table, for_positive, of_inverse, tabled, unary
+from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
 
@@ -141,7 +131,7 @@ unary(
     onnx=lambda c: c.do("Neg", c.do("Softplus", c.do("Neg", c.input))),
 )
 unary("exp", torch.exp, math.exp, onnx="Exp")
-unary("log", torch.log, for_positive(math.log, -math.inf), over=POSITIVE, onnx="Log")
+unary("log", torch.log, for_positive(math.log, -math.inf), over=POSITIVE, onnx="Log", traits=POLE)
 unary("sqrt", torch.sqrt, for_positive(math.sqrt, 0.0), over=POSITIVE, onnx="Sqrt")
 unary(
     "rsqrt",
@@ -149,6 +139,7 @@ unary(
     for_positive(lambda x: 1 / math.sqrt(x), math.inf),
     over=POSITIVE,
     onnx=lambda c: c.do("Reciprocal", c.do("Sqrt", c.input)),
+    traits=POLE,
 )
 unary(
     "reciprocal",
@@ -156,11 +147,26 @@ unary(
     lambda x: 1 / x if x else math.inf,
     over=POSITIVE,
     onnx="Reciprocal",
+    traits=POLE,
     adapted=dict.fromkeys(spelled("reciprocal"), lambda input: of_inverse(input)),
 )
 unary("erf", torch.erf, math.erf, saturates=True, onnx="Erf")
-unary("abs", torch.abs, abs, operator.abs, "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}))
-unary("square", torch.square, lambda x: x * x, onnx=lambda c: c.do("Mul", c.input, c.input))
+unary(
+    "abs",
+    torch.abs,
+    abs,
+    *(operator.abs, "absolute"),
+    onnx="Abs",
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
+    integers=alike("abs"),
+)
+unary(
+    "square",
+    torch.square,
+    lambda x: x * x,
+    onnx=lambda c: c.do("Mul", c.input, c.input),
+    integers=lambda arguments, operand: (WHOLE["mul"], {"input": arguments["input"], "other": arguments["input"]}),
+)
 unary("sin", torch.sin, math.sin, onnx="Sin")
 unary("cos", torch.cos, math.cos, onnx="Cos")
 unary(
@@ -206,6 +212,7 @@ unary(
     torch.pow,
     _power,
     exponent=2.0,
+    integers=alike("pow"),
     samples=(
         sample(input=(3, 6, 6), exponent=3),
         sample(over=POSITIVE, input=(3, 6, 6), exponent=0.4),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register, written
+from fxquant.ops.core.record import OnIntegers
 from fxquant.primitives import comparison, selection, shape
 from fxquant.primitives import whole as primitives
 
@@ -92,7 +93,9 @@ def _whole(
     return function
 
 
-# ---- two numbers ----------------------------------------------------------------------------------------------------
+def alike(name: str) -> OnIntegers:
+    """Return the field `integers` of an operator that is the one of this name in `WHOLE`, with arguments of the same names."""
+    return lambda arguments, operand: (WHOLE[name], arguments)
 
 
 def _scaled(steps: Steps, other: Value, alpha: int) -> Value:
@@ -148,9 +151,6 @@ def _compared(relation: str) -> Callable[..., Any]:
     )
 
 
-# ---- shifts ---------------------------------------------------------------------------------------------------------
-
-
 def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     other = arguments["other"]
     return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
@@ -167,6 +167,7 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
         *(f"x.argmax(3).__{i}{name}__(1)" for i in ("", "i")),
         reads=("input",),
         refuses=_refuses_shift,
+        integers=alike(name),
         calls=dict.fromkeys(
             (
                 *(getattr(operator, name), getattr(operator, f"i{name}"), function),
@@ -219,9 +220,6 @@ def _chosen(steps: Steps, condition: Value, input: Value, other: Value) -> Any:
 def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
     dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)
     return steps.call(shape.concatenate, [steps.lowering.given(f"tensor_{i}", tensor, dtype) for i, tensor in enumerate(tensors)], dim)
-
-
-# ---- along dimensions -----------------------------------------------------------------------------------------------
 
 
 def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:

@@ -23,8 +23,6 @@ from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import numbers, one_varying, permute, reshape
 from fxquant.ops.reduction.progression import tril, triu
 
-# ---- lists of places ---------------------------------------------------------------------------------------------------
-
 
 def _joined_places(lists: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """Lists of places along dimensions of these sizes as places in what they are together, row by row."""
@@ -147,9 +145,6 @@ def pick_parts(build: Builder, input: fx.Node, index: list[Any], dim: int, place
     return build(pick, build(getitem, input, index), dim, places)
 
 
-# ---- taking from everything ----------------------------------------------------------------------------------------------
-
-
 def _taken(input: Any, index: Any) -> dict[str, Any] | str:
     value = places.constant_value(index)
     return "its index is computed" if value is None else {"input": input, "index": value.tolist()}
@@ -183,9 +178,6 @@ def take(build: Builder, input: fx.Node, index: Any) -> Any:
     found = _joined_places([index], [count])
     value = build(getitem, build(reshape, input, [count]), [found.flatten().tolist()])
     return value if found.dim() == 1 else build(reshape, value, list(found.shape))
-
-
-# ---- diagonals ------------------------------------------------------------------------------------------------------------
 
 
 def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
 from fxquant.ops.core.declare import Branch, function_and_method, lowered, on_the_output, real, selected, spelled
-from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, known_size, sampled
+from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, Trait, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, whole_index
@@ -123,6 +123,7 @@ def _onnx_setitem(c: Call) -> str:
         **dict.fromkeys((torch.index_put, "index_put", "index_put_"), _put),
     },
     carries=("input", "value"),
+    traits=frozenset({Trait.COLLECTS}),
     refuses=(_refuses_setitem, one_varying),
     onnx=_onnx_setitem,
 )

@@ -8,22 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import shape_of
-from fxquant.ops.core.operators import (
-    Builder,
-    Instead,
-    Lowering,
-    Plain,
-    TensorFact,
-    are_fixed,
-    bound,
-    composite,
-    fact,
-    listed,
-    lowered,
-    operator_named,
-    settings_of,
-)
+from fxquant.ir.graph import TensorFact, fact, shape_of
+from fxquant.lowering.lowering import Lowering
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import are_fixed, bound, composite, listed, lowered, settings_of
+from fxquant.ops.core.record import Instead, Plain, operator_named
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding
@@ -31,8 +20,6 @@ from fxquant.ops.movement.shape import reshape
 from fxquant.ops.pooling.totals import mean, sum
 from fxquant.ops.reduction.extremum import amax
 from fxquant.primitives import scatter, shape
-
-# ---- one-hot vectors -----------------------------------------------------------------------------------------------------
 
 
 def _refuses_real(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -61,9 +48,6 @@ def one_hot(lowering: Lowering, input: Any, num_classes: int) -> Any:
     return lowering.call(shape.rows, unit, lowering.given("input", input, torch.int64))
 
 
-# ---- how many hold -------------------------------------------------------------------------------------------------------
-
-
 def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
     if fact(input).dtype != torch.bool:
         return "its operand is not a boolean tensor"
@@ -87,9 +71,6 @@ def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
-
-
-# ---- bags ---------------------------------------------------------------------------------------------------------------
 
 
 def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, mode: str = "mean") -> Tensor:

@@ -14,28 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import shape_of
+from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
+from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
-from fxquant.ops.core.declare import are_fixed, fixed, function_and_method, known_size
-from fxquant.ops.core.operators import (
-    BatchDim,
-    Call,
-    Instead,
-    Lowering,
-    Own,
-    Quantized,
-    Same,
-    Size,
-    TensorFact,
-    bound,
-    fact,
-    is_parameter,
-    lowered,
-    on_the_output,
-    selected,
-    settings_of,
-)
+from fxquant.ops.core.declare import are_fixed, bound, fixed, function_and_method, known_size, lowered, on_the_output, selected, settings_of
+from fxquant.ops.core.form import Call
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
+from fxquant.ops.core.record import Instead, Layer, Own, Same, Trait
 from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.movement.batch import interleave, piece, pieces_of
 from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of
@@ -76,7 +61,7 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     modules={nn.Embedding: lambda module: CHANGES if module.max_norm is not None else settings_of(("weight",))(module)},
     reads=("input",),
     refuses=refuses_embedding,
-    observes=lambda arguments: arguments["weight"],
+    layer=Layer(table=lambda arguments: arguments["weight"]),
     onnx=lambda c: c.do("Gather", c.e.constant(c.real("weight")), c.operand("input"), axis=0),
 )
 @sampled("torch.embedding({P(6, 5)}, x.argmax(-1))", "F.embedding(x.argmax(-1), {P(6, 5)}, padding_idx=2)")
@@ -142,7 +127,7 @@ def _computed(entry: Any) -> bool:
     function=lambda input, dim, index: input[tuple([*[WHOLE] * dim, index])],
     moves=True,
     reads=("index",),
-    observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+    layer=Layer(table=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None),
     onnx=lambda c: c.do("Gather", c.operand("input"), places_of(c), axis=c["dim"]),
     refuses=(_refuses_pick, fixed(because="it indexes the batch")),
     demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
@@ -376,6 +361,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
         **function_and_method(_narrowed, "narrow"),
         **function_and_method(_interleaved, "repeat_interleave"),
     },
+    traits=frozenset({Trait.VIEWS}),
     moves=True,
     idle=_keeps_everything,
     refuses=_refuses_getitem,

@@ -14,6 +14,7 @@ from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
 from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
+from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.reduction.progression import length_of
@@ -39,10 +40,8 @@ def fixed_dimension(verb: str, whole: bool = False) -> tuple[Guard, ...]:
 
 _LOOKS, _RANKS = fixed_dimension("looks through"), fixed_dimension("ranks")
 
-# ---- the place of the extremes ---------------------------------------------------------------------------------------
 
-
-@lowered(demand=PLACES, refuses=_LOOKS)
+@lowered(demand=PLACES, refuses=_LOOKS, integers=alike("argmax"))
 @sampled("argmax(x, 1, True)", "argmax(x.flatten(1), 1)")
 def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the largest element along a dimension."""
@@ -54,9 +53,6 @@ def argmax(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool 
 def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the place of the smallest element along a dimension."""
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
-
-
-# ---- order -----------------------------------------------------------------------------------------------------------
 
 
 def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
@@ -74,9 +70,6 @@ def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
 def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
     """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return lowering.call(selection.ranking, input.value, dim, count, largest)
-
-
-# ---- the elements at these places -------------------------------------------------------------------------------------
 
 
 def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -109,9 +102,6 @@ def gather(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quanti
     """Return the elements at these places along a dimension."""
     places = lowering.given("index", index, torch.int64)
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
-
-
-# ---- values with their places -----------------------------------------------------------------------------------------
 
 
 def _extreme(name: str, function: Any, extremum: Any, place: Any) -> None:

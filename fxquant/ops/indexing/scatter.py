@@ -13,23 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact, inherit, is_parameter, set_fact
+from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, set_fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.declare import Branch, on_the_output, real
-from fxquant.ops.core.operators import (
-    FLOAT32_EXACT,
-    INNER,
-    Builder,
-    Call,
-    Instead,
-    Lowering,
-    Quantized,
-    Ratio,
-    TensorFact,
-    composite,
-    known_size,
-    lowered,
-)
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import Branch, composite, known_size, lowered, on_the_output, real
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import INNER, Instead, Trait
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.index import WHOLE, getitem, places_of
@@ -42,8 +33,6 @@ from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max
-
-# ---- in the place of others ---------------------------------------------------------------------------------------------
 
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -93,6 +82,7 @@ def _onnx_scatter(c: Call) -> str:
     operands=("input", "src"),
     adapt=_scattered,
     carries=("input", "src"),
+    traits=frozenset({Trait.COLLECTS}),
     reads=("index",),
     onnx=_onnx_scatter,
     refuses=(_refuses_scatter, refuses_index),
@@ -109,9 +99,6 @@ def scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch
         return lowering.call(selection.put_along, *values, dim, places, *number)
 
     return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
-
-
-# ---- sums --------------------------------------------------------------------------------------------------------------
 
 
 def _zeros(src: Tensor, dim: int, size: int) -> Tensor:
@@ -189,7 +176,13 @@ def _refuses_source(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if list(known.shape) == wanted else "its source and its input differ in a size that is not indexed"
 
 
-ADDS = {"operands": ("input", "src"), "reads": ("index",), "refuses": (refuses_index, _refuses_source), "normalize": as_large_as_index}
+ADDS = {
+    "operands": ("input", "src"),
+    "reads": ("index",),
+    "refuses": (refuses_index, _refuses_source),
+    "normalize": as_large_as_index,
+    "traits": frozenset({Trait.COLLECTS}),
+}
 
 
 def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -221,7 +214,7 @@ def scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: f
     return total if alone else build(add, input, total)
 
 
-@composite(operands=("input", "source"), adapt=_index_added, refuses=_refuses_index_add)
+@composite(operands=("input", "source"), adapt=_index_added, refuses=_refuses_index_add, traits=frozenset({Trait.COLLECTS}))
 @sampled("index_add(x, 1, torch.tensor([0, 2]), y[:, 1:], alpha=-0.5)", "x.index_add(3, torch.tensor([5, 0]), y[..., :2])")
 def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float = 1) -> Any:
     """Return the tensor with alpha times the slices of `source` added at their places along a dimension."""
@@ -235,9 +228,6 @@ def index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: 
 
 
 # ---- The largest and the smallest of the elements at each place, where integers give the places: scatter_reduce ------
-
-
-# ---- the larger and the smaller ------------------------------------------------------------------------------------------
 
 
 def _scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
@@ -255,21 +245,19 @@ def _onnx_scatter_extremum(c: Call) -> str:
     return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
 
 
-# ---- how it is spelled ------------------------------------------------------------------------------------------------
-
-
-_REDUCTIONS = {"amax": True, "amin": False}
+_REDUCTIONS = {"sum": None, "add": None, "amax": True, "amin": False}  # the words for `reduce`: whether it is the largest
 
 
 def _scatter_reduced(
     input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> dict[str, Any] | str | Instead:
     given = scatter_added(input, dim, index, src)
-    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
+    largest = _REDUCTIONS.get(reduce)
+    if largest is None and reduce in _REDUCTIONS and (include_self or made_number(input) == 0):
         return Instead(scatter_add, given)
-    if reduce not in _REDUCTIONS:
+    if largest is None:
         return f"a {reduce} of any number of elements exceeds every accumulator: add logarithms instead"
-    return {**given, "largest": _REDUCTIONS[reduce], "include_self": include_self}
+    return {**given, "largest": largest, "include_self": include_self}
 
 
 @lowered("scatter_reduce", function=_scatter_extremum, adapt=_scatter_reduced, onnx=_onnx_scatter_extremum, **ADDS)

@@ -148,8 +148,6 @@ def _computed(rank: int) -> Callable[..., Tensor]:
 computed_conv1d, computed_conv2d = _computed(1), _computed(2)
 COMPUTED = (1, 2)  # the ranks of convolutions with a computed weight
 
-# ---- linear layers ---------------------------------------------------------------------------------------------------
-
 
 def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if len(shape_of(arguments["weight"])) == 2 else "its weight is computed and is not a matrix"

@@ -241,9 +241,6 @@ def added_product(build: Builder, input: fx.Node, one: fx.Node, other: fx.Node, 
     return build(add, input if beta == 1 else build(mul, input, float(beta)), product, float(alpha))
 
 
-# ---- bilinear -------------------------------------------------------------------------------------------------------
-
-
 @composite(operands=("input1", "input2"))
 @sampled("bilinear(x, x.flip(1), {P(6, 6)}[None], None)", within=HEADS, x=(6, 6))
 @sampled("nn.Bilinear(6, 6, 2)", within=100.0, x=(6, 6), y=(6, 6))

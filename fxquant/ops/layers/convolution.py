@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -146,9 +147,6 @@ def _convolution_module(module: Any) -> dict[str, Any]:
     return {**given, "padding": padding}
 
 
-# ---- transposed convolution -----------------------------------------------------------------------------------------
-
-
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)
@@ -203,24 +201,18 @@ FOLDING = (
     "{nn.SyncBatchNorm(4)}({nn.Conv2d(3, 4, 3)}(x))",
     "F.batch_norm({nn.Conv2d(3, 4, 3)}(x), {B(torch.randn(4))}, {B(torch.rand(4) + 0.5)}, {P(4)}, {P(4)})",
 )
-SAMPLES = {
-    "conv1d": ("{name}(x, {{P(4, 3, 3)}}, {{P(4)}}, 2, 1)", "{layer}(3, 4, 3, padding='same')"),
-    "conv2d": (
-        "{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, padding=1)", "{layer}(3, 6, 3, groups=3, bias=False)",
-        "{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, dilation=2, stride=(1, 2))", "{layer}(3, 2, 3, dilation=2, padding='same')",
-        "{layer}(3, 5, (3, 1), stride=(2, 1), padding=(1, 0))", "{layer}(3, 1, 1, padding='valid')",
-    ),
-    "conv3d": ("{name}(x, weight={{P(2, 3, 2, 3, 3)}}, bias={{P(2)}}, padding=(0, 1, 1))", "{layer}(3, 2, 2)"),
-    "conv_transpose1d": ("{name}(x, {{P(3, 3, 3)}}, {{P(3)}}, 2).relu()", "{layer}(3, 2, 3, 2, 1, 1)"),
-    "conv_transpose2d": (
-        "{name}(x, {{P(3, 1, 2, 2)}}, {{P(3)}}, stride=2, groups=3)", "{layer}(3, 2, 4, 2, 1)",
-        "{layer}(3, 2, (2, 3), dilation=2, bias=False)",
-    ),
-    "conv_transpose3d": ("{name}(x, {{P(3, 3, 2, 2, 2)}}, {{P(3)}}, 2)", "{layer}(3, 2, 2)"),
-}  # fmt: skip
 
 
-def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str]) -> Any:
+def _declare(
+    rank: int,
+    *texts: str,
+    kind: Kind,
+    extract: Callable[[Any], dict[str, Any]],
+    normalize: Any,
+    onnx: Callable[[Call], str],
+    folding: tuple[str, ...] = (),
+) -> Any:
+    """Declare a convolution; `texts` are its samples, with "{name}" for its function and "{layer}" for its class."""
     name = f"{kind.name}{rank}d"
 
     def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
@@ -249,16 +241,31 @@ def _declare(kind: Kind, rank: int, extract: Callable[[Any], dict[str, Any]], no
         ),
         onnx=onnx,
         samples=(
-            *written(*(text.format(name=f"F.{name}", layer=layer) for text in SAMPLES[name]), x=IMAGES[rank]),
+            *written(*(text.format(name=f"F.{name}", layer=layer) for text in texts), x=IMAGES[rank]),
             *written(f"{{nn.BatchNorm{rank}d(4)}}({{{layer}(3, 4, 2, bias=False)}}(x))", within=FOLDED, x=IMAGES[rank]),
-            *written(*(FOLDING if name == "conv2d" else ()), within=FOLDED),
+            *written(*folding, within=FOLDED),
         ),
     )
     return declared(_lower(kind, rank))
 
 
-_taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))
-conv1d, conv2d, conv3d = (_declare(PLAIN, rank, _convolution_module, _padded, _onnx_convolution) for rank in (1, 2, 3))
-conv_transpose1d, conv_transpose2d, conv_transpose3d = (
-    _declare(REVERSED, rank, _taken, _output_padding, _onnx_transposed) for rank in (1, 2, 3)
+_plain = partial(_declare, kind=PLAIN, extract=_convolution_module, normalize=_padded, onnx=_onnx_convolution)
+conv1d = _plain(1, "{name}(x, {{P(4, 3, 3)}}, {{P(4)}}, 2, 1)", "{layer}(3, 4, 3, padding='same')")
+conv2d = _plain(
+    2,
+    *("{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, padding=1)", "{layer}(3, 6, 3, groups=3, bias=False)"),
+    *("{name}(x, {{P(6, 1, 3, 3)}}, {{P(6)}}, groups=3, dilation=2, stride=(1, 2))", "{layer}(3, 2, 3, dilation=2, padding='same')"),
+    *("{layer}(3, 5, (3, 1), stride=(2, 1), padding=(1, 0))", "{layer}(3, 1, 1, padding='valid')"),
+    folding=FOLDING,
 )
+conv3d = _plain(3, "{name}(x, weight={{P(2, 3, 2, 3, 3)}}, bias={{P(2)}}, padding=(0, 1, 1))", "{layer}(3, 2, 2)")
+
+_taken: Any = settings_of(("weight", "bias", *REVERSED.attributes))
+_reversed = partial(_declare, kind=REVERSED, extract=_taken, normalize=_output_padding, onnx=_onnx_transposed)
+conv_transpose1d = _reversed(1, "{name}(x, {{P(3, 3, 3)}}, {{P(3)}}, 2).relu()", "{layer}(3, 2, 3, 2, 1, 1)")
+conv_transpose2d = _reversed(
+    2,
+    *("{name}(x, {{P(3, 1, 2, 2)}}, {{P(3)}}, stride=2, groups=3)", "{layer}(3, 2, 4, 2, 1)"),
+    "{layer}(3, 2, (2, 3), dilation=2, bias=False)",
+)
+conv_transpose3d = _reversed(3, "{name}(x, {{P(3, 3, 2, 2, 2)}}, {{P(3)}}, 2)", "{layer}(3, 2, 2)")

@@ -49,9 +49,6 @@ def _deform_conv2d(
     return F.conv2d(taps, weight, bias, kernel, 0, 1, input.shape[1] // weight.shape[1])
 
 
-# ---- the taps -------------------------------------------------------------------------------------------------------
-
-
 def _base(height: int, width: int, geometry: Geometry) -> Tensor:
     """Return (x, y) of every tap of every output where nothing moves it: float64 (H'·kh, W'·kw, 2)."""
     axes = []
@@ -134,9 +131,6 @@ def deformed_taps(
         return lowering.call(shape.reshape, taps, [-1, channels, height * rows, width * columns])
 
     return lowering.result(exact, lambda: deformed_taps(input.real(), offset.real(), kernel_size, stride, padding, dilation))
-
-
-# ---- the composite --------------------------------------------------------------------------------------------------
 
 
 def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fxquant.lowering.lowering import named_parameters
 from fxquant.numerics.grids import INT32_MAX, accumulator_bound
 from fxquant.ops.attention.attention import multi_head_attention
-from fxquant.ops.core.operators import Layer, Lowering, TensorFact, Trait, fact, is_parameter, lowered, operator_named, operator_of
+from fxquant.ops.core.operators import Layer, Lowering, TensorFact, Trait, fact, is_parameter, lowered, operator_of
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.primitives import runtime_scales
@@ -49,9 +49,6 @@ def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor 
         lowering.constant("scale", made.scale if made.scale.numel() > 1 else made.scale.reshape(()), torch.float32),
         None if bias is None else lowering.constant("bias", bias, torch.float32),
     )
-
-
-DYNAMIC_LINEAR = operator_named("dynamic_linear")
 
 
 def may_be_dynamic(node: fx.Node) -> bool:

@@ -24,8 +24,6 @@ from fxquant.quantization.weights import BatchNorm, fold
 LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
 PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
 
-# ---- linear -----------------------------------------------------------------------------------------------------------
-
 
 def _folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, **_: Any) -> tuple[Tensor, Tensor]:
     return fold(weight, bias, batch_norm, 0)
@@ -88,9 +86,6 @@ def linear(
 ) -> Quantized:
     """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
-
-
-# ---- matrix product -------------------------------------------------------------------------------------------------
 
 
 def _matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:

@@ -16,8 +16,6 @@ from fxquant.ops.movement.repeating import repeated, why_not_repeated
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.reduction.progression import along
 
-# ---- several tensors in one shape ------------------------------------------------------------------------------------
-
 
 def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return why_not_repeated([shape_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape)
@@ -64,9 +62,6 @@ def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> An
         (shape[place],) = numbers(build.fact(tensor).shape) or [1]
         found.append(repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
     return tuple(found)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _places(arguments: dict[str, Any]) -> Tensor:

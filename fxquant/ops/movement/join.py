@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.ops.core.declare import Branch, on_the_output, real
-from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, fact, is_parameter, lowered, sampled
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, TensorFact, Trait, fact, is_parameter, lowered, sampled
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.movement.shape import numbers, result_varying
 from fxquant.primitives import shape
@@ -72,6 +72,7 @@ def _joined(c: Call) -> list[str]:
         torch.dstack: _along(2, 3),
     },
     demand=lambda node, arguments: DEMAND,
+    traits=frozenset({Trait.COLLECTS}),
     moves=True,
     refuses=_refuses_cat,
     normalize=_without_nothing,
@@ -95,7 +96,14 @@ def _onnx_stack(c: Call) -> str:
     return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 
-@lowered(operands=("tensors",), demand=lambda node, arguments: DEMAND, moves=True, refuses=(_refuses_cat, result_varying), onnx=_onnx_stack)
+@lowered(
+    operands=("tensors",),
+    demand=lambda node, arguments: DEMAND,
+    traits=frozenset({Trait.COLLECTS}),
+    moves=True,
+    refuses=(_refuses_cat, result_varying),
+    onnx=_onnx_stack,
+)
 @sampled("stack([x, y], 1)", "stack((y, x, y), dim=-1)")
 def stack(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
     """Return the tensors one after another along a new dimension.

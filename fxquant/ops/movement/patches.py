@@ -38,9 +38,6 @@ def _geometry(arguments: Mapping[str, Any]) -> list[Window]:
     return [rows, columns]
 
 
-# ---- unfold ---------------------------------------------------------------------------------------------------------
-
-
 def _onnx_unfold(c: Call) -> str:
     """Write the unfold in ONNX on float values."""
     windows, parts = _geometry(c.arguments), []
@@ -91,9 +88,6 @@ def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
     channels, taps = known_size(input.shape[1]), parts[0] * parts[2]
     value = lowering.call(shape.permute, lowering.call(shape.reshape, value, [-1, channels, *parts]), [0, 1, 2, 4, 3, 5])
     return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
-
-
-# ---- fold -----------------------------------------------------------------------------------------------------------
 
 
 def _places(length: int, window: Window) -> list[list[int]]:
@@ -181,9 +175,6 @@ def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) 
     for axis, elements in enumerate(axes):
         value = selected(lowering, value, 2 + axis, [element for (element,) in elements], f"indices{axis}")
     return input.with_value(value)
-
-
-# ---- windows of one dimension ---------------------------------------------------------------------------------------
 
 
 def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, Any] | str:

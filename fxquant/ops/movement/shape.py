@@ -54,9 +54,6 @@ def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if many_sizes(node) else None
 
 
-# ---- reshape --------------------------------------------------------------------------------------------------------
-
-
 def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """x.view(2, -1), x.view((2, -1)), torch.flatten(x, 1), …: the shape is read off the result."""
     if any(isinstance(size, torch.dtype) for size in sizes):
@@ -82,7 +79,7 @@ _RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
         )
     },
     modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
-    traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
+    traits=frozenset({Trait.RESHAPES, Trait.REARRANGES, Trait.VIEWS}),
     moves=True,
     normalize=_plain_shape,
     idle=lambda arguments: True,
@@ -96,9 +93,6 @@ _RESHAPES = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 def reshape(lowering: Lowering, input: Quantized, shape: Any) -> Quantized:
     """Return the elements in another shape."""
     return input.with_value(lowering.call(_shape.reshape, input.value, list(shape)))
-
-
-# ---- nothing at all -------------------------------------------------------------------------------------------------
 
 
 _PASSING = (*function_and_method(None, "clone", "detach", "positive"), operator.pos, "contiguous", "cpu")
@@ -148,7 +142,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
         **dict.fromkeys(("to", "type", "type_as"), _cast),
         **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
     },
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES, Trait.VIEWS}),
     moves=True,
     idle=lambda arguments: True,
     demand=Same(),
@@ -159,9 +153,6 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead
 def identity(lowering: Lowering, input: Quantized) -> Quantized:
     """Return the input itself."""
     return input
-
-
-# ---- permute --------------------------------------------------------------------------------------------------------
 
 
 def rank_of(input: Any) -> int:
@@ -209,7 +200,7 @@ def _property(input: Any, name: str) -> dict[str, Any] | str:
         **function_and_method(_moved, "movedim", "moveaxis"),
         **function_and_method(lambda input: _swapped(input, -1, -2), "adjoint"),
     },
-    traits=frozenset({Trait.REARRANGES}),
+    traits=frozenset({Trait.REARRANGES, Trait.VIEWS}),
     moves=True,
     idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
     demand=Same(),

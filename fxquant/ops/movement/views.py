@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir import functional
-from fxquant.ir.graph import fact, shape_of
+from fxquant.ir.graph import Size, TensorFact, fact, shape_of
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.operators import ALIGNED, ROUNDED, Builder, Size, TensorFact, are_fixed, composite, function_and_method, sampled
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import are_fixed, composite, function_and_method
+from fxquant.ops.core.record import Trait
+from fxquant.ops.core.samples import ALIGNED, ROUNDED, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
@@ -79,6 +82,7 @@ def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int =
         **function_and_method(_scattered, "diagonal_scatter"),
     },
     carries=("input", "value"),
+    traits=frozenset({Trait.COLLECTS}),
     refuses=_refuses,
 )
 @sampled("diagonal_scatter(x, y[..., 0], 0, 2, 3)", "x.diagonal_scatter(y[..., :5, 0], 1, 2, 3)", within=ROUNDED)

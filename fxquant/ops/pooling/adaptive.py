@@ -53,9 +53,6 @@ def refuses_adaptive(rank: int, sums: bool) -> Guard:
     return first_reason(needs_batch(rank), refuses)
 
 
-# ---- average --------------------------------------------------------------------------------------------------------
-
-
 def lower_means(lowering: Lowering, input: Quantized, counts: list[int], clamp: Clamp | None = None) -> Quantized:
     """Return the mean of each window of the last dimensions: sums, with the division inside the requantization multiplier."""
     rank = len(counts)
@@ -96,9 +93,6 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
         return lower_means(lowering, input, window_counts(input.shape, output_size, rank), clamp)
 
     return adaptive_avg_pool
-
-
-# ---- maximum --------------------------------------------------------------------------------------------------------
 
 
 def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tuple[Any, list[int], list[list[int]]]:

@@ -11,29 +11,15 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.ir.graph import fact, shape_of
-from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8
-from fxquant.ops.core.declare import Guard, are_fixed, first_reason, known_sizes, lowered, module_of
-from fxquant.ops.core.operators import (
-    IMAGES,
-    NORMED,
-    POSITIVE,
-    WIDE,
-    Builder,
-    Call,
-    Clamp,
-    Lowering,
-    Quantized,
-    Ratio,
-    Same,
-    Size,
-    TensorFact,
-    Trait,
-    clamped,
-    composite,
-    sample,
-)
-from fxquant.ops.core.record import Instead, Layer, operator_named
+from fxquant.ir.graph import Size, TensorFact, fact, shape_of
+from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
+from fxquant.numerics.rounding import clamped
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, known_sizes, lowered, module_of
+from fxquant.ops.core.form import Call
+from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
+from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
 from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
@@ -149,9 +135,6 @@ def window_padding(
     return kernel, steps, begin, end, spread
 
 
-# ---- maximum --------------------------------------------------------------------------------------------------------
-
-
 def refuses_max_pool(rank: int) -> Guard:
     """Refuse what `needs_batch` does, and windows that meet no element."""
 
@@ -234,9 +217,6 @@ def _max_pool(rank: int) -> Callable[..., Tensor]:
 
 
 max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
-
-
-# ---- average --------------------------------------------------------------------------------------------------------
 
 
 def too_many(window: list[int], limit: int) -> str | None:

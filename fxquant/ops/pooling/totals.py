@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from fxquant.ir.graph import shape_of
 from fxquant.numerics.grids import INT32
 from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, Trait, lowered
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.pooling.pool import onnx_layer, too_many
 from fxquant.primitives import accumulate, elementwise, pool, shape
 
@@ -66,28 +67,37 @@ def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dty
     return {"input": input, "dim": dim, "keepdim": keepdim}
 
 
-def _onnx_reduction(c: Call) -> str:
+def _on_integers(arguments: dict[str, Any], operand: TensorFact | None) -> tuple[Any, dict[str, Any]] | None:
+    """Return a sum of integers, whose dimensions are named one by one."""
+    if operand is None:
+        return None
+    dim = arguments.get("dim")
+    chosen = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    return WHOLE["sum"], {"input": arguments["input"], "dim": chosen or list(range(len(operand.shape))), "keepdim": arguments["keepdim"]}
+
+
+def _onnx_reduction(c: Call, operator: str) -> str:
     layer = onnx_layer(c)
     if layer is not None:
         kept = c.epilogue(layer)
         return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
     axes = None if c["dim"] is None else _dims((), c["dim"])
-    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
+    return c.epilogue(c.reduced(operator, c.input, axes or None, c["keepdim"]))
 
 
-def _reduces(verb: str) -> dict[str, Any]:
-    """Return the fields that sums and means have alike; `verb` is for the reason of one over the batch."""
+def _reduces(verb: str, operator: str) -> dict[str, Any]:
+    """Return the fields that sums and means have alike: with ONNX's operator, and the verb for the reason of one over the batch."""
     return {
         "adapt": _reduction_arguments,
         "absorbs": frozenset({"clamp"}),
         "refuses": _refuses_reduction(verb),
         "traits": frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
-        "onnx": _onnx_reduction,
+        "onnx": lambda c: _onnx_reduction(c, operator),
         "samples": (sample(input=IMAGES[2], dim=(2, 3)), sample(input=IMAGES[2], dim=-1, keepdim=True), sample(input=IMAGES[2], dim=1)),
     }
 
 
-@lowered("nanmean", **_reduces("averages"))  # a quantized tensor has no NaN
+@lowered("nanmean", **_reduces("averages", "ReduceMean"))  # a quantized tensor has no NaN
 @sampled("torch.mean(x, dim=-1, keepdim=True).relu()")
 def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the mean over dimensions (all of them if `dim` is None)."""
@@ -95,7 +105,7 @@ def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = 
     return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
 
 
-@lowered("nansum", **_reduces("sums"))
+@lowered("nansum", **_reduces("sums", "ReduceSum"), integers=_on_integers)
 @sampled("torch.sum(x, dim=1, keepdim=True).relu()")
 def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
     """Return the sum over dimensions (all of them if `dim` is None)."""

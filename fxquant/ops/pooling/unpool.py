@@ -18,8 +18,6 @@ from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
 from fxquant.primitives import position
 
-# ---- where the maxima are -------------------------------------------------------------------------------------------
-
 
 def _is_wide(input: Quantized, planes: list[int]) -> bool:
     """Return whether keys of an element and its place exceed float32; stored integers may be larger by a zero point."""
@@ -100,9 +98,6 @@ max_pool_indices1d, max_pool1d_with_indices, adaptive_max_indices1d, adaptive_ma
 max_pool_indices2d, max_pool2d_with_indices, adaptive_max_indices2d, adaptive_max_pool2d_with_indices = _with_places(2)
 max_pool_indices3d, max_pool3d_with_indices, adaptive_max_indices3d, adaptive_max_pool3d_with_indices = _with_places(3)
 INDICES = {1: max_pool_indices1d, 2: max_pool_indices2d, 3: max_pool_indices3d}
-
-
-# ---- back to where they were ----------------------------------------------------------------------------------------
 
 
 def _unpool(input: Tensor, indices: Tensor, size: list[int]) -> Tensor:

@@ -12,7 +12,8 @@ from torch import fx
 
 from fxquant.ir.graph import parameter_value
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, is_parameter, operator_of
+from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, Trait, is_parameter
+from fxquant.ops.core.record import traits_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout
@@ -259,12 +260,9 @@ def _without(build: Builder, value: fx.Node, dim: int) -> Any:
     return build(reshape, value, [*shape[:dim], *shape[dim + 1 :]])
 
 
-MOVING = ("identity", "reshape", "expand", "getitem", "permute", "repeat")
-
-
 def _is_zero(value: Any) -> bool:
     """Return whether it is made as zeros, so that the first step needs no state."""
-    while isinstance(value, fx.Node) and (operator := operator_of(value)) is not None and operator.name in MOVING:
+    while isinstance(value, fx.Node) and Trait.VIEWS in traits_of(value):
         value = value.args[0]
     if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method"):
         return False

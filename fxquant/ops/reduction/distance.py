@@ -24,8 +24,6 @@ from fxquant.ops.movement.repeating import repeated, why_not_repeated
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import maximum
 
-# ---- fused arithmetic ------------------------------------------------------------------------------------------------
-
 
 @composite(samples=(sample(input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=-0.7),))
 def addcmul(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float = 1) -> Any:
@@ -47,8 +45,6 @@ def lerp(build: Builder, input: fx.Node, end: fx.Node, weight: Any) -> Any:
         return build(add, input, build(mul, difference, weight, demand=INNER))
     return build(add, input, difference, weight)
 
-
-# ---- of two numbers --------------------------------------------------------------------------------------------------
 
 TWO = (sample(input=(3, 6), other=(3, 6)),)
 
@@ -97,9 +93,6 @@ def atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(where, build(torch.lt, other, 0.0), build(sub, half_turn, angle, demand=WIDE), angle)
 
 
-# ---- distances -------------------------------------------------------------------------------------------------------
-
-
 @composite(
     refuses=one_of("p", 1, 2, because=lambda p: f"its norm is the {p}-norm, and 1 and 2 are computed in integers"),
     samples=(sample(x1=(4, 6), x2=(3, 6)), sample(x1=(4, 6), x2=(3, 6), p=1.0)),
@@ -139,9 +132,6 @@ def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, ep
         inverse = build(SHIFTED.function, total, "rsqrt", 1.0, max(float(eps), NOT_ZERO) ** 2, {}, demand=WIDE)
         product = build(mul, product, inverse, demand=WIDE if operand is x1 else None)
     return product
-
-
-# ---- across channels -------------------------------------------------------------------------------------------------
 
 
 def _channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -16,9 +16,8 @@ from fxquant.ops.core.declare import Branch, on_the_output, real, refuse_nan
 from fxquant.ops.core.operators import NORMED, Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between
+from fxquant.ops.elementwise.whole import alike
 from fxquant.primitives import pool, product, selection, shape
-
-# ---- along dimensions -----------------------------------------------------------------------------------------------
 
 
 def _reduced(rank: int, dim: Any) -> list[int]:
@@ -75,9 +74,6 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
 def amin(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
     """Return the smallest element along dimensions (all of them if there are none)."""
     return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
-
-
-# ---- of two tensors -------------------------------------------------------------------------------------------------
 
 
 def _lower_extremum(
@@ -147,7 +143,8 @@ def _one_or_two(over_all: Callable[..., Any], along: Callable[..., Any]) -> Adap
     operands=("input", "other"),
     calls=dict.fromkeys((torch.max, "max"), _one_or_two(amax, largest_along)),
     refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.BOUNDED_BELOW}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.BOUNDED_BELOW, Trait.POINTWISE, Trait.DISJUNCTION}),
+    integers=alike("maximum"),
     onnx=lambda c: c.do("Max", c.operand("input"), c.operand("other")),
     samples=(sample(input=(3, 6), other=(3, 6)),),
 )
@@ -161,16 +158,14 @@ def maximum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
     operands=("input", "other"),
     calls=dict.fromkeys((torch.min, "min"), _one_or_two(amin, smallest_along)),
     refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.POINTWISE, Trait.CONJUNCTION}),
+    integers=alike("minimum"),
     onnx=lambda c: c.do("Min", c.operand("input"), c.operand("other")),
     samples=(sample(input=(3, 6), other=(3, 6)),),
 )
 def minimum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
     """Return the smaller of two tensors, element by element."""
     return _lower_extremum(lowering, input, other, torch.minimum, product.minimum)
-
-
-# ---- limits that are tensors -----------------------------------------------------------------------------------------
 
 
 def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:
@@ -188,6 +183,7 @@ register(
         clamp_between,
         ("input", "min", "max"),
         expand=_expand_clamp_between,
+        integers=alike("clamp"),
         samples=written("clamp(x, y - 1, y)", within=NORMED),
     )
 )

@@ -15,22 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import (
-    FLOAT32_EXACT,
-    WIDE,
-    Builder,
-    Lowering,
-    Quantized,
-    Ratio,
-    Same,
-    TensorFact,
-    composite,
-    fact,
-    fixed,
-    lowered,
-    sample,
-)
+from fxquant.ir.graph import TensorFact, fact
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
+from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.declare import composite, fixed, lowered
+from fxquant.ops.core.record import WIDE, Same
+from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.shape import numbers, reshape
@@ -54,9 +47,6 @@ def length_of(input: fx.Node, dim: int) -> int:
 
 
 refuses_length = fixed()
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 def _refuses_product(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -105,15 +95,10 @@ def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
     return input
 
 
-# ---- Running sums, and triangles of a matrix -------------------------------------------------------------------------
-
-
-# ---- running sums ----------------------------------------------------------------------------------------------------
-
-
 @lowered(
     takes="input dim dtype",
     refuses=fixed(because="it sums over the batch, whose size is not fixed"),
+    integers=alike("cumsum"),
     samples=(sample(input=(3, 6), dim=1),),
 )
 def cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
@@ -131,9 +116,6 @@ def cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
     total = lowering.call(summing, value, lowering.constant("ones", triangle, torch.int8), None)
     result = lowering.requantize(total, Ratio((input.scale,)))
     return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
-
-
-# ---- triangles -------------------------------------------------------------------------------------------------------
 
 
 def _refuses_triangle(node: fx.Node, arguments: dict[str, Any]) -> str | None:

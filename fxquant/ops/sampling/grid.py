@@ -104,9 +104,6 @@ def _refuses_image(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"])
 
 
-# ---- grid_sample ----------------------------------------------------------------------------------------------------
-
-
 def _sampled(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> dict[str, Any]:
@@ -161,9 +158,6 @@ def grid_sample(
     )
 
 
-# ---- warp -----------------------------------------------------------------------------------------------------------
-
-
 def _warp(input: Tensor, flow: Tensor, mode: str = "bilinear", padding_mode: str = "zeros") -> Tensor:
     if has_torch_function((input, flow)):
         result: Tensor = handle_torch_function(warp, (input, flow), input, flow, mode, padding_mode)
@@ -209,9 +203,6 @@ def warp(lowering: Lowering, input: Quantized, flow: Quantized | Tensor, mode: s
         lambda: lower_sample(lowering, input, flow, positions, mode, padding_mode),
         lambda: warp(input.real(), real(flow), mode, padding_mode),
     )
-
-
-# ---- affine_grid ----------------------------------------------------------------------------------------------------
 
 
 def _base(size: Sequence[int], align_corners: bool) -> Tensor:

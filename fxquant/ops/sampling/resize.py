@@ -52,9 +52,6 @@ def _count(length: int, size: int | None, factor: float | None) -> int:
     return size if size is not None else math.floor(length * (factor or 1))
 
 
-# ---- nearest --------------------------------------------------------------------------------------------------------
-
-
 # Plain numbers are cached from one call to the next: a tensor would belong to the mode, the dtype and the device of the first
 # call, and a tensor of inference mode could not be used in training.
 
@@ -73,9 +70,6 @@ def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[Axis], mode:
         if indices != tuple(range(length)):
             value = selected(lowering, value, axis + 2, indices, f"indices{axis}")
     return input.with_value(value)
-
-
-# ---- linear ---------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -148,9 +142,6 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[Axis], align_
     return input.with_value(value)
 
 
-# ---- everything else --------------------------------------------------------------------------------------------------
-
-
 def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
     """Return the weights of interpolation along one dimension."""
     length, _, factor = axis
@@ -172,9 +163,6 @@ def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode
 def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
     rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
     return onnx_matrices(c, c.input, c.operand_shape, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
-
-
-# ---- all of them ----------------------------------------------------------------------------------------------------
 
 
 def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float] | None) -> list[Axis]:
