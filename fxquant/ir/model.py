@@ -78,7 +78,6 @@ class Model(fx.GraphModule):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def recompile(self) -> PythonCode:
-        """Compile the graph again."""
         self._graph.set_codegen(Code())
         code = super().recompile()
         if is_deployed(self):  # a class of its own has the code of every GraphModule

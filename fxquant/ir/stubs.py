@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter
+from fxquant.ir.integer import marks, reads
 
 _HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon")
 
@@ -27,14 +28,8 @@ def dequant_stub(input: Tensor) -> Tensor:
 FUNCTIONS = (quant_stub, dequant_stub)
 
 
-def mark_stub(node: fx.Node) -> None:
-    """Write that this node is a user's QuantStub: an operator of its own for the rules."""
-    node.meta["quant_stub"] = True
-
-
-def is_stub(node: fx.Node) -> bool:
-    """Return whether this node is a user's QuantStub."""
-    return bool(node.meta.get("quant_stub"))
+# Whether the node is a user's QuantStub, which is an operator of its own for the rules.
+is_stub, mark_stub = reads("quant_stub", False), marks("quant_stub")
 
 
 def stub_of(module: nn.Module) -> tuple[object, ...] | None:
