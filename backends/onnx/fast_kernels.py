@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx import fast_parts, gates
+from fxquant.backends.onnx import fast_parts
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Emitter, Writer, value_info
@@ -151,7 +151,6 @@ class FastWriter(Writer):
         return {info.name for info in self.inputs}
 
     def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
-        """Return a quantized value in another storage."""
         if (name, dtype) not in self.converted:
             e = self.emitter
             value = e.node("Cast", name, to=torch.float32)
@@ -220,7 +219,8 @@ def _requantize(
         left, right = parts[-1].args[:2]
         divided = divisor(w.integer, node, parts[-1], w.opset)
         assert divided is not None
-        result = gates.emit(e, (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right)), divided, w.zero(node))
+        factors = (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right))
+        result = fast_parts.multiply(e, *factors, divided, w.zero(node))
     else:
         result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
     return _limited(e, result, low, high, stored_zero_point(node))

@@ -90,7 +90,6 @@ class SumsWriter(Writer):
         return total if whole else e.node("Cast", total, to=torch.float32)
 
     def _shifted(self, value: str) -> str:
-        """Return an int8 tensor as uint8 with zero point 128."""
         if value not in self.shifted:
             e = self.emitter
             if self.opset >= BITWISE:
