@@ -2,11 +2,11 @@
 
 The package also holds the fast implementations for processors. `native` compiles native.c once for the machine, into the user's cache,
 where there is a compiler. `tensors` needs none: it computes by oneDNN's products of bytes, whose float32 sums below 2^24 are exact.
-`training` and `joining` offer the fused kernels of training steps in C. `observer_kernels` offers what observers count, and is admitted
-where it counts as `torch.histc` does on this machine.
+`training` and `joining` offer the fused kernels of training steps in C. `training` also offers what observers count, where it counts as
+`torch.histc` does on this machine.
 """
 
-from fxquant.backends.cpu import compiled, joining, observer_kernels, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import compiled, joining, training  # noqa: F401  # they register their kernels
 from fxquant.backends.cpu.kernels import KERNELS
 from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target

@@ -1,9 +1,4 @@
-"""Run an integer model with its kernels.
-
-The first call with inputs of some sizes runs the primitives, and records the sizes and strides of every tensor. The calls after it run
-a `Program` made for these: kernels on held tensors, primitives where no kernel applies. The results of a program have the bits and
-the strides of the primitives' results.
-"""
+"""Run an integer model with its kernels. The results of a program have the bits and the strides of the primitives' results."""
 
 from __future__ import annotations
 
@@ -76,7 +71,6 @@ class Runner:
         return result
 
     def program(self, model: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """Return the program for inputs of these sizes."""
         key = _key(inputs)
         with self.lock:
             self._follow(model, everything=True)
