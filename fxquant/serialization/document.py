@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import keyword
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,6 @@ from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator, link_owners, quantized_operators
 from fxquant.prepared.stage import Stage, violations
 from fxquant.quantization.spec import QConfig
-from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree_reader import TreeReader
 from fxquant.serialization.tree_writer import TargetOf, TreeWriter
@@ -229,7 +229,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
     again, _ = write_model(model, target_of)
-    if as_text(again) != as_text(document):
+    if json.dumps(again) != json.dumps(document):
         part = next(name for name in _SECTIONS if again[name] != document[name] or str(again[name]) != str(document[name]))
         raise Malformed(f"its {part} hold a value that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):

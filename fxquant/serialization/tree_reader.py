@@ -20,7 +20,15 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, STATISTICS, State
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS
-from fxquant.serialization.tree_writer import LAYOUTS, OPERATOR_FIELDS, QUANTIZER_FIELDS, construct, derived_buffers, tensor_forms
+from fxquant.serialization.tree_writer import (
+    LAYOUTS,
+    OPERATOR_FIELDS,
+    QUANTIZER_FIELDS,
+    WEIGHT_FIELDS,
+    construct,
+    derived_buffers,
+    tensor_forms,
+)
 from fxquant.serialization.values import Malformed, decode, expect, look_up
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
@@ -29,8 +37,11 @@ _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightSca
 MODES = (STATISTICS, *METHODS, FROZEN)
 
 
+def _fields(arguments: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    return {name: expect(arguments[name], *kinds) for name, kinds in types.items()}
+
+
 def _interval(content: Any) -> Interval:
-    """Return the interval of an operator's values that is observed."""
     low, high = (expect(decode(bound), float) for bound in expect(content, list))
     if not low <= high:
         raise Malformed("the interval of observed values is empty")
@@ -58,7 +69,6 @@ class TreeReader:
         self._modules: list[nn.Module] = []
 
     def read(self, entries: Any) -> None:
-        """Make every module, in the order of the file."""
         for entry in expect(entries, list):
             self._modules.append(self._make(expect(entry, dict)))
 
@@ -85,16 +95,12 @@ class TreeReader:
     def _make(self, entry: dict[str, Any]) -> nn.Module:
         name, arguments = entry["class"], expect(entry["arguments"], dict)
         module: nn.Module
-        if name == "Quantizer":
-            module = self._quantizer(arguments)
-        elif name == "QuantizedOperator":
-            module = self._operator(arguments)
-        elif name == "WeightQuantizer":
-            module = self._weight_quantizer(arguments)
-        elif name == "ChannelFactors":
-            module = self._factors(arguments, expect(entry["buffers"], dict))
-        elif name == "WeightScale":
-            module = self._learned(arguments, expect(entry["buffers"], dict))
+        made = {"Quantizer": self._quantizer, "QuantizedOperator": self._operator, "WeightQuantizer": self._weight_quantizer}
+        made_by_buffers = {"ChannelFactors": self._factors, "WeightScale": self._learned}
+        if name in made:
+            module = made[name](arguments)
+        elif name in made_by_buffers:
+            module = made_by_buffers[name](arguments, expect(entry["buffers"], dict))
         else:
             module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
         form = tensor_forms(module)
@@ -123,7 +129,7 @@ class TreeReader:
         return construct(kind, chosen)
 
     def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
-        plain = {name: expect(arguments[name], *kinds) for name, kinds in QUANTIZER_FIELDS.items()}
+        plain = _fields(arguments, QUANTIZER_FIELDS)
         if plain["mode"] not in MODES:
             raise Malformed("a Quantizer has an unknown training mode")
         observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
@@ -146,12 +152,7 @@ class TreeReader:
         if not isinstance(coverage, Coverage | None):
             raise Malformed("the coverage of a WeightQuantizer has a wrong type")
         quantizer = WeightQuantizer(
-            look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
-            per_channel=expect(arguments["per_channel"], bool),
-            power_of_two=expect(arguments["power_of_two"], bool),
-            p=expect(arguments["p"], float, NoneType),
-            learned=learned,
-            rounding=rounding,
+            look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"), **_fields(arguments, WEIGHT_FIELDS), learned=learned, rounding=rounding
         )
         quantizer.correction, quantizer.coverage = correction, coverage
         return quantizer
@@ -173,11 +174,10 @@ class TreeReader:
         return ChannelFactors(arguments["inputs"], arguments["outputs"])
 
     def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
-        plain = {name: expect(arguments[name], *kinds) for name, kinds in OPERATOR_FIELDS.items()}
+        plain = _fields(arguments, OPERATOR_FIELDS)
         operator = BY_NAME.get(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
-        weight_quantizer = self._module(arguments["weight_quantizer"])
-        factors = self._module(arguments["factors"])
+        weight_quantizer, factors = self._module(arguments["weight_quantizer"]), self._module(arguments["factors"])
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         if not isinstance(weight_quantizer, WeightQuantizer):

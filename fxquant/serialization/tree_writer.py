@@ -36,6 +36,7 @@ QUANTIZER_FIELDS = {
     "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 OPERATOR_FIELDS = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
+WEIGHT_FIELDS = {"per_channel": (bool,), "power_of_two": (bool,), "p": (float, NoneType)}
 
 
 def construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
@@ -126,10 +127,9 @@ class TreeWriter:
     def _quantizer(self, module: Quantizer, path: str) -> dict[str, Any]:
         if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
             cannot_save(f"the quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
-        plain = {name: expect(getattr(module, name), *kinds) for name, kinds in QUANTIZER_FIELDS.items()}
         return {
             "dtype": module.dtype.name,
-            **plain,
+            **_fields(module, QUANTIZER_FIELDS),
             "observer": self._module(module.observer, path + ".observer"),
             "range": self._module(module.range, path + ".range"),
         }
@@ -137,16 +137,9 @@ class TreeWriter:
     def _weight_quantizer(self, module: WeightQuantizer, path: str) -> dict[str, Any]:
         if WEIGHT_TYPES.get(module.dtype.name) != module.dtype:
             cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
-        return {
-            "dtype": module.dtype.name,
-            "per_channel": expect(module.per_channel, bool),
-            "power_of_two": expect(module.power_of_two, bool),
-            "p": expect(module.p, float, NoneType),
-            "learned": self._module(module.learned, path + ".learned"),
-            "rounding": self._module(module.rounding, path + ".rounding"),
-            **({} if module.correction is None else {"correction": self._module(module.correction, path + ".correction")}),
-            **({} if module.coverage is None else {"coverage": self._module(module.coverage, path + ".coverage")}),
-        }
+        parts = {name: self._module(getattr(module, name), f"{path}.{name}") for name in ("learned", "rounding", "correction", "coverage")}
+        kept = {name: part for name, part in parts.items() if part is not None or name in ("learned", "rounding")}
+        return {"dtype": module.dtype.name, **_fields(module, WEIGHT_FIELDS), **kept}
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if BY_NAME.get(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
@@ -162,15 +155,13 @@ class TreeWriter:
             for name, value in module.inputs.items()
         }
         return {
-            **{name: expect(getattr(module, name), *kinds) for name, kinds in OPERATOR_FIELDS.items()},
+            **_fields(module, OPERATOR_FIELDS),
             "operator": module.operator.name,
             "state": module.state.value,
             "observed": [encode(bound) for bound in module.observed],
             "inputs": inputs,
             "output": None if module.plain else self._module(module.output, path + ".output"),
-            "intermediate": self._module(module.intermediate, path + ".intermediate"),
-            "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
-            "factors": self._module(module.factors, path + ".factors"),
+            **{name: self._module(getattr(module, name), f"{path}.{name}") for name in ("intermediate", "weight_quantizer", "factors")},
             **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
         }
 
@@ -186,6 +177,10 @@ class TreeWriter:
             self.roles[name] = role
             self.tensors[name] = _plain(tensor, layout)
         return self._names[id(tensor)]
+
+
+def _fields(module: nn.Module, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    return {name: expect(getattr(module, name), *kinds) for name, kinds in types.items()}
 
 
 def _layout(tensor: Tensor) -> str:
