@@ -259,7 +259,6 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
 
 
 def _parts(given: Any) -> dict[str, list[Any]]:
-    """Return the rules of a mapping by kind, as pairs."""
     if isinstance(given, Mapping):
         unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
         if not unknown:
