@@ -15,10 +15,10 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
+from fxquant.kernels.admission import Layer, enumerated
 from fxquant.kernels.constants import Span
 from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless, implementation
-from fxquant.kernels.layer import Layer, enumerated
-from fxquant.numerics.grids import INT32_MAX
+from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, requantize, role_of
 from fxquant.support.files import address, point
 
@@ -300,6 +300,50 @@ def join(site: Site) -> Built:
             first += form.channels
 
     return Stateless(bound)
+
+
+@implementation("native dynamic layer", reads_held=False)
+def native_dynamic(site: Site) -> Built:
+    """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
+    loaded = loaded_library(dot_products=True)
+    weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+    outputs, inputs = weight.shape
+    pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
+    kept = {
+        "weight": packed(weight[..., None, None], 1, pixel),
+        "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
+        "scale": scale.expand(outputs).contiguous(),
+        **({} if bias is None else {"bias": bias.contiguous()}),
+    }
+    made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
+    window = ("height", "width", "out_height", "out_width", "kernel_height", "kernel_width", "stride_height", "stride_width")
+    for name in (*window, "dilation_height", "dilation_width", "groups"):
+        setattr(made.sum, name, 1)
+    made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
+    weight = kept.pop("weight")
+    made.sum.weight = address(weight)
+    return _Native(loaded.fxq_dynamic, made, (weight, *point(made, kept.items())), inputs)
+
+
+@dataclass(frozen=True)
+class _Native:
+    function: Any
+    structure: native.Dynamic
+    keeps: tuple[Tensor, ...]
+    inputs: int
+
+    def bind(self) -> Bound:
+        own = native.Dynamic.from_buffer_copy(self.structure)
+        function, inputs, place, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
+
+        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
+            (operand,) = point(own, [("input", given[0].contiguous())])
+            own.output = address(output)
+            sums.batch = operand.numel() // inputs
+            sums.threads = torch.get_num_threads()
+            function(place)
+
+        return bound
 
 
 class NativeWatch:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.kernels.admission import prove
+from fxquant.kernels.admission import Layer, enumerated, prove, residual_factor
 from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless, implementation
-from fxquant.kernels.layer import Layer, enumerated, residual_factor
-from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
+from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives import requantize
+from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 
 CACHED = 2**20  # bytes of float32 sums that are computed at a time
 Requantization = Callable[[Tensor], Tensor]  # of float32 sums, which it may overwrite, with the zero added
@@ -232,3 +232,29 @@ def tensor_table(site: Site) -> Built:
         torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
     return Stateless(bound)
+
+
+@implementation("oneDNN linear layer", reads_held=False)
+def onednn_dynamic(site: Site) -> Built:
+    """Build a dynamically quantized layer by oneDNN's sums of products of bytes; the rest by tensor operations."""
+    weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+    require_onednn("qlinear_pointwise")
+    largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
+    if largest >= FLOAT32_EXACT:
+        raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
+    prepacked = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+    ones = torch.ones(len(weight), dtype=torch.float32, device="cpu")
+    zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
+
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        operand = centred(inputs[0])
+        zero_point = int(operand.zero_point)
+        stored = operand.integers.add_(operand.zero_point).to(torch.uint8)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            stored, 1.0, zero_point, prepacked, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        torch.mul(sums.add_(0.0), operand.scale * scale, out=output)
+        if bias is not None:
+            output.add_(bias)
+
+    return unless_saturated(site, onednn_dynamic, Stateless(bound))

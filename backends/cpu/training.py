@@ -62,18 +62,9 @@ class NativePasses(Passes):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
-        _call(
-            "marked_backward",
-            form,
-            {"scale": float(scale)},
-            inside=inside,
-            factor=None if factor is None else _each(factor, form),
-            ratio=_each(ratio, form),
-            **_gradients(gradients, scale, of_sums),
-            of_sums=of_sums,
-            of_residual=of_residual,
-            totals=totals,
-        )
+        given = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
+        made = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
+        _call("marked_backward", form, {"scale": float(scale)}, **given, **_gradients(gradients, scale, of_sums), **made)
         return of_sums, of_residual, totals.float()
 
     def finish_back(
@@ -83,18 +74,8 @@ class NativePasses(Passes):
         of_sums = torch.empty_like(sums)
         of_residual = None if residual is None else torch.empty_like(sums)
         totals = _vector(3 * form.channels, torch.float64)
-        _call(
-            "finish_backward",
-            form,
-            numbers(how),
-            sums=sums,
-            **_added(accumulator),
-            ratio=_each(ratio, form),
-            **_gradients(gradients, how.scale, sums),
-            of_sums=of_sums,
-            of_residual=of_residual,
-            totals=totals,
-        )
+        given = {"sums": sums, **_added(accumulator), "ratio": _each(ratio, form), **_gradients(gradients, how.scale, sums)}
+        _call("finish_backward", form, numbers(how), **given, of_sums=of_sums, of_residual=of_residual, totals=totals)
         of_bias, of_ratio, of_factor = totals.float().view(3, -1).unbind()
         return of_sums, of_residual, of_bias, of_ratio, None if residual is None else of_factor
 

@@ -36,9 +36,9 @@ from fxquant.ir.graph import resolve
 from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
+from fxquant.kernels.admission import Layer
 from fxquant.kernels.constants import EACH_CALL
 from fxquant.kernels.kernel import Disagrees, Kernel, NotApplicable
-from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Choice, Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
