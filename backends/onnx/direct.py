@@ -223,15 +223,9 @@ def _softmax(node: fx.Node, input: fx.Node, dim: int | None = None) -> Plan | No
 
 @form(attention.scaled_dot_product_attention)
 def _attention(
-    node: fx.Node,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Plan | None:
+) -> Plan | None:  # fmt: skip
     width, rank = _sizes(query)[-1], len(_sizes(key))
     if is_causal or enable_gqa or not isinstance(width, int):
         return None

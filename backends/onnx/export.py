@@ -48,12 +48,9 @@ def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None, o
 
 
 def save_models(
-    models: Mapping[str, onnx.ModelProto],
-    folder: str | os.PathLike[str],
-    external_data: bool | None,
-    others: Mapping[str, Content] | None = None,
-    opened: bool = False,
-) -> None:
+    models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], external_data: bool | None,
+    others: Mapping[str, Content] | None = None, opened: bool = False,
+) -> None:  # fmt: skip
     """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
     Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too

@@ -14,12 +14,11 @@ from onnx import helper
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.backends.onnx.fast_kernels import FastWriter
+from fxquant.backends.onnx.fast_kernels import FastWriter, SumsWriter
 from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import random_value
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
-from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.backends.onnx.writer import DOMAIN, TYPES, Writer, value_info
 from fxquant.errors import ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve

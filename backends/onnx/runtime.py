@@ -171,15 +171,9 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        level: Any,
-        threads: int,
-        folder: Path | None = None,
-        settings: Mapping[str, str] | None = None,
-        name: str = "the model",
-        layouts: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None = None, settings: Mapping[str, str] | None = None,
+        name: str = "the model", layouts: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         self.layouts = layouts or {}
         self.outputs = [info.name for info in model.graph.output]
         self.inputs = [info.name for info in model.graph.input]
