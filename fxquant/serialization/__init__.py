@@ -24,7 +24,7 @@ from fxquant.ir.model import collection_paused
 from fxquant.serialization.document import read_model, write_model
 from fxquant.serialization.observed import FORMAT as OBSERVATIONS
 from fxquant.serialization.observed import read_observations, write_observations
-from fxquant.serialization.tree_writer import TargetOf
+from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.values import Malformed
 from fxquant.support.files import write_file
 

@@ -22,8 +22,8 @@ from fxquant import backends
 from fxquant.compat.common import unknown
 from fxquant.compat.horizon.served.qconfig import NAMED, REFUSED, activation, as_qconfig, dtype_of, get_qconfig, is_float_dtype
 from fxquant.errors import ConfigurationError
+from fxquant.ir.functional import dequant_stub, quant_stub
 from fxquant.ir.graph import computes_tensor, module_path, resolve
-from fxquant.ir.stubs import dequant_stub, quant_stub
 from fxquant.quantization.mapping import DEFAULT, Chosen
 
 LAYERS: tuple[Any, ...] = (
