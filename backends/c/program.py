@@ -170,15 +170,9 @@ class Call:
         return self._program.constant(value)
 
     def emit(
-        self,
-        name: str,
-        types: Sequence[torch.dtype],
-        *arguments: object,
-        template: str | None = None,
-        replaced: Mapping[str, str] | None = None,
-        fails: bool = False,
-        into: Value | None = None,
-    ) -> None:
+        self, name: str, types: Sequence[torch.dtype], *arguments: object, template: str | None = None,
+        replaced: Mapping[str, str] | None = None, fails: bool = False, into: Value | None = None,
+    ) -> None:  # fmt: skip
         """Append a call of a function for these element types, which writes the result, or a part of its memory, `into`.
 
         With `fails`, the program ends if the function returns other than 0.

@@ -287,14 +287,9 @@ class Lowering:
         return self.result(exact, real)
 
     def complete(
-        self,
-        accumulator: Any,
-        end: Epilogue,
-        bias: Tensor | None = None,
-        residual: Quantized | None = None,
-        multiplier: ResidualFactor | None = None,
-        statistics: fused_layers.Collected | None = None,
-    ) -> Quantized:
+        self, accumulator: Any, end: Epilogue, bias: Tensor | None = None, residual: Quantized | None = None,
+        multiplier: ResidualFactor | None = None, statistics: fused_layers.Collected | None = None,
+    ) -> Quantized:  # fmt: skip
         """Requantize the accumulator of channels, plus its bias and the residual times its multiplier.
 
         Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
