@@ -1,6 +1,6 @@
 """Admission by proof: an implementation runs only where it was shown to give the primitives' bits on this machine.
 
-Its parts that implementations have in common are here too: the numbers of a sum of products, and tables of all bytes.
+The parts that implementations share are here as well: the numbers of a sum of products, and tables of all bytes.
 """
 
 from __future__ import annotations
